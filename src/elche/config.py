@@ -1,0 +1,137 @@
+"""Settings of a run, checked when they are made. Pure: imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from elche.errors import ConfigError
+
+POLICIES = ("sync", "cadence")
+DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
+OPTIMIZER_STATES = ("average", "local", "reset")
+OUTER_OPTIMIZERS = ("auto", "nesterov", "average")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What every rank of a run must agree on.
+
+    Attributes:
+        policy: ``"sync"`` (gradients reduced at every batch, shares of the
+            global batch by delivered speed) or ``"cadence"`` (local steps in El
+            Che windows, parameters averaged at their end).
+        seed: when given, sample augmentation draws by (epoch, position) and
+            dropout by (seed, rank); None leaves the user's seeding alone and only
+            makes ranks differ.
+        anchor: batches of the slowest rank in the first window of ``cadence``.
+        min_anchor: the anchor's lower bound.
+        max_anchor: its upper bound; 0 switches El Che off (a window is one batch
+            everywhere), ``anchor == max_anchor`` fixes it.
+        overhead_target: share of a window that a synchronisation may cost before
+            the anchor grows; clamped to 0.01 .. 0.50.
+        max_batch_diff: most batches that a rank may run beyond the slowest rank's
+            planned count in a window, and the most a count moves per report.
+        speed_hints: relative speeds per rank until the first measurement.
+        drift_weights: how parameter drifts are weighted in the mean.
+        optimizer_state: whether optimizer state is averaged with the parameters,
+            stays local, or is reset at each synchronisation.
+        outer: outer optimizer of ``cadence``; ``"auto"`` is Nesterov, or plain
+            averaging in a run that is known to have fewer than 100 windows.
+        outer_lr: outer learning rate; None picks it by world size.
+        outer_momentum: momentum of the outer Nesterov step.
+        bucket_cap_mb: most megabytes of gradients reduced in one message.
+        timeout_s: deadline of every wait for another rank.
+    """
+
+    policy: str = "sync"
+    seed: int | None = None
+    anchor: int = 1
+    min_anchor: int = 1
+    max_anchor: int = 200
+    overhead_target: float = 0.03
+    max_batch_diff: int | None = None
+    speed_hints: tuple[float, ...] | None = None
+    drift_weights: str = "equal"
+    optimizer_state: str = "average"
+    outer: str = "auto"
+    outer_lr: float | None = None
+    outer_momentum: float = 0.5
+    bucket_cap_mb: float = 4.0
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _choice("policy", self.policy, POLICIES)
+        _choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
+        _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        _choice("outer", self.outer, OUTER_OPTIMIZERS)
+        _whole("anchor", self.anchor, 1)
+        _whole("min_anchor", self.min_anchor, 1)
+        _whole("max_anchor", self.max_anchor, 0)
+        if self.max_batch_diff is not None:
+            _whole("max_batch_diff", self.max_batch_diff, 0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0)
+        for name in ("overhead_target", "bucket_cap_mb", "timeout_s"):
+            _positive(name, getattr(self, name))
+        if self.outer_lr is not None:
+            _positive("outer_lr", self.outer_lr)
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise ConfigError(
+                f"expected 0 <= outer_momentum < 1, got {self.outer_momentum!r}"
+            )
+        if self.speed_hints is not None:
+            object.__setattr__(self, "speed_hints", tuple(self.speed_hints))
+            for rank, speed in enumerate(self.speed_hints or ()):
+                _positive(f"speed_hints[{rank}]", speed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for comparison between ranks."""
+        return asdict(self)
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> RunConfig:
+        """Builds a configuration from keyword options.
+
+        Raises:
+            ConfigError: an option is unknown or its value is wrong.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown option {unknown[0]!r}; known are: {', '.join(sorted(known))}"
+            )
+        return cls(**options)
+
+
+def default_outer_lr(world_size: int) -> float:
+    """Outer learning rate of the Nesterov step by world size.
+
+    Equal drift weights shrink the step of the mean, the more so the more ranks;
+    these rates restore it (measured: `docs/decisions.md`, "outer step").
+    """
+    if world_size <= 2:
+        return 0.7
+    return 1.0 if world_size == 3 else 1.4
+
+
+def _choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"unknown {name} {value!r}; expected one of: {', '.join(known)}"
+        )
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
+
+
+def _positive(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        raise ConfigError(
+            f"expected {name} to be a positive finite number, got {value!r}"
+        )

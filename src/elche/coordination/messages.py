@@ -1,0 +1,379 @@
+"""Everything that a worker and the coordinator say to each other.
+
+Plain frozen values, comparable, versioned, and made only of what msgpack carries.
+*Events* go to the core, *instructions* come from it; both name a rank: the sender of
+an event, the addressee of an instruction. Times are seconds, sizes are samples.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, Union
+
+from elche.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+Runs = tuple[tuple[int, int], ...]
+"""Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A rank presents itself and what it holds; compared between ranks.
+
+    ``settings`` are (name, value) pairs that must agree, ``tensors`` are (name,
+    shape, dtype) of parameters and buffers. ``horizon_batches`` is how many batches
+    the rank's loader draws ahead of the one in hand.
+    """
+
+    rank: int
+    version: int
+    world_size: int
+    settings: tuple[tuple[str, str], ...]
+    tensors: tuple[tuple[str, str, str], ...]
+    device: str
+    horizon_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOpened:
+    """A rank asks for the epoch; rank 0 says its batch sizes."""
+
+    rank: int
+    epoch: int
+    sizes: Runs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsDone:
+    """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
+
+    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``).
+    ``warm`` is False when the steps held a first batch, which is not timed.
+    """
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+    samples: int
+    busy_s: float
+    data_wait_s: float
+    sync_wait_s: float
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDone:
+    """``cadence``: a rank has trained on one leased batch."""
+
+    rank: int
+    epoch: int
+    batch: int
+    samples: int
+    busy_s: float
+    data_wait_s: float
+    warm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowClosed:
+    """``cadence``: a rank has stopped at a batch boundary and waits to reduce.
+
+    ``state`` names the layout of its optimizer state ("" when it has none), and
+    ``changed_buffers`` are indices of float buffers written since the last reduction.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    state: str
+    changed_buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowReduced:
+    """``cadence``: the window's mean is in this rank's model."""
+
+    rank: int
+    epoch: int
+    window: int
+    sync_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochLeft:
+    """A rank's loop left the epoch early, with ``step`` steps of it run."""
+
+    rank: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierReached:
+    """A rank waits at the barrier ``name``."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A rank ends with an error."""
+
+    rank: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A rank has nothing more to do and goes."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """The shell saw a rank's connection end."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; deadlines are looked at."""
+
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """All ranks are there and agree; the first generation may form its group."""
+
+    rank: int
+    generation: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginEpoch:
+    """All ranks have opened the epoch; rank 0 now sends its positions."""
+
+    rank: int
+    epoch: int
+    sizes: Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantSteps:
+    """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank."""
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantBatches:
+    """``cadence``: a lease of the batches ``start <= batch < stop``."""
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWindow:
+    """``cadence``: train until ``wall_s`` (or ``max_batches``) is reached.
+
+    ``committed_samples`` were trained on before this window, ``planned_samples`` are
+    planned in it by all ranks and ``planned_batches`` by this one: what a scheduler
+    follows.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    wall_s: float | None
+    max_batches: int | None
+    committed_samples: int
+    planned_samples: int
+    planned_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseWindow:
+    """``cadence``: close at the next batch boundary, whatever the deadline.
+
+    With ``drain`` the epoch ends there and leases not begun are given back.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    drain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """``cadence``: all ranks are there; reduce now.
+
+    ``weights`` per rank sum to one; a rank of weight zero sends zeros.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    weights: tuple[float, ...]
+    include_state: bool
+    buffers: tuple[int, ...]
+    outer: str
+    outer_lr: float
+    outer_momentum: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndEpoch:
+    """Every contribution of the epoch is in the model that all ranks hold."""
+
+    rank: int
+    epoch: int
+    samples: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    sync_s: float
+    windows: int
+    anchor: int
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierPassed:
+    """All ranks have reached the barrier ``name``."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """The run ends: ``reason``, and the failed rank's traceback if one failed."""
+
+    rank: int
+    reason: str
+    failed_rank: int | None = None
+    traceback: str = ""
+    kind: str = "remote"
+
+
+Event = Union[
+    Join,
+    EpochOpened,
+    StepsDone,
+    BatchDone,
+    WindowClosed,
+    WindowReduced,
+    EpochLeft,
+    BarrierReached,
+    Failed,
+    Left,
+    Disconnected,
+    Tick,
+]
+Instruction = Union[
+    Welcome,
+    BeginEpoch,
+    GrantSteps,
+    GrantBatches,
+    OpenWindow,
+    CloseWindow,
+    Reduce,
+    EndEpoch,
+    BarrierPassed,
+    Abort,
+]
+FROM_WORKERS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in typing.get_args(Event)
+    if kind not in (Disconnected, Tick)
+}
+FROM_COORDINATOR: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in typing.get_args(Instruction)
+}
+
+
+def to_wire(message: Event | Instruction) -> dict[str, Any]:
+    """A message as plain values that msgpack carries."""
+    wire = {field.name: getattr(message, field.name) for field in fields(message)}
+    wire["type"] = type(message).__name__
+    return wire
+
+
+def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
+    """Reads a message and checks every field.
+
+    Args:
+        wire: what came, as msgpack gave it.
+        known: the types that may come from that side, by name.
+
+    Raises:
+        ProtocolError: it is not such a message.
+    """
+    if not isinstance(wire, dict):
+        raise ProtocolError(f"expected a mapping, got {type(wire).__name__}")
+    kind = known.get(str(wire.get("type")))
+    if kind is None:
+        raise ProtocolError(f"unknown message type {wire.get('type')!r}")
+    hints = _hints(kind)
+    if set(wire) - {"type"} != set(hints):
+        raise ProtocolError(
+            f"{kind.__name__}: expected fields {sorted(hints)}, got {sorted(wire)}"
+        )
+    values = {
+        name: _checked(f"{kind.__name__}.{name}", wire[name], hint)
+        for name, hint in hints.items()
+    }
+    return kind(**values)
+
+
+@lru_cache(maxsize=None)
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _checked(where: str, value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` says, lists read as tuples."""
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        rest = [option for option in options if option is not type(None)]
+        return _checked(where, value, rest[0])
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ProtocolError(f"{where}: expected a list, got {value!r}")
+        parts = typing.get_args(hint)
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            return tuple(_checked(where, item, parts[0]) for item in value)
+        if len(value) != len(parts):
+            raise ProtocolError(f"{where}: expected {len(parts)} items, got {value!r}")
+        return tuple(
+            _checked(where, item, part)
+            for item, part in zip(value, parts, strict=True)
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{where}: expected {hint.__name__}, got {value!r}")
+    return value

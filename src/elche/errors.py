@@ -1,0 +1,79 @@
+"""Every exception that elche raises on purpose, in one tree.
+
+::
+
+    ElcheError
+    ├── ConfigError            a setting is wrong (also a ValueError)
+    ├── MismatchError          ranks disagree about model, data or configuration
+    ├── CommunicationError     a collective or the control channel failed
+    │   └── DeadlineError      a wait reached its deadline
+    ├── RemoteRankError        another rank failed; carries its traceback
+    └── ProtocolError          a message that may not come now, or not at all
+        └── TransitionError    an impossible transition; carries the story
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ElcheError(Exception):
+    """Base class of everything that elche raises on purpose."""
+
+
+class ConfigError(ElcheError, ValueError):
+    """A setting or an argument is wrong; the message says what to write instead."""
+
+
+class MismatchError(ElcheError):
+    """Ranks disagree about the model, the data or the configuration."""
+
+
+class CommunicationError(ElcheError):
+    """A collective or the control channel failed."""
+
+
+class DeadlineError(CommunicationError):
+    """A wait reached its deadline; the message names who was waited for."""
+
+
+class RemoteRankError(ElcheError):
+    """Another rank failed and ended the run.
+
+    Attributes:
+        failed_rank: the rank that failed, or None when the coordinator did.
+        remote_traceback: that rank's traceback as text, empty if it left none.
+    """
+
+    def __init__(
+        self, message: str, failed_rank: int | None = None, remote_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.failed_rank = failed_rank
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.remote_traceback:
+            return text
+        return f"{text}\n--- traceback of rank {self.failed_rank} ---\n" + (
+            self.remote_traceback.rstrip()
+        )
+
+
+class ProtocolError(ElcheError):
+    """A message that may not come now, or that cannot be read."""
+
+
+class TransitionError(ProtocolError):
+    """An impossible transition of the coordination core; carries its story."""
+
+    def __init__(self, message: str, story: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.story = tuple(story)
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.story:
+            return text
+        return text + "\nstory:\n" + "\n".join(f"  {line}" for line in self.story)

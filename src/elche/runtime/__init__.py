@@ -1,0 +1,1 @@
+"""Processes, devices and clocks: the shells that execute what the core decides."""

@@ -1,0 +1,270 @@
+"""Emulated devices: real, small compute stretched to a fixed time per sample.
+
+An emulated device is a real worker on the CPU. It computes the real model, its
+real gradients and its real updates, and sleeps until a device of the declared
+speed would have got as far: one third of a sample's time in the forward pass,
+two thirds spread over the backward pass before each gradient appears, so that
+a reduction started by a gradient can overlap with the rest as it would on a
+device. The same wrapper goes around every contender of a comparison.
+
+Deadlines are absolute. Real compute is absorbed by the sleep that follows it,
+and errors of single sleeps do not add up. Where real compute takes longer than
+the declared time there is nothing left to stretch: the handle counts that, so
+that a benchmark can say that its emulation was not honest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from elche.errors import ConfigError
+
+FORWARD_FRACTION = 1 / 3
+"""Share of a sample's time spent in the forward pass; the backward has the rest."""
+
+
+@dataclass(frozen=True)
+class EmulationConfig:
+    """How fast an emulated device is.
+
+    Attributes:
+        speed: relative to the reference device of speed 1; 0.25 is four times
+            slower. Positive and finite.
+        ms_per_sample: time of one sample, forward and backward, on the
+            reference device, in milliseconds. Positive and finite.
+
+    Raises:
+        ConfigError: if a value is not a positive finite number.
+    """
+
+    speed: float
+    ms_per_sample: float = 1.25
+
+    def __post_init__(self) -> None:
+        for name in ("speed", "ms_per_sample"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value > 0):
+                raise ConfigError(
+                    f"{name} of an emulated device must be a positive finite number,"
+                    f" got {value!r}; write for example --speeds 1,0.25"
+                )
+
+    @property
+    def sample_time_s(self) -> float:
+        """Seconds that one sample takes, forward and backward."""
+        return self.ms_per_sample / 1e3 / self.speed
+
+
+def emulate(model: nn.Module, config: EmulationConfig) -> EmulationHandle:
+    """Make training steps of `model` take the time of an emulated device.
+
+    Call it before the model is wrapped (DistributedDataParallel, elche): the
+    gradient hooks then run ahead of the wrapper's. Only calls in training mode
+    with gradients enabled are stretched; evaluation runs at real speed. The
+    number of samples is the leading dimension of the first tensor among the
+    arguments.
+
+    A backward pass pays for the forward passes whose outputs it goes through.
+    Where an output holds no tensor that requires a gradient (an opaque object,
+    say), the next backward pass that reaches a parameter pays instead.
+
+    Args:
+        model: root module, on the CPU.
+        config: the device's speed.
+
+    Returns:
+        A handle that counts steps and overruns and detaches the emulation.
+
+    Raises:
+        ConfigError: if no parameter requires a gradient, or one is not on the CPU.
+    """
+    return EmulationHandle(model, config)
+
+
+@final
+class EmulationHandle:
+    """The emulation attached to one model; made by `emulate`.
+
+    Attributes:
+        config: the device's speed.
+        steps: backward passes finished so far.
+        nominal_s: time that those passes and their forward passes should have
+            taken by declaration, in seconds.
+        overrun_s: time by which real compute exceeded the declaration, in
+            seconds. What the scheduler adds to a sleep is not in it.
+        overrun_steps: backward passes that ended with an overrun of more than
+            `OVERRUN_TOLERANCE` of their declared time, the forward included.
+    """
+
+    OVERRUN_TOLERANCE = 0.02
+
+    def __init__(self, model: nn.Module, config: EmulationConfig) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError(
+                "an emulated device needs a model with parameters that require a"
+                f" gradient, got {type(model).__name__} without any"
+            )
+        foreign = {str(p.device) for p in parameters if p.device.type != "cpu"}
+        if foreign:
+            raise ConfigError(
+                "an emulated device computes on the CPU, but the model has"
+                f" parameters on {', '.join(sorted(foreign))}; move it with .cpu()"
+            )
+        self.config = config
+        self.steps = 0
+        self.nominal_s = 0.0
+        self.overrun_s = 0.0
+        self.overrun_steps = 0
+        self._total_numel = sum(p.numel() for p in parameters)
+        self._forward_begin_s = 0.0
+        self._forward_samples = 0
+        self._forwards = 0
+        self._unclaimed_samples = 0
+        self._unclaimed_overrun_s = 0.0
+        self._backward = _BackwardPass()
+        self._hooks: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            *(_tensor_hook(p, self._gradient_hook(p.numel())) for p in parameters),
+        ]
+
+    def remove(self) -> None:
+        """Detach the emulation; the model runs at real speed again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        # An exception in a backward pass skips its end: start afresh here.
+        self._backward = _BackwardPass()
+        self._forward_samples = _num_samples(args, kwargs)
+        self._forward_begin_s = time.perf_counter()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        samples = self._forward_samples
+        duration_s = FORWARD_FRACTION * samples * self.config.sample_time_s
+        deadline_s = self._forward_begin_s + duration_s
+        overrun_s = max(0.0, time.perf_counter() - deadline_s)
+        _sleep_until(deadline_s)
+        self._forwards += 1
+        outputs = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if not outputs:
+            self._unclaimed_samples += samples
+            self._unclaimed_overrun_s += overrun_s
+        for tensor in outputs:
+            _tensor_hook(tensor, self._output_hook(self._forwards, samples, overrun_s))
+
+    def _output_hook(
+        self, forward: int, samples: int, overrun_s: float
+    ) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            backward = self._running_backward()
+            if forward not in backward.forwards:
+                backward.forwards.add(forward)
+                backward.samples += samples
+                backward.forward_overrun_s += overrun_s
+
+        return hook
+
+    def _gradient_hook(self, numel: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            backward = self._running_backward()
+            backward.samples += self._unclaimed_samples
+            backward.forward_overrun_s += self._unclaimed_overrun_s
+            self._unclaimed_samples, self._unclaimed_overrun_s = 0, 0.0
+            backward.numel += numel
+            done = min(1.0, backward.numel / self._total_numel)
+            deadline_s = backward.begin_s + done * self._backward_time_s(backward)
+            if _sleep_until(deadline_s):
+                backward.woke_s = time.perf_counter()
+
+        return hook
+
+    def _running_backward(self) -> _BackwardPass:
+        if not self._backward.running:
+            self._backward = _BackwardPass(running=True, begin_s=time.perf_counter())
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _end_backward(self) -> None:
+        """Pay for parameters without a gradient, and count; ends every pass."""
+        backward, self._backward = self._backward, _BackwardPass()
+        deadline_s = backward.begin_s + self._backward_time_s(backward)
+        late_s = time.perf_counter() - max(deadline_s, backward.woke_s)
+        _sleep_until(deadline_s)
+        nominal_s = backward.samples * self.config.sample_time_s
+        overrun_s = backward.forward_overrun_s + max(0.0, late_s)
+        self.steps += 1
+        self.nominal_s += nominal_s
+        self.overrun_s += overrun_s
+        if overrun_s > self.OVERRUN_TOLERANCE * nominal_s:
+            self.overrun_steps += 1
+
+    def _backward_time_s(self, backward: _BackwardPass) -> float:
+        fraction = 1 - FORWARD_FRACTION
+        return fraction * backward.samples * self.config.sample_time_s
+
+
+@dataclass
+class _BackwardPass:
+    """One backward pass under way: what it must pay for and how far it is.
+
+    Time advances with the number of gradient elements that have appeared, in
+    whatever order autograd brings them.
+    """
+
+    running: bool = False
+    begin_s: float = 0.0
+    woke_s: float = 0.0
+    samples: int = 0
+    numel: int = 0
+    forward_overrun_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.forwards: set[int] = set()
+
+
+def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise ConfigError(
+        "an emulated device counts samples by the leading dimension of the first"
+        " tensor argument, but the model was called without such a tensor"
+    )
+
+
+def _sleep_until(deadline_s: float) -> bool:
+    """Sleep until `deadline_s` of `time.perf_counter`; False if it has passed."""
+    remaining_s = deadline_s - time.perf_counter()
+    if remaining_s <= 0:
+        return False
+    time.sleep(remaining_s)
+    return True

@@ -1,0 +1,246 @@
+"""Emulated devices: declared time per sample, unchanged gradients."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elche.errors import ConfigError
+from elche.runtime.emulation import EmulationConfig, emulate
+
+SAMPLES = 16
+MS_PER_SAMPLE = 0.5
+STEP_S = SAMPLES * MS_PER_SAMPLE / 1e3
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)),
+        nn.Linear(32, 4),
+    )
+
+
+def step_times_s(step: Callable[[], object], steps: int = 10) -> list[float]:
+    times = []
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin_s)
+    return times
+
+
+def train_step(model: nn.Module, samples: int = SAMPLES) -> None:
+    model(torch.ones(samples, 32)).sum().backward()
+
+
+def fast_config(speed: float = 1.0) -> EmulationConfig:
+    return EmulationConfig(speed=speed, ms_per_sample=MS_PER_SAMPLE)
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_a_step_takes_the_declared_time(speed: float) -> None:
+    model = make_model()
+    emulate(model, fast_config(speed))
+    train_step(model)
+    times = step_times_s(lambda: train_step(model))
+    assert min(times) >= STEP_S / speed
+    assert statistics.median(times) <= 1.5 * STEP_S / speed
+
+
+def test_forward_takes_a_third() -> None:
+    model = make_model()
+    emulate(model, fast_config())
+    x = torch.ones(SAMPLES, 32)
+    times = step_times_s(lambda: model(x))
+    assert min(times) >= STEP_S / 3
+    assert statistics.median(times) <= 0.66 * STEP_S
+
+
+def test_gradients_are_unchanged() -> None:
+    plain, emulated = make_model(), make_model()
+    emulate(emulated, fast_config(speed=20.0))
+    train_step(plain)
+    train_step(emulated)
+    for expected, actual in zip(plain.parameters(), emulated.parameters(), strict=True):
+        assert expected.grad is not None and actual.grad is not None
+        assert torch.equal(expected.grad, actual.grad)
+
+
+def test_gradients_appear_spread_over_the_backward_pass() -> None:
+    model = make_model()
+    emulate(model, fast_config())
+    appeared_s: list[float] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: appeared_s.append(time.perf_counter())
+        )
+    loss = model(torch.ones(SAMPLES, 32)).sum()
+    begin_s = time.perf_counter()
+    loss.backward()
+    budget_s = 2 / 3 * STEP_S
+    numels = [p.numel() for p in reversed(list(model.parameters()))]
+    assert appeared_s[-1] - appeared_s[0] >= 0.4 * budget_s
+    assert appeared_s[-1] - begin_s >= budget_s
+    # Each gradient waits for its share of the elements, itself included; the
+    # weight and the bias of one layer may come in either order.
+    done = 0
+    for numel, at_s in zip(numels, appeared_s, strict=True):
+        done += min(numels) if numel != min(numels) else numel
+        assert at_s - begin_s >= done / sum(numels) * budget_s
+
+
+def test_evaluation_runs_at_real_speed() -> None:
+    model = make_model()
+    handle = emulate(model, EmulationConfig(speed=1e-6))
+    x = torch.ones(SAMPLES, 32)
+    model.eval()
+    model(x).sum().backward()
+    model.train()
+    with torch.no_grad():
+        model(x)
+    assert handle.nominal_s == 0.0
+
+
+def test_parameters_without_gradient_do_not_shorten_a_step() -> None:
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(32, 4)
+            self.unused = nn.Linear(32, 400)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    model = Partial()
+    emulate(model, fast_config())
+    assert min(step_times_s(lambda: train_step(model), steps=3)) >= STEP_S
+
+
+def test_a_backward_pays_for_every_forward_it_goes_through() -> None:
+    model = make_model()
+    handle = emulate(model, fast_config())
+    halves = torch.ones(SAMPLES, 32).chunk(2)
+    begin_s = time.perf_counter()
+    sum(model(x).sum() for x in halves).backward()  # type: ignore[union-attr]
+    assert time.perf_counter() - begin_s >= STEP_S
+    assert handle.nominal_s == pytest.approx(STEP_S)
+    model(halves[0])  # dropped: no later backward pays for it
+    train_step(model)
+    assert handle.nominal_s == pytest.approx(2 * STEP_S)
+    assert handle.steps == 2
+
+
+def test_an_opaque_output_is_paid_by_the_next_backward() -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Callable[[], Tensor]:
+            y = self.inner(x)
+            return lambda: y
+
+    model = Opaque()
+    handle = emulate(model, fast_config())
+    begin_s = time.perf_counter()
+    model(torch.ones(SAMPLES, 32))().sum().backward()
+    assert time.perf_counter() - begin_s >= STEP_S
+    assert handle.nominal_s == pytest.approx(STEP_S)
+
+
+def test_samples_are_found_in_keywords_and_nested_batches() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 1)
+
+        def forward(self, scale: float, *, batch: dict[str, Any]) -> dict[str, Tensor]:
+            return {"y": scale * self.inner(batch["x"])}
+
+    model = Nested()
+    handle = emulate(model, EmulationConfig(speed=100.0))
+    model(2.0, batch={"x": torch.ones(3, 2)})["y"].sum().backward()
+    assert handle.nominal_s == pytest.approx(3 * 1.25e-5)
+
+
+def test_a_failed_backward_does_not_disturb_the_next() -> None:
+    model = make_model()
+    handle = emulate(model, fast_config())
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("broken on purpose")
+
+    hook = next(model.parameters()).register_hook(fail)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        train_step(model)
+    hook.remove()
+    assert min(step_times_s(lambda: train_step(model), steps=1)) >= STEP_S
+    assert handle.steps == 1
+
+
+def test_ddp_around_an_emulated_model_keeps_time_and_gradients() -> None:
+    plain, model = make_model(), make_model()
+    handle = emulate(model, fast_config())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(model)
+        times = step_times_s(lambda: train_step(replica), steps=3)
+    finally:
+        dist.destroy_process_group()
+    for _ in times:
+        train_step(plain)
+    assert min(times) >= STEP_S
+    assert handle.steps == len(times)
+    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None and actual.grad is not None
+        torch.testing.assert_close(actual.grad, expected.grad)
+
+
+def test_overruns_are_counted() -> None:
+    model = make_model()
+    handle = emulate(model, EmulationConfig(speed=1e6))
+    train_step(model)
+    assert handle.steps == handle.overrun_steps == 1
+    assert handle.overrun_s > 0
+
+
+def test_compute_within_the_declared_time_is_no_overrun() -> None:
+    model = make_model()
+    handle = emulate(model, EmulationConfig(speed=0.1))
+    train_step(model)
+    assert handle.overrun_steps == 0
+
+
+def test_removal_restores_real_speed() -> None:
+    model = make_model()
+    handle = emulate(model, EmulationConfig(speed=1e-6))
+    handle.remove()
+    train_step(model)
+    assert handle.steps == 0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), "fast", True])
+def test_speeds_must_be_positive_and_finite(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="speed of an emulated device must be"):
+        EmulationConfig(speed=bad)
+    with pytest.raises(ConfigError, match="ms_per_sample of an emulated device"):
+        EmulationConfig(speed=1.0, ms_per_sample=bad)
+
+
+def test_what_cannot_be_emulated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got ReLU without any"):
+        emulate(nn.ReLU(), fast_config())
+    with pytest.raises(ConfigError, match="parameters on meta"):
+        emulate(nn.Linear(2, 2, device="meta"), fast_config())
+    model = nn.Bilinear(1, 1, 1)
+    emulate(model, fast_config())
+    with pytest.raises(ConfigError, match="leading dimension of the first tensor"):
+        model(1.0, torch.tensor(2.0))

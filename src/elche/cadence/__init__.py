@@ -1,0 +1,9 @@
+"""How much each rank runs between two synchronisations, decided from timings.
+
+Pure: timings in, counts and sizes out. No torch, no clock, no threads.
+
+* ``throughput``: the smoothed time that a unit of work costs a rank.
+* ``el_che``: batch counts per window, for the policies with windows.
+* ``balancer``: shares of a global batch, for the policy ``sync``.
+* ``window``: at which batch boundary a window ends.
+"""

@@ -1,0 +1,408 @@
+"""El Che: the slowest rank sets the cadence, the others fill the same time.
+
+The algorithm is that of flodl 0.4.0 (``el_che``): timings of a window in, batch
+counts of the next one out. ``ElChe`` says where it deviates, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from elche.cadence.throughput import (
+    CostEstimate,
+    HeldRatios,
+    SpeedHints,
+    check_int,
+    check_measure,
+    check_reports,
+    complete_costs,
+    relative_speeds,
+)
+from elche.errors import ConfigError
+
+MAX_GROWTH = 2
+"""The most an anchor may grow by in one report, as a factor."""
+SYNC_HISTORY = 3
+"""Synchronisations whose median time counts."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElCheConfig:
+    """What the user sets of El Che; checked when made.
+
+    Attributes:
+        world_size: number of ranks; 1 is legal and trivial.
+        anchor: batches that the slowest rank runs in the first window; brought
+            into ``min_anchor`` to ``max_anchor``.
+        min_anchor: the auto-tune goes no lower; None means the first anchor.
+        max_anchor: upper limit of the anchor (staleness); 0 switches El Che off,
+            every count is then 1. ``anchor=n, max_anchor=n`` fixes the anchor.
+        overhead_target: largest wanted time of a synchronisation as a fraction of
+            the window's; brought into 0.01 to 0.50. The default is 0.03: with the
+            reference's 0.10 a blocking run settles at 0.91 to 0.95 efficiency.
+        max_batch_diff: how many batches a rank may lead the slowest one by, and
+            the most that a count may move per report once calibrated; None sets
+            no limit.
+        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
+            used until a rank is measured; a mapping may leave ranks out (1.0).
+            Kept as a tuple of one speed per rank.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of its range.
+    """
+
+    world_size: int
+    anchor: int = 10
+    min_anchor: int | None = None
+    max_anchor: int = 200
+    overhead_target: float = 0.03
+    max_batch_diff: int | None = None
+    speed_hints: SpeedHints = None
+
+    def __post_init__(self) -> None:
+        check_int("world_size", self.world_size, 1)
+        check_int("anchor", self.anchor, 1)
+        check_int("max_anchor", self.max_anchor, 0)
+        if self.min_anchor is not None:
+            check_int("min_anchor", self.min_anchor, 1)
+            if 0 < self.max_anchor < self.min_anchor:
+                raise ConfigError(
+                    f"min_anchor must be at most max_anchor ({self.max_anchor}), "
+                    f"got {self.min_anchor}"
+                )
+        if self.max_batch_diff is not None:
+            check_int("max_batch_diff", self.max_batch_diff, 0)
+        if not math.isfinite(self.overhead_target):
+            raise ConfigError(
+                "overhead_target must be a finite fraction such as 0.03, got "
+                f"{self.overhead_target!r}"
+            )
+        target = min(max(float(self.overhead_target), 0.01), 0.50)
+        object.__setattr__(self, "overhead_target", target)
+        if self.speed_hints is not None:
+            speeds = relative_speeds(self.speed_hints, self.world_size)
+            object.__setattr__(self, "speed_hints", speeds)
+
+
+@final
+class ElChe:
+    """Batch counts per rank and window, from delivered times.
+
+    The slowest rank, the *reference*, runs ``anchor`` batches per window, every
+    other rank as many as fit into the same time. The anchor grows in proportion
+    when synchronising takes more than ``overhead_target`` of a window, and falls
+    by one per report when it takes less than half of that.
+
+    Where this deviates from the reference algorithm:
+
+    * The overhead is the median time of the last three synchronisations (the
+      smaller of the first two, nothing after the first) over the window that is
+      planned, so a spike moves nothing and a short last window says nothing; and
+      the anchor at most doubles per report. A lasting rise by the factor f is
+      answered in full after 1 + ceil(log2 f) reports.
+    * The reference rank keeps its place until another one is 10 % slower.
+    * The dead zone is on the ratio of measured times, not on the count, which at
+      a small anchor would drown in rounding. It is 10 % for a fresh ratio and
+      shrinks with the square root of the reports that held it to 3 %: a lasting
+      small error is corrected as well.
+    * All counts come from one anchor; a limit on their movement
+      (``max_batch_diff``) slows all ranks by the same factor, never one alone.
+    * Ranks without a measurement count like the reference, or by their hint.
+
+    Args:
+        config: the settings.
+    """
+
+    __slots__ = (
+        "_anchor",
+        "_config",
+        "_costs",
+        "_counts",
+        "_max_override",
+        "_ratios",
+        "_speeds",
+        "_sync_ms",
+    )
+
+    def __init__(self, config: ElCheConfig) -> None:
+        self._config = config
+        self._max_override: int | None = None
+        self._speeds = relative_speeds(config.speed_hints, config.world_size)
+        self._costs = [CostEstimate() for _ in range(config.world_size)]
+        self._sync_ms: list[float] = []
+        self._anchor = self._first_anchor()
+        self._ratios = HeldRatios(complete_costs(self._costs, self._speeds))
+        self._counts: list[float] = []
+        self._apply(limit=None)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._config.world_size
+
+    @property
+    def enabled(self) -> bool:
+        """Whether El Che is on; when off (``max_anchor=0``) every count is 1."""
+        return self.max_anchor > 0
+
+    @property
+    def anchor(self) -> int:
+        """Batches that the slowest rank runs per window."""
+        return self._anchor if self.enabled else 1
+
+    @property
+    def max_anchor(self) -> int:
+        """Upper limit of the anchor; 0 when El Che is off."""
+        override = self._max_override
+        return self._config.max_anchor if override is None else override
+
+    @property
+    def min_anchor(self) -> int:
+        """The auto-tune takes the anchor no lower; a nudge may."""
+        configured = self._config.min_anchor
+        floor = self._config.anchor if configured is None else configured
+        return max(1, min(floor, self.max_anchor))
+
+    @property
+    def max_batch_diff(self) -> int | None:
+        """Largest lead in batches over the slowest rank; None for no limit."""
+        return self._config.max_batch_diff
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Batches of each rank in the coming window, each at least 1."""
+        if not self.enabled:
+            return (1,) * self.world_size
+        return tuple(max(1, math.floor(count + 0.5)) for count in self._counts)
+
+    @property
+    def total_batches(self) -> int:
+        """Batches of all ranks together in the coming window."""
+        return sum(self.batch_counts)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a rank has been measured."""
+        return any(cost.is_measured for cost in self._costs)
+
+    @property
+    def has_speed_hint(self) -> bool:
+        """Whether the user's hints make the ranks differ before measurement."""
+        return len(set(self._speeds)) > 1
+
+    @property
+    def ms_per_batch(self) -> tuple[float, ...]:
+        """Smoothed delivered milliseconds per batch; 0.0 where not measured."""
+        return tuple(cost.value for cost in self._costs)
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """Milliseconds that the coming window should last; 0.0 if uncalibrated."""
+        if not self.is_calibrated:
+            return 0.0
+        return (
+            self.anchor
+            * complete_costs(self._costs, self._speeds)[self._ratios.reference]
+        )
+
+    def batches(self, rank: int) -> int:
+        """Batches of one rank in the coming window.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank}")
+        return self.batch_counts[rank]
+
+    def report_timing(
+        self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
+    ) -> None:
+        """Takes in the timings of a finished window and plans the next one.
+
+        A rank that ran no batch or reports no time keeps its estimate; a report
+        in which nobody measured anything changes nothing, and ``sync_ms == 0``
+        (not measured, or nobody to wait for) leaves the anchor.
+
+        Args:
+            wall_ms: delivered milliseconds per rank for its batches: waiting for
+                data, transfer and compute, without waiting for other ranks.
+            actual_batches: batches that each rank really ran, planned or not.
+            sync_ms: milliseconds that the synchronisation took.
+
+        Raises:
+            ConfigError: a time is negative or not finite, a number of batches
+                negative, or a length not ``world_size``; nothing has changed then.
+        """
+        reports = check_reports(
+            "actual_batches", actual_batches, "wall_ms", wall_ms, self.world_size
+        )
+        check_measure("sync_ms", sync_ms)
+        if not reports:
+            return
+        limit = self._config.max_batch_diff if self.is_calibrated else None
+        newcomer = any(not self._costs[rank].is_measured for rank, _, _ in reports)
+        for rank, batches, spent_ms in reports:
+            self._costs[rank].observe(spent_ms / batches)
+        costs = complete_costs(self._costs, self._speeds)
+        if newcomer:
+            self._ratios = HeldRatios(costs)
+        else:
+            self._ratios.follow(costs)
+        if sync_ms > 0.0:
+            self._sync_ms = [*self._sync_ms, float(sync_ms)][-SYNC_HISTORY:]
+            self._anchor = self._tuned_anchor(costs[self._ratios.reference])
+        self._apply(limit)
+
+    def nudge_anchor_down(self, factor: float) -> None:
+        """Shortens the windows at once, because replicas drift apart.
+
+        The anchor may go below ``min_anchor``, down to 1; the auto-tune brings
+        it back up when synchronising so often costs more than the target.
+
+        Args:
+            factor: what to multiply the anchor with; brought into 0.1 to 1.0.
+
+        Raises:
+            ConfigError: the factor is not finite.
+        """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
+        shorter = math.ceil(self._anchor * min(max(factor, 0.1), 1.0) - _ROUNDING)
+        if shorter < self._anchor:
+            self._anchor = max(1, shorter)
+            self._apply(limit=None)
+
+    def set_max_anchor(self, max_anchor: int) -> None:
+        """Changes the upper limit of the anchor; counts above it fall at once.
+
+        Args:
+            max_anchor: the new limit; 0 switches El Che off. Switched on again,
+                it starts from the configured anchor.
+
+        Raises:
+            ConfigError: the limit is negative or no integer.
+        """
+        was_enabled = self.enabled
+        self._max_override = check_int("max_anchor", max_anchor, 0)
+        if self.enabled and not was_enabled:
+            self._anchor = self._first_anchor()
+            self._apply(limit=None)
+        self._lower_to_maximum()
+
+    def clamp_total(self, max_total: int) -> tuple[int, ...]:
+        """Counts of a window that may not exceed what is left of an epoch.
+
+        Args:
+            max_total: batches that are left for all ranks together.
+
+        Returns:
+            ``batch_counts`` when they fit; otherwise counts in the same
+            proportions (largest remainders, the lower rank first) that sum to
+            ``max_total``. A count may be 0.
+
+        Raises:
+            ConfigError: ``max_total`` is negative or no integer.
+        """
+        limit = check_int("max_total", max_total, 0)
+        counts = self.batch_counts
+        total = sum(counts)
+        if total <= limit:
+            return counts
+        clamped = [count * limit // total for count in counts]
+        by_remainder = sorted(
+            range(len(counts)), key=lambda rank: -(counts[rank] * limit % total)
+        )
+        for rank in by_remainder[: limit - sum(clamped)]:
+            clamped[rank] += 1
+        return tuple(clamped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned, as values that JSON keeps exactly."""
+        return {
+            "world_size": self.world_size,
+            "anchor": self._anchor,
+            "max_anchor": self._max_override,
+            "ms_per_batch": [cost.value for cost in self._costs],
+            "ratios": self._ratios.state_dict(),
+            "counts": list(self._counts),
+            "sync_ms": list(self._sync_ms),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another instance of the same configuration was.
+
+        Args:
+            state: what ``state_dict`` returned, through JSON or not. A maximum
+                set by ``set_max_anchor`` is part of it, the configured one is not.
+
+        Raises:
+            ConfigError: the state is of another world size, lacks something or
+                holds impossible values; nothing has changed then.
+        """
+        size = self.world_size
+        if state.get("world_size") != size:
+            raise ConfigError(
+                f"El Che's state is of world size {state.get('world_size')}, this run "
+                f"has {size}; start without it, calibration takes one window"
+            )
+        try:
+            anchor = check_int("anchor", state["anchor"], 1)
+            override = state["max_anchor"]
+            if override is not None:
+                override = check_int("max_anchor", override, 0)
+            costs = [CostEstimate(ms) for ms in state["ms_per_batch"]]
+            ratios = HeldRatios.from_state_dict(state["ratios"])
+            counts = [check_measure("a count", count) for count in state["counts"]]
+            sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"El Che's state cannot be read: {error!r}") from error
+        if any(len(values) != size for values in (costs, ratios.values, counts)):
+            raise ConfigError(f"El Che's state does not describe {size} ranks")
+        self._anchor, self._max_override = anchor, override
+        self._costs, self._ratios = costs, ratios
+        self._counts, self._sync_ms = counts, sync_ms
+        self._lower_to_maximum()
+
+    def _first_anchor(self) -> int:
+        return max(self.min_anchor, min(self._config.anchor, self.max_anchor))
+
+    def _lower_to_maximum(self) -> None:
+        if 0 < self.max_anchor < self._anchor:
+            self._anchor = self.max_anchor
+            self._apply(limit=None)
+
+    def _tuned_anchor(self, reference_ms: float) -> int:
+        if len(self._sync_ms) < 2:
+            return self._anchor
+        typical_ms = sorted(self._sync_ms)[(len(self._sync_ms) - 1) // 2]
+        overhead = typical_ms / (self._anchor * reference_ms)
+        target = self._config.overhead_target
+        if overhead > target:
+            wanted = min(self._anchor * overhead / target, self.max_anchor)
+            wanted = max(math.ceil(wanted - _ROUNDING), self.min_anchor)
+            return min(wanted, self._anchor * MAX_GROWTH)
+        if overhead < target / 2 and self._anchor > self.min_anchor:
+            return self._anchor - 1
+        return self._anchor
+
+    def _apply(self, limit: int | None) -> None:
+        """Moves the real-valued counts to the plan, or ``limit`` of the way.
+
+        Real values that move by at most ``limit`` round to integers that do too.
+        """
+        wanted = [self._anchor * ratio for ratio in self._ratios.values]
+        if limit is not None:
+            moves = [new - old for new, old in zip(wanted, self._counts, strict=True)]
+            largest = max(abs(move) for move in moves)
+            if largest > limit:
+                part = limit / largest
+                wanted = [
+                    old + part * move
+                    for old, move in zip(self._counts, moves, strict=True)
+                ]
+        self._counts = wanted

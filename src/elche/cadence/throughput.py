@@ -1,0 +1,299 @@
+"""What a unit of work costs a rank: measured, smoothed, hinted."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+from elche.errors import ConfigError
+
+MIN_ALPHA = 0.1
+"""Weight of a new measurement that agrees with the estimate (jitter)."""
+MAX_ALPHA = 0.8
+"""Weight of a new measurement that is far from the estimate (a real change)."""
+MAX_SPEED_RATIO = 1e6
+"""Ranks further apart than this are scheduled as if exactly this far apart."""
+DEAD_ZONE = 0.10
+"""A fresh ratio is replaced when the measured one is further away than this."""
+DEAD_ZONE_FLOOR = 0.03
+"""What the dead zone of a long-held ratio shrinks to."""
+DOMINANCE_MARGIN = 0.10
+"""How much slower than the reference a rank must be to become the reference."""
+
+SpeedHints: TypeAlias = Mapping[int, float] | Sequence[float] | None
+
+
+@final
+class CostEstimate:
+    """Error-adaptive moving average of a positive cost (time per unit of work).
+
+    The first measurement is taken as it is. A later one enters with the weight
+    ``alpha = clamp(|new - old| / old, 0.1, 0.8)``: jitter is nearly ignored, a
+    changed speed is followed within two or three measurements. The rule is that
+    of flodl 0.4.0's El Che.
+
+    Args:
+        value: the estimate to start from; 0.0 means "not measured yet".
+
+    Raises:
+        ConfigError: the value is negative or not finite.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: float = 0.0) -> None:
+        self._value = check_measure("an estimate", value)
+
+    @property
+    def value(self) -> float:
+        """The smoothed cost in the unit of what was observed; 0.0 before any."""
+        return self._value
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is an estimate."""
+        return self._value > 0.0
+
+    def observe(self, cost: float) -> None:
+        """Takes in one measurement.
+
+        Args:
+            cost: time per unit of work, positive and finite, always in one unit.
+
+        Raises:
+            ConfigError: the cost is zero, negative or not finite.
+        """
+        if not (math.isfinite(cost) and cost > 0.0):
+            raise ConfigError(f"a cost must be positive and finite, got {cost!r}")
+        if not self.is_measured:
+            self._value = float(cost)
+            return
+        relative_error = abs(cost - self._value) / self._value
+        alpha = min(max(relative_error, MIN_ALPHA), MAX_ALPHA)
+        self._value = alpha * cost + (1.0 - alpha) * self._value
+
+    def rescale(self, factor: float) -> None:
+        """Expresses the estimate in another unit: ``factor`` times as large.
+
+        Raises:
+            ConfigError: the factor is not positive and finite.
+        """
+        if not (math.isfinite(factor) and factor > 0.0):
+            raise ConfigError(f"a factor must be positive and finite, got {factor!r}")
+        self._value *= factor
+
+
+@final
+class HeldRatios:
+    """How many times faster than the slowest rank every rank is, held steady.
+
+    The slowest rank is the *reference*, of ratio 1. It keeps its place until
+    another rank is 10 % slower, so near-equal ranks do not take turns. A ratio is
+    replaced when the measured one leaves its dead zone: 10 % when fresh, less
+    with the square root of the reports that it held, 3 % at last.
+
+    Args:
+        costs: time per unit of work of each rank, positive; taken as they are.
+    """
+
+    __slots__ = ("_held", "_reference", "_values")
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self._reference = _slowest(costs)
+        self._values = [costs[self._reference] / cost for cost in costs]
+        self._held = [1] * len(costs)
+
+    @property
+    def reference(self) -> int:
+        """The rank that counts as the slowest; of equal ones the lowest."""
+        return self._reference
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Speed of each rank over the reference's."""
+        return tuple(self._values)
+
+    def follow(self, costs: Sequence[float]) -> None:
+        """Adopts what left its dead zone; every ratio has the same reference."""
+        slowest = _slowest(costs)
+        if costs[slowest] > (1.0 + DOMINANCE_MARGIN) * costs[self._reference]:
+            self._reference = slowest
+        base = self._values[self._reference]
+        for rank, cost in enumerate(costs):
+            kept = self._values[rank] / base
+            measured = costs[self._reference] / cost
+            band = max(DEAD_ZONE / math.sqrt(self._held[rank]), DEAD_ZONE_FLOOR)
+            leaves = abs(measured - kept) > band * kept
+            self._values[rank] = measured if leaves else kept
+            self._held[rank] = 1 if leaves else self._held[rank] + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held, as values that JSON keeps exactly."""
+        return {
+            "reference": self._reference,
+            "values": list(self._values),
+            "held": list(self._held),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> HeldRatios:
+        """Makes what ``state_dict`` described.
+
+        Raises:
+            ConfigError: the state holds impossible values.
+            KeyError: the state lacks something.
+        """
+        values = [check_measure("a ratio", value) for value in state["values"]]
+        held = [check_int("held", reports, 1) for reports in state["held"]]
+        reference = check_int("reference", state["reference"], 0)
+        if len(held) != len(values) or reference >= len(values) or min(values) <= 0.0:
+            raise ConfigError("the state of the speed ratios is not one of this class")
+        ratios = cls([1.0] * len(values))
+        ratios._values, ratios._held, ratios._reference = values, held, reference
+        return ratios
+
+
+def _slowest(costs: Sequence[float]) -> int:
+    return max(range(len(costs)), key=costs.__getitem__)
+
+
+def relative_speeds(hints: SpeedHints, world_size: int) -> tuple[float, ...]:
+    """Speeds of all ranks relative to the fastest one, from a user's hints.
+
+    Args:
+        hints: speed per rank, 0.4 being 40 % of a rank with 1.0. A mapping may
+            leave ranks out, they count as 1.0; a sequence names every rank;
+            None makes all ranks equal.
+        world_size: number of ranks.
+
+    Returns:
+        One speed per rank, the fastest having 1.0.
+
+    Raises:
+        ConfigError: a hint is not positive and finite, names a rank that does
+            not exist, or a sequence has another length than ``world_size``.
+    """
+    speeds = [1.0] * world_size
+    if hints is None:
+        return tuple(speeds)
+    if isinstance(hints, Mapping):
+        items = list(hints.items())
+    elif len(hints) == world_size:
+        items = list(enumerate(hints))
+    else:
+        raise ConfigError(
+            f"speed_hints must name a speed for each of {world_size} ranks, got "
+            f"{len(hints)}; use a mapping from rank to speed to leave some out"
+        )
+    for rank, speed in items:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"speed_hints names rank {rank}, but ranks are 0 to {world_size - 1}"
+            )
+        if not (math.isfinite(speed) and speed > 0.0):
+            raise ConfigError(
+                f"speed_hints of rank {rank} must be positive and finite, got "
+                f"{speed!r}; write 0.4 for a rank of 40 % of the fastest one's speed"
+            )
+        speeds[rank] = float(speed)
+    fastest = max(speeds)
+    return tuple(max(speed / fastest, 1.0 / MAX_SPEED_RATIO) for speed in speeds)
+
+
+def complete_costs(
+    estimates: Sequence[CostEstimate], speeds: Sequence[float]
+) -> list[float]:
+    """Costs of all ranks, those not measured yet filled in from their hints.
+
+    A rank without a measurement costs ``k / speed``, with the largest ``k`` that
+    a measured rank shows: without hints it counts as the slowest measured one,
+    so that nobody waits for a stranger. Without any measurement ``k`` is 1.
+
+    Args:
+        estimates: one per rank.
+        speeds: relative speed per rank, from ``relative_speeds``.
+
+    Returns:
+        One positive cost per rank, none more than ``MAX_SPEED_RATIO`` times the
+        cheapest.
+    """
+    known = [
+        e.value * speed
+        for e, speed in zip(estimates, speeds, strict=True)
+        if e.is_measured
+    ]
+    scale = max(known, default=1.0)
+    costs = [
+        e.value if e.is_measured else scale / speed
+        for e, speed in zip(estimates, speeds, strict=True)
+    ]
+    cheapest = min(costs)
+    return [min(cost, cheapest * MAX_SPEED_RATIO) for cost in costs]
+
+
+def check_int(name: str, value: int, minimum: int) -> int:
+    """Returns ``value`` as an int, or says what it should have been.
+
+    Raises:
+        ConfigError: the value is no integer, or below ``minimum``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+    if number < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def check_measure(name: str, value: float) -> float:
+    """Returns ``value`` as a float, if it can have been measured.
+
+    Raises:
+        ConfigError: the value is negative or not finite.
+    """
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ConfigError(f"{name} must be finite and not negative, got {value!r}")
+    return float(value)
+
+
+def check_reports(
+    work_name: str,
+    work: Sequence[int],
+    time_name: str,
+    times: Sequence[float],
+    world_size: int,
+) -> list[tuple[int, int, float]]:
+    """Reads one report of all ranks, before anything is changed by it.
+
+    Args:
+        work_name: how the work is called in a message.
+        work: units of work that each rank finished.
+        time_name: how the times are called in a message.
+        times: delivered time of each rank for that work.
+        world_size: number of ranks.
+
+    Returns:
+        ``(rank, work, time)`` of the ranks that measured something: those with
+        no work or no time are left out.
+
+    Raises:
+        ConfigError: a length is not ``world_size``, an amount of work is no
+            integer or negative, or a time negative or not finite; the message
+            names the rank.
+    """
+    for name, values in ((work_name, work), (time_name, times)):
+        if len(values) != world_size:
+            raise ConfigError(
+                f"{name} must hold one value for each of {world_size} ranks, got "
+                f"{len(values)}"
+            )
+    found = []
+    for rank, (units, time) in enumerate(zip(work, times, strict=True)):
+        done = check_int(f"{work_name} of rank {rank}", units, 0)
+        spent = check_measure(f"{time_name} of rank {rank}", time)
+        if done > 0 and spent / done > 0.0:
+            found.append((rank, done, spent))
+    return found

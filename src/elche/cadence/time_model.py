@@ -1,0 +1,129 @@
+"""What a step costs a rank in dependence of its number of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+from elche.cadence.throughput import CostEstimate, check_measure
+from elche.errors import ConfigError
+
+FORGETTING = 0.95
+"""Weight that an observation keeps in the fit when the next one comes."""
+MIN_OBSERVATIONS = 3.0
+"""Weight of observations below which nothing is fitted."""
+MIN_SPREAD = 0.10
+"""Standard deviation of the samples, relative to their mean, needed for a fit."""
+MAX_SLOPE_ERROR = 0.10
+"""Standard error of the fitted slope, relative to it, that is still believed."""
+MAX_FIXED_SHARE = 0.90
+"""Largest part of an average step that may count as fixed cost."""
+NEW_SPEED = 0.30
+"""A prediction error at a familiar size that means another speed, not noise."""
+
+
+@final
+class TimeModel:
+    """Time of a step of n samples: ``cost_s * (fixed_samples + n)``.
+
+    The shape (``fixed_samples``: the fixed cost, counted in samples) and the
+    level (``cost_s``: seconds per sample) are learned apart. The level follows
+    every report by the error-adaptive average. The shape comes from least
+    squares with exponential forgetting and changes only while the sizes vary
+    enough to show it, else the last one stays; at first it is 0, proportional.
+    A changed speed rescales what the fit remembers, so that times from before
+    and after it are not mixed into a false slope.
+    """
+
+    __slots__ = ("_cost", "_fixed_samples", "_sums")
+
+    def __init__(self) -> None:
+        self._cost = CostEstimate()
+        self._fixed_samples = 0.0
+        self._sums = [0.0] * 6
+
+    @property
+    def cost(self) -> CostEstimate:
+        """Seconds per sample beyond the fixed cost."""
+        return self._cost
+
+    @property
+    def fixed_samples(self) -> float:
+        """Fixed cost of a step, in samples that take as long; at least 0."""
+        return self._fixed_samples
+
+    def predict_s(self, samples: int) -> float:
+        """Seconds that a step of so many samples takes; 0.0 before any report."""
+        return self._cost.value * (self._fixed_samples + samples)
+
+    def observe(self, samples: int, busy_s: float) -> None:
+        """Takes in one step.
+
+        Args:
+            samples: samples of the step, at least 1.
+            busy_s: its delivered seconds without waiting for others, positive.
+        """
+        self._remember(samples, busy_s)
+        fitted = self._fitted_fixed_samples()
+        if fitted is not None:
+            mean = self._sums[1] / self._sums[0]
+            if self._cost.is_measured:
+                self._cost.rescale((self._fixed_samples + mean) / (fitted + mean))
+            self._fixed_samples = fitted
+        self._cost.observe(busy_s / (self._fixed_samples + samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as values that JSON keeps exactly."""
+        return {
+            "cost_s": self._cost.value,
+            "fixed_samples": self._fixed_samples,
+            "sums": list(self._sums),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> TimeModel:
+        """Makes what ``state_dict`` described.
+
+        Raises:
+            ConfigError: the state holds impossible values.
+            KeyError: the state lacks something.
+        """
+        model = cls()
+        model._cost = CostEstimate(state["cost_s"])
+        model._fixed_samples = check_measure("fixed_samples", state["fixed_samples"])
+        sums = [check_measure("a sum", value) for value in state["sums"]]
+        if len(sums) != len(model._sums):
+            raise ConfigError(
+                f"a time model's state holds {len(model._sums)} sums, got {len(sums)}"
+            )
+        model._sums = sums
+        return model
+
+    def _remember(self, samples: int, busy_s: float) -> None:
+        weight, n, t, nn, nt, tt = self._sums
+        predicted_s = self.predict_s(samples)
+        if predicted_s > 0.0:
+            factor = busy_s / predicted_s
+            familiar = abs(samples * weight - n) <= 2 * MIN_SPREAD * n
+            if familiar and abs(factor - 1.0) > NEW_SPEED:
+                t, nt, tt = t * factor, nt * factor, tt * factor * factor
+        added = (1.0, samples, busy_s, samples**2, samples * busy_s, busy_s**2)
+        kept = (weight, n, t, nn, nt, tt)
+        self._sums = [FORGETTING * a + b for a, b in zip(kept, added, strict=True)]
+
+    def _fitted_fixed_samples(self) -> float | None:
+        """The fixed cost that the least squares show, None if they do not."""
+        weight, n, t, nn, nt, tt = self._sums
+        mean_n, mean_t = n / weight, t / weight
+        variance = nn / weight - mean_n**2
+        if weight < MIN_OBSERVATIONS or variance < (MIN_SPREAD * mean_n) ** 2:
+            return None
+        slope = (nt / weight - mean_n * mean_t) / variance
+        if slope <= 0.0:
+            return None
+        residual = max(0.0, tt / weight - mean_t**2 - slope**2 * variance)
+        if math.sqrt(residual / (weight * variance)) > MAX_SLOPE_ERROR * slope:
+            return None
+        largest = mean_n * MAX_FIXED_SHARE / (1.0 - MAX_FIXED_SHARE)
+        return min(max(0.0, mean_t / slope - mean_n), largest)

@@ -1,0 +1,58 @@
+# Every target sets up what it needs; the only thing to have is Python 3.10 to 3.13.
+#   make demo                    the demonstration, about five minutes on two cores
+#   make test PYTHON=python3.12  with another interpreter (after `make clean`)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+# One thread per process: ranks on one machine fight for cores otherwise.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full fuzz lint types bench format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
+
+demo: $(STAMP) ## train a small GPT on two unequal workers and compare
+	$(BIN)/elche demo
+
+test: $(STAMP) ## the tests, without the slow ones
+	$(PYTEST) -m "not slow"
+
+test-full: $(STAMP) ## all tests
+	$(PYTEST)
+
+fuzz: $(STAMP) ## the property tests with 10000 examples each, freshly drawn
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+bench: $(STAMP) ## the benchmark on unequal emulated devices, to bench.json
+	$(BIN)/elche bench hetero --speeds 1,0.25 --json bench.json
+
+format: $(STAMP) ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info
+
+# Torch goes first and alone, exactly as constrained: the resolver then keeps the
+# build that it found instead of weighing others.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (the first time takes minutes: torch is large)"
+	@PYTHON="$(PYTHON)" sh .ci/venv $(VENV)
+	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -70,7 +70,8 @@ def test_gradients_are_unchanged() -> None:
     train_step(plain)
     train_step(emulated)
     for expected, actual in zip(plain.parameters(), emulated.parameters(), strict=True):
-        assert expected.grad is not None and actual.grad is not None
+        assert expected.grad is not None
+        assert actual.grad is not None
         assert torch.equal(expected.grad, actual.grad)
 
 
@@ -200,7 +201,8 @@ def test_ddp_around_an_emulated_model_keeps_time_and_gradients() -> None:
     assert min(times) >= STEP_S
     assert handle.steps == len(times)
     for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None and actual.grad is not None
+        assert expected.grad is not None
+        assert actual.grad is not None
         torch.testing.assert_close(actual.grad, expected.grad)
 
 

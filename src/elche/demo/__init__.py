@@ -1,0 +1,1 @@
+"""Small real workloads that show elche before the hardware is there."""

@@ -1,0 +1,187 @@
+"""Characters of real text: the standard library's sources, or the user's own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from elche.errors import ConfigError
+
+_CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+_OTHER = len(_CHARACTERS)
+VOCABULARY_SIZE = _OTHER + 1
+"""Newline, the 95 printable ASCII characters, and one symbol for all others."""
+
+_SKIPPED_DIRECTORIES = frozenset(
+    (
+        *("__pycache__", "dist-packages", "site-packages", "test", "tests"),
+        *("encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"),
+    )
+)
+_HELD_OUT_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Encoded text in two disjoint parts.
+
+    Attributes:
+        train: symbols to train on, int64 of shape (characters,).
+        held_out: symbols to evaluate on, of other files where there are several.
+        source: where the text comes from, for a report.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    source: str
+
+
+def load_corpus(path: Path | None = None, max_chars: int = 4_000_000) -> Corpus:
+    """Read a text and split it into a training and a held-out part.
+
+    Args:
+        path: a text file, of which the last tenth is held out, or a directory,
+            of whose files every tenth is. None reads the sources of the running
+            interpreter's standard library, without tests and bundled packages.
+        max_chars: stop reading after this many characters.
+
+    Raises:
+        ConfigError: if there is no text, or it cannot be read.
+    """
+    if path is not None and not path.is_dir():
+        return _corpus_of_file(path, max_chars)
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    train, held_out, num_files = _split(
+        _files(root, ".py" if path is None else ""), max_chars
+    )
+    if not train.strip() or not held_out.strip():
+        raise ConfigError(
+            f"found {num_files} text files in {root}, expected {_HELD_OUT_EVERY} or"
+            " more that are not empty; name a text file or a directory with --text"
+        )
+    source = f"{num_files} files of {root}"
+    if path is None:
+        version = platform.python_version()
+        source = f"{num_files} files of Python {version}'s standard library"
+    return Corpus(encode(train), encode(held_out), source)
+
+
+def _corpus_of_file(path: Path, max_chars: int) -> Corpus:
+    text = _read(path, max_chars)
+    if not text.strip():
+        raise ConfigError(f"the text {path} is empty; give a file with some text")
+    cut = len(text) - len(text) // _HELD_OUT_EVERY
+    return Corpus(encode(text[:cut]), encode(text[cut:]), str(path))
+
+
+def encode(text: str) -> Tensor:
+    """Symbols of `text`, one per character: int64 in [0, VOCABULARY_SIZE)."""
+    if not text:
+        return torch.empty(0, dtype=torch.int64)
+    table = torch.full((128,), _OTHER)
+    table[[ord(character) for character in _CHARACTERS]] = torch.arange(_OTHER)
+    raw = bytearray(text.encode("utf-32-le", errors="replace"))
+    codes = torch.frombuffer(raw, dtype=torch.int32).long()
+    symbols = table[codes.clamp(max=127)]
+    return torch.where(codes < 128, symbols, _OTHER)
+
+
+def decode(symbols: Iterable[int]) -> str:
+    """Text of `symbols`; characters outside the vocabulary appear as U+FFFD."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if symbol == _OTHER else _CHARACTERS[symbol]
+        for symbol in symbols
+    )
+
+
+@final
+class CharDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of text at fixed, evenly spaced offsets.
+
+    Item i is (x, y): `context` symbols and the symbols that follow each of them,
+    both int64 of shape (context,). Windows overlap where `num_samples` asks for
+    more than fit side by side.
+
+    Raises:
+        ConfigError: if the text has fewer than `num_samples` windows.
+    """
+
+    def __init__(self, symbols: Tensor, context: int, num_samples: int) -> None:
+        offsets = symbols.numel() - context
+        if not 0 < num_samples <= offsets:
+            raise ConfigError(
+                f"{num_samples} windows of {context} characters do not fit into a"
+                f" text of {symbols.numel()} characters; give a longer text or ask"
+                " for fewer samples (at least one)"
+            )
+        self.symbols = symbols
+        self.context = context
+        self.num_samples = num_samples
+        self._spacing = offsets / num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        begin = int(index * self._spacing)
+        end = begin + self.context
+        return self.symbols[begin:end], self.symbols[begin + 1 : end + 1]
+
+
+def _files(root: Path, suffix: str) -> list[Path]:
+    """Files below `root` in an order that is mixed, but the same everywhere."""
+    names: list[str] = []
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = [
+            name
+            for name in subdirectories
+            if name not in _SKIPPED_DIRECTORIES and not name.startswith(".")
+        ]
+        below = Path(directory).relative_to(root)
+        names += [
+            (below / name).as_posix()
+            for name in files
+            if name.endswith(suffix) and not name.startswith(".")
+        ]
+    names.sort(key=lambda name: (zlib.crc32(name.encode()), name))
+    return [root / name for name in names]
+
+
+def _split(files: list[Path], max_chars: int) -> tuple[str, str, int]:
+    parts: tuple[list[str], list[str]] = ([], [])
+    num_files = 0
+    for text in _texts(files, max_chars):
+        parts[num_files % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1].append(text)
+        num_files += 1
+    return "\n".join(parts[0]), "\n".join(parts[1]), num_files
+
+
+def _texts(files: list[Path], max_chars: int) -> Iterator[str]:
+    left = max_chars
+    for path in files:
+        if left <= 0:
+            return
+        text = _read(path, left)
+        if "\0" not in text:  # not an image, an archive, …
+            left -= len(text)
+            yield text
+
+
+def _read(path: Path, max_chars: int) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(max_chars)
+    except OSError as error:
+        raise ConfigError(f"cannot read the text {path}: {error}") from error

@@ -1,0 +1,51 @@
+"""Profiles for hypothesis, rank pools per world size, and the check for leaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.harness import leaks
+from tests.harness.rank_pool import RankPool, pool_pids
+
+LEAK_GRACE_S = 5.0
+
+settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile(
+    "fuzz", max_examples=10_000, deadline=None, print_blob=True, derandomize=False
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+leaks.adopt_orphans()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaves a child process or a non-daemon thread."""
+    before = leaks.snapshot(pool_pids())
+    yield
+    left = leaks.leaks_since(before, LEAK_GRACE_S, pool_pids)
+    assert not left, "the test left behind:\n" + "\n".join(left)
+
+
+def _pool(world_size: int) -> Iterator[RankPool]:
+    with RankPool(world_size) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def ranks3() -> Iterator[RankPool]:
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    yield from _pool(4)

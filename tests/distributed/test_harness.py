@@ -1,0 +1,242 @@
+"""The harness itself: if it misjudged a case, every distributed test would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.harness.rank_main import this_place
+from tests.harness.rank_pool import Outcome, RankCaseFailed, RankPool, pool_pids
+
+pytestmark = pytest.mark.distributed
+
+
+def where_am_i(factor: int, offset: int = 0) -> tuple[int, int]:
+    place = this_place()
+    return place.rank * factor + offset, place.world_size
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def fail_on(rank: int) -> str:
+    if this_place().rank == rank:
+        print("a word before the end")
+        raise ArithmeticError(f"planted on rank {rank}")
+    return "fine"
+
+
+def hang_on(rank: int) -> str:
+    if this_place().rank == rank:
+        threading.Event().wait()
+    return "fine"
+
+
+def die_on(rank: int) -> str:
+    if this_place().rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "fine"
+
+
+def read_and_spoil_environment(name: str) -> str | None:
+    value = os.environ.get(name)
+    os.environ[name] = "spoiled"
+    return value
+
+
+def leave_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, name="left-over").start()
+
+
+def sum_of_ranks(store: str, keep_group: bool = False) -> float:
+    place = this_place()
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(store, place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    total = torch.tensor(float(place.rank + 1))
+    distributed.all_reduce(total)
+    if not keep_group:
+        distributed.destroy_process_group()
+    return total.item()
+
+
+def draw() -> tuple[float, int]:
+    return torch.rand(()).item(), torch.get_num_threads()
+
+
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[RankPool]:
+    """A pool to break; the session's pools stay whole for the other tests."""
+    with RankPool(2, failure_grace_s=0.5) as pool:
+        yield pool
+
+
+def ways(outcomes: Sequence[Outcome]) -> list[str | None]:
+    return [outcome.error and outcome.error.way for outcome in outcomes]
+
+
+def test_results_come_in_rank_order(ranks3: RankPool) -> None:
+    assert ranks3.run(where_am_i, 10, offset=1) == [(1, 3), (11, 3), (21, 3)]
+
+
+def test_ranks_are_spawned_once(ranks2: RankPool) -> None:
+    first = ranks2.run(process_id)
+    assert ranks2.run(process_id) == first == ranks2.pids
+    assert set(first) <= pool_pids()
+
+
+def test_ranks_can_reduce(ranks2: RankPool, tmp_path: Path) -> None:
+    assert ranks2.run(sum_of_ranks, str(tmp_path / "store")) == [3.0, 3.0]
+
+
+def test_cases_draw_alike_and_on_one_thread(ranks2: RankPool) -> None:
+    (first, threads), other = ranks2.run(draw)
+    assert threads == 1
+    assert other == (first, 1)
+    assert ranks2.run(draw)[0] == (first, 1)
+
+
+def test_exception_is_collected_from_its_rank(ranks2: RankPool) -> None:
+    with pytest.raises(RankCaseFailed, match="rank 1 raised: ") as caught:
+        ranks2.run(fail_on, 1)
+    first, second = caught.value.outcomes
+    assert (first.value, first.error) == ("fine", None)
+    assert second.error is not None
+    assert "ArithmeticError: planted on rank 1" in second.error.text
+    assert "in fail_on" in second.error.text
+    assert "a word before the end" in second.error.log
+    assert "rank 0" not in str(caught.value)
+
+
+def test_expected_failure_returns_outcomes_and_keeps_the_ranks(
+    ranks2: RankPool,
+) -> None:
+    before = ranks2.run(process_id)
+    outcomes = ranks2.run(fail_on, 0, expect_failure=True)
+    assert ways(outcomes) == ["raised", None]
+    assert outcomes[1].value == "fine"
+    assert ranks2.run(process_id) == before
+
+
+def test_timeout_kills_names_and_shows_the_stack(own_pool: RankPool) -> None:
+    before = own_pool.run(process_id)
+    with pytest.raises(RankCaseFailed, match="rank 1 hung: not through") as caught:
+        own_pool.run(hang_on, 1, timeout_s=0.5)
+    error = caught.value.outcomes[1].error
+    assert error is not None
+    assert "in hang_on" in error.log
+    assert caught.value.outcomes[0].value == "fine"
+    assert own_pool.pids == []
+    for pid in before:
+        with pytest.raises(ProcessLookupError, match="No such process"):
+            os.kill(pid, 0)
+    assert not set(before) & pool_pids()
+
+
+def test_pool_respawns_after_a_death(own_pool: RankPool) -> None:
+    before = own_pool.run(process_id)
+    with pytest.raises(RankCaseFailed, match="rank 0 died: exit code -9"):
+        own_pool.run(die_on, 0)
+    after = own_pool.run(process_id)
+    assert not set(before) & set(after)
+
+
+def test_death_between_cases_is_noticed(own_pool: RankPool) -> None:
+    before = own_pool.run(process_id)
+    os.kill(before[1], signal.SIGKILL)
+    os.waitid(os.P_PID, before[1], os.WEXITED | os.WNOWAIT)
+    assert not set(before) & set(own_pool.run(process_id))
+
+
+def test_failure_shortens_the_wait_for_the_others(own_pool: RankPool) -> None:
+    with pytest.raises(
+        RankCaseFailed, match=r"ranks \[0\] had failed before"
+    ) as caught:
+        own_pool.run(fail_on_0_hang_on_1, timeout_s=100)
+    assert ways(caught.value.outcomes) == ["raised", "hung"]
+
+
+def fail_on_0_hang_on_1() -> None:
+    fail_on(0)
+    hang_on(1)
+
+
+def test_environment_is_set_per_rank_and_restored(ranks2: RankPool) -> None:
+    name = "ELCHE_TEST_HARNESS"
+    given = ranks2.run(read_and_spoil_environment, name, env=[{name: "a"}, {name: "b"}])
+    assert given == ["a", "b"]
+    assert ranks2.run(read_and_spoil_environment, name) == [None, None]
+    with pytest.raises(ValueError, match=r"one environment per rank \(2\), got 1"):
+        ranks2.run(read_and_spoil_environment, name, env=[{}])
+
+
+def test_environment_can_unset(ranks2: RankPool) -> None:
+    unset = [{"OMP_NUM_THREADS": None}, {}]
+    assert ranks2.run(read_and_spoil_environment, "OMP_NUM_THREADS", env=unset) == [
+        None,
+        "1",
+    ]
+
+
+def test_case_setup_gives_environments_and_is_left(ranks2: RankPool) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def coordinator(world_size: int) -> Iterator[list[dict[str, str]]]:
+        events.append(f"enter {world_size}")
+        try:
+            yield [{"ELCHE_X": f"x{rank}"} for rank in range(world_size)]
+        finally:
+            events.append("leave")
+
+    run = ranks2.run
+    case = read_and_spoil_environment
+    assert run(case, "ELCHE_X", case_setup=coordinator) == ["x0", "x1"]
+    assert events == ["enter 2", "leave"]
+    mine: list[dict[str, str | None]] = [{}, {"ELCHE_X": "mine"}]
+    assert run(case, "ELCHE_X", case_setup=coordinator, env=mine) == ["x0", "mine"]
+    with pytest.raises(RankCaseFailed, match="planted"):
+        run(fail_on, 0, case_setup=coordinator)
+    assert events == ["enter 2", "leave"] * 3
+
+
+def test_case_that_leaves_a_thread_fails(own_pool: RankPool) -> None:
+    with pytest.raises(RankCaseFailed, match="non-daemon thread 'left-over'"):
+        own_pool.run(leave_a_thread)
+    own_pool.run(die_on, 0, expect_failure=True)  # those threads would never end
+
+
+def test_case_that_leaves_a_group_fails(ranks2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankCaseFailed, match="left torch's default process group"):
+        ranks2.run(sum_of_ranks, str(tmp_path / "a"), keep_group=True)
+    assert ranks2.run(sum_of_ranks, str(tmp_path / "b")) == [3.0, 3.0]
+
+
+def test_a_case_must_be_importable(ranks2: RankPool) -> None:
+    with pytest.raises(ValueError, match="define it at the top of a module"):
+        ranks2.run(lambda: None)
+
+
+def test_unclean_exit_is_an_error() -> None:
+    pool = RankPool(1)
+    pool.run(exit_badly_later)
+    with pytest.raises(RankCaseFailed, match="exit code 3, at exit"), pool:
+        pass
+
+
+def exit_badly_later() -> None:
+    import atexit
+
+    atexit.register(os._exit, 3)

@@ -1,0 +1,141 @@
+"""Finds what a test left behind: child processes and non-daemon threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What runs in this process at one moment.
+
+    Attributes:
+        pids: living descendants of this process, zombies left out.
+        threads: non-daemon threads.
+    """
+
+    pids: frozenset[int]
+    threads: frozenset[threading.Thread]
+
+
+NOTHING = Snapshot(frozenset(), frozenset())
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of its descendants' orphans (Linux).
+
+    A worker whose launcher was killed moves under this process instead of under
+    init, where nobody would find it.
+
+    Returns:
+        Whether the system can do it.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
+def snapshot(allowed_pids: Set[int] = frozenset()) -> Snapshot:
+    """Returns what runs now, `allowed_pids` and their descendants left out."""
+    multiprocessing.active_children()  # reaps those that have ended
+    return Snapshot(
+        pids=frozenset(_descendants(allowed_pids | _tracker_pids())),
+        threads=frozenset(
+            t for t in threading.enumerate() if t.is_alive() and not t.daemon
+        ),
+    )
+
+
+def leaks_since(
+    before: Snapshot,
+    grace_s: float,
+    allowed_pids: Callable[[], Set[int]] = frozenset,
+) -> list[str]:
+    """Describes what runs now and did not run before, and kills the processes.
+
+    Args:
+        before: the snapshot to compare with.
+        grace_s: how long something that is just ending may take.
+        allowed_pids: asks for the processes that may stay.
+
+    Returns:
+        One line per leak; empty when there is none.
+    """
+
+    def new() -> Snapshot:
+        now = snapshot(allowed_pids())
+        return Snapshot(now.pids - before.pids, now.threads - before.threads)
+
+    if new() == NOTHING:
+        return []
+    gc.collect()  # a loader in a reference cycle still holds its workers
+    deadline_s = time.monotonic() + grace_s
+    while (left := new()) != NOTHING and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    lines = [f"process {pid}: {_command_of(pid)}" for pid in sorted(left.pids)]
+    lines += [f"non-daemon thread {thread.name!r}" for thread in left.threads]
+    for pid in left.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return lines
+
+
+def _descendants(but: Set[int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent, state in _processes():
+        if state != "Z" and pid not in but:
+            children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    frontier = [os.getpid()]
+    while frontier:
+        for pid in children.get(frontier.pop(), ()):
+            found.add(pid)
+            frontier.append(pid)
+    return found
+
+
+def _processes() -> Iterable[tuple[int, int, str]]:
+    """Yields (pid, parent's pid, state) from /proc, or the children known here."""
+    proc = Path("/proc")
+    if not (proc / "self" / "stat").exists():
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                yield child.pid, os.getpid(), "R"
+        return
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            # The command stands in parentheses and may hold any character.
+            tail = (entry / "stat").read_text(errors="replace").rpartition(")")[2]
+            state, parent = tail.split()[:2]
+            yield int(entry.name), int(parent), state
+
+
+def _tracker_pids() -> frozenset[int]:
+    """The resource tracker lives as long as the interpreter, by design."""
+    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return frozenset() if pid is None else frozenset({pid})
+
+
+def _command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "(ended meanwhile)"
+    return b" ".join(words).decode(errors="replace").strip()[:200]

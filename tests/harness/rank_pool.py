@@ -1,0 +1,371 @@
+"""Ranks that are spawned once per world size and serve many distributed cases.
+
+A spawned rank pays some seconds for importing torch, a case some milliseconds. A case
+is a module-level function; every rank of the pool calls it with the same arguments, and
+`this_place()` tells it which rank it is.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
+
+from typing_extensions import Self
+
+from tests.harness.rank_main import Place, Task, resolve, serve
+
+ExitWay = Literal["raised", "died", "hung"]
+Environment: TypeAlias = Mapping[str, str | None]
+CaseSetup: TypeAlias = Callable[
+    [int], AbstractContextManager[Sequence[Mapping[str, str]]]
+]
+T = TypeVar("T")
+
+ABORT_S = 5.0
+EXIT_S = 20.0
+LOG_TAIL_CHARS = 6000
+
+_pids: set[int] = set()
+
+
+def pool_pids() -> frozenset[int]:
+    """Returns the processes of all pools: they may outlive a test."""
+    return frozenset(_pids)
+
+
+@dataclass(frozen=True)
+class RankError:
+    """How a case failed on one rank.
+
+    Attributes:
+        way: the case raised, its process died, or it was still running at the deadline.
+        text: the traceback, or what is known of the end.
+        log: what the rank wrote during the case; for a rank that hung, its stacks too.
+    """
+
+    way: ExitWay
+    text: str
+    log: str
+
+    def __str__(self) -> str:
+        log = f"\n--- its output ---\n{self.log.rstrip()}" if self.log.strip() else ""
+        return f"{self.way}: {self.text.rstrip()}{log}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on one rank: a value, or an error."""
+
+    rank: int
+    value: Any = None
+    error: RankError | None = None
+
+
+class RankCaseFailed(AssertionError):  # noqa: N818 - a verdict, as pytest's Failed
+    """A case failed on at least one rank; the message holds what each of those said.
+
+    Attributes:
+        outcomes: one per rank, in rank order.
+    """
+
+    def __init__(self, title: str, outcomes: Sequence[Outcome]) -> None:
+        parts = [
+            f"=== rank {outcome.rank} {outcome.error}"
+            for outcome in outcomes
+            if outcome.error is not None
+        ]
+        super().__init__("\n".join([title, *parts]))
+        self.outcomes = tuple(outcomes)
+
+
+@final
+@dataclass
+class _Rank:
+    """One spawned process with the connection to it and its log."""
+
+    place: Place
+    process: SpawnProcess
+    connection: Connection
+    log_path: Path
+    log_start_bytes: int = 0
+
+    def send(self, task: Task | None) -> None:
+        self.log_start_bytes = self._log_size_bytes()
+        try:
+            self.connection.send_bytes(pickle.dumps(task))
+        except BrokenPipeError:
+            return  # its end is reported by poll()
+
+    def poll(self) -> Outcome | None:
+        """Returns the outcome if there is one by now."""
+        alive = self.process.is_alive()
+        try:
+            if self.connection.poll():
+                succeeded, payload = pickle.loads(self.connection.recv_bytes())
+                if succeeded:
+                    return Outcome(self.place.rank, value=payload)
+                return self._failed("raised", payload)
+        except (EOFError, ConnectionResetError):
+            alive = False
+        if alive:
+            return None
+        self.end()
+        return self._failed("died", f"exit code {self.process.exitcode}")
+
+    def abort(self, reason: str) -> Outcome:
+        """Ends a rank that hangs; its stacks are in the log afterwards."""
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(ABORT_S)
+        self.end()
+        return self._failed("hung", reason)
+
+    def end(self) -> None:
+        """Kills the process if it still runs, and waits until it is gone."""
+        self.process.kill()
+        self.process.join()
+        _pids.discard(self.process.pid or 0)
+        self.connection.close()
+
+    def finish(self) -> Outcome:
+        """Lets an idle rank end by itself and tells how it did."""
+        self.send(None)
+        self.process.join(EXIT_S)
+        if self.process.is_alive():
+            return self.abort(f"did not exit within {EXIT_S:g} s")
+        self.end()
+        if self.process.exitcode:
+            return self._failed("died", f"exit code {self.process.exitcode}, at exit")
+        return Outcome(self.place.rank)
+
+    def _failed(self, way: ExitWay, text: str) -> Outcome:
+        return Outcome(self.place.rank, error=RankError(way, text, self._log()))
+
+    def _log_size_bytes(self) -> int:
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
+
+    def _log(self) -> str:
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(self.log_start_bytes)
+            return log.read().decode(errors="replace")[-LOG_TAIL_CHARS:]
+
+
+@final
+class RankPool:
+    """`world_size` spawned processes that run the same case together.
+
+    They start on the first `run`. When a rank dies or hangs, all are killed, and the
+    next `run` starts new ones.
+
+    Args:
+        world_size: how many ranks.
+        failure_grace_s: how long the others may go on after one rank has failed, where
+            failure is not expected: they often wait for it until the deadline.
+    """
+
+    def __init__(self, world_size: int, failure_grace_s: float = 10.0) -> None:
+        self.world_size = world_size
+        self._failure_grace_s = failure_grace_s
+        self._ranks: list[_Rank] = []
+        self._log_folder: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        ends = self.close()
+        if kind is None and any(end.error for end in ends):
+            raise RankCaseFailed("ranks did not exit cleanly", ends)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids in rank order; empty when none runs."""
+        return [rank.process.pid or 0 for rank in self._ranks]
+
+    @overload
+    def run(
+        self,
+        case: Callable[..., T],
+        *args: Any,
+        env: Sequence[Environment] | None = ...,
+        timeout_s: float = ...,
+        case_setup: CaseSetup | None = ...,
+        expect_failure: Literal[False] = ...,
+        **kwargs: Any,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self,
+        case: Callable[..., Any],
+        *args: Any,
+        env: Sequence[Environment] | None = ...,
+        timeout_s: float = ...,
+        case_setup: CaseSetup | None = ...,
+        expect_failure: Literal[True],
+        **kwargs: Any,
+    ) -> list[Outcome]: ...
+
+    def run(
+        self,
+        case: Callable[..., Any],
+        *args: Any,
+        env: Sequence[Environment] | None = None,
+        timeout_s: float = 60.0,
+        case_setup: CaseSetup | None = None,
+        expect_failure: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Calls `case(*args, **kwargs)` on every rank and collects what it returns.
+
+        Args:
+            case: a module-level function; it, its arguments and results must pickle.
+            args: its positional arguments, the same on every rank.
+            env: per rank, environment variables for this case; None unsets one.
+            timeout_s: when a rank that is not through counts as hung.
+            case_setup: given the world size, a context that yields an environment per
+                rank (of a coordinator that serves this case, say) and is left when all
+                ranks are through. `env` overrides it.
+            expect_failure: return an `Outcome` per rank, whatever it is; the survivors
+                of a failure may then use the whole `timeout_s`.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The values in rank order, or the outcomes where failure is expected.
+
+        Raises:
+            RankCaseFailed: when a rank raised, died or hung and that is not expected.
+            ValueError: when the ranks could not import `case`.
+        """
+        module, qualname = _import_path(case)
+        setup = case_setup(self.world_size) if case_setup else nullcontext(None)
+        with setup as prepared:
+            environments = self._merged(prepared, env)
+            self._start()
+            for rank, environment in zip(self._ranks, environments, strict=True):
+                rank.send(Task(module, qualname, args, kwargs, environment))
+            outcomes = self._collect(timeout_s, expect_failure)
+        if expect_failure:
+            return outcomes
+        if any(outcome.error for outcome in outcomes):
+            raise RankCaseFailed(f"{module}.{qualname} failed", outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> list[Outcome]:
+        """Ends the idle ranks.
+
+        Returns:
+            How each ended; an exit code that is not zero is an error.
+        """
+        ends = [rank.finish() for rank in self._ranks]
+        self._ranks = []
+        if self._log_folder is not None:
+            shutil.rmtree(self._log_folder, ignore_errors=True)
+            self._log_folder = None
+        return ends
+
+    def _start(self) -> None:
+        if self._ranks and all(rank.process.is_alive() for rank in self._ranks):
+            return
+        self._kill()
+        if self._log_folder is None:
+            self._log_folder = Path(tempfile.mkdtemp(prefix="elche-ranks-"))
+        context = get_context("spawn")
+        for index in range(self.world_size):
+            place = Place(index, self.world_size)
+            log_path = self._log_folder / f"rank{index}.log"
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(place, theirs, str(log_path)), name=f"rank{index}"
+            )
+            process.start()
+            theirs.close()
+            _pids.add(process.pid or 0)
+            self._ranks.append(_Rank(place, process, ours, log_path))
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
+
+    def _merged(
+        self, prepared: Sequence[Environment] | None, env: Sequence[Environment] | None
+    ) -> list[Environment]:
+        merged: list[dict[str, str | None]] = [{} for _ in range(self.world_size)]
+        for given in (prepared, env):
+            if given is None:
+                continue
+            if len(given) != self.world_size:
+                raise ValueError(
+                    f"expected one environment per rank ({self.world_size}), "
+                    f"got {len(given)}"
+                )
+            for target, changes in zip(merged, given, strict=True):
+                target.update(changes)
+        return list(merged)
+
+    def _collect(self, timeout_s: float, expect_failure: bool) -> list[Outcome]:
+        started_s = time.monotonic()
+        deadline_s = started_s + timeout_s
+        outcomes: dict[int, Outcome] = {}
+        waiting = list(self._ranks)
+        try:
+            while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+                mp_connection.wait(
+                    [r.connection for r in waiting]
+                    + [r.process.sentinel for r in waiting],
+                    left_s,
+                )
+                for rank in list(waiting):
+                    if (outcome := rank.poll()) is None:
+                        continue
+                    outcomes[rank.place.rank] = outcome
+                    waiting.remove(rank)
+                    if outcome.error and not expect_failure:
+                        grace_s = time.monotonic() + self._failure_grace_s
+                        deadline_s = min(deadline_s, grace_s)
+            waited_s = time.monotonic() - started_s
+            for rank in waiting:
+                outcomes[rank.place.rank] = rank.abort(_reason(waited_s, outcomes))
+        except BaseException:
+            self._kill()  # interrupted: the ranks are in the middle of the case
+            raise
+        if any(o.error and o.error.way != "raised" for o in outcomes.values()):
+            self._kill()
+        return [outcomes[index] for index in range(self.world_size)]
+
+
+def _reason(waited_s: float, outcomes: Mapping[int, Outcome]) -> str:
+    failed = [rank for rank, outcome in outcomes.items() if outcome.error]
+    after = f"; ranks {failed} had failed before" if failed else ""
+    return f"not through after {waited_s:.1f} s and killed{after}"
+
+
+def _import_path(case: Callable[..., Any]) -> tuple[str, str]:
+    module = getattr(case, "__module__", "")
+    qualname = getattr(case, "__qualname__", "")
+    try:
+        found = resolve(module, qualname)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if found is not case:
+        raise ValueError(
+            f"expected a function that ranks can import, got {case!r}; define it at "
+            "the top of a module and pass what it needs as arguments"
+        )
+    return module, qualname

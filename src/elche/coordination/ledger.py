@@ -1,4 +1,4 @@
-"""Which batch of an epoch is where: pooled, leased, trained, committed.
+"""Which batch of an epoch is where: pooled, leased, trained, staged, committed.
 
 A batch is a range of *positions* of the epoch's permutation; the ledger keeps the
 account in batches, in which leases are granted, and counts samples by their sizes.
@@ -84,7 +84,9 @@ class EpochLedger:
             self._pool.append((0, sizes.num_batches))
         self._leased: dict[int, deque[Range]] = {holder: deque() for holder in holders}
         self._trained: dict[int, list[Range]] = {holder: [] for holder in holders}
+        self._staged: list[Range] = []
         self._committed: list[Range] = []
+        self._committed_samples = 0
         self._abandoned: list[Range] = []
 
     @property
@@ -95,13 +97,13 @@ class EpochLedger:
     @property
     def committed_samples(self) -> int:
         """Samples whose contribution is in the model that all ranks hold."""
-        return sum(self.sizes.samples_in(*part) for part in self._committed)
+        return self._committed_samples
 
     @property
     def is_done(self) -> bool:
         """True when nothing is pooled, leased or waiting for a commit."""
-        busy = any(self._leased.values()) or any(self._trained.values())
-        return not self._pool and not busy
+        held = any(self._leased.values()) or any(self._trained.values())
+        return not (self._pool or held or self._staged)
 
     def leased(self, holder: int) -> int:
         """Batches leased to a holder and not yet trained on."""
@@ -155,11 +157,28 @@ class EpochLedger:
             leases.appendleft((stop, end))
         _append(self._trained[holder], (start, stop))
 
-    def commit(self, holder: int) -> int:
-        """Moves what a holder has trained on to committed; returns its samples."""
-        samples = self.trained_samples(holder)
-        self._committed.extend(self._trained[holder])
-        self._trained[holder] = []
+    def stage(self) -> int:
+        """Moves what all holders have trained on into the reduction under way.
+
+        Returns:
+            Its samples.
+
+        Raises:
+            TransitionError: the reduction before has not been committed.
+        """
+        if self._staged:
+            raise TransitionError("a reduction begins before the last was committed")
+        for trained in self._trained.values():
+            self._staged.extend(trained)
+            trained.clear()
+        return sum(self.sizes.samples_in(*part) for part in self._staged)
+
+    def commit(self) -> int:
+        """Moves what was staged to committed; returns its samples."""
+        samples = sum(self.sizes.samples_in(*part) for part in self._staged)
+        self._committed_samples += samples
+        self._committed.extend(self._staged)
+        self._staged.clear()
         return samples
 
     def give_back(self, holder: int) -> int:
@@ -178,7 +197,7 @@ class EpochLedger:
 
     def check(self) -> None:
         """Asserts that every batch is in exactly one place."""
-        places = [*self._pool, *self._committed, *self._abandoned]
+        places = [*self._pool, *self._staged, *self._committed, *self._abandoned]
         for part in (*self._leased.values(), *self._trained.values()):
             places.extend(part)
         at = 0

@@ -126,7 +126,7 @@ class EmulationHandle:
         self.nominal_s = 0.0
         self.overrun_s = 0.0
         self.overrun_steps = 0
-        self._total_numel = sum(p.numel() for p in parameters)
+        self._num_parameters = len(parameters)
         self._forward_begin_s = 0.0
         self._forward_samples = 0
         self._forwards = 0
@@ -136,7 +136,7 @@ class EmulationHandle:
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
-            *(_tensor_hook(p, self._gradient_hook(p.numel())) for p in parameters),
+            *(_tensor_hook(p, self._on_gradient) for p in parameters),
         ]
 
     def remove(self) -> None:
@@ -187,19 +187,16 @@ class EmulationHandle:
 
         return hook
 
-    def _gradient_hook(self, numel: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            backward = self._running_backward()
-            backward.samples += self._unclaimed_samples
-            backward.forward_overrun_s += self._unclaimed_overrun_s
-            self._unclaimed_samples, self._unclaimed_overrun_s = 0, 0.0
-            backward.numel += numel
-            done = min(1.0, backward.numel / self._total_numel)
-            deadline_s = backward.begin_s + done * self._backward_time_s(backward)
-            if _sleep_until(deadline_s):
-                backward.woke_s = time.perf_counter()
-
-        return hook
+    def _on_gradient(self, gradient: Tensor) -> None:
+        backward = self._running_backward()
+        backward.samples += self._unclaimed_samples
+        backward.forward_overrun_s += self._unclaimed_overrun_s
+        self._unclaimed_samples, self._unclaimed_overrun_s = 0, 0.0
+        backward.gradients += 1
+        done = min(1.0, backward.gradients / self._num_parameters)
+        deadline_s = backward.begin_s + done * self._backward_time_s(backward)
+        if _sleep_until(deadline_s):
+            backward.woke_s = time.perf_counter()
 
     def _running_backward(self) -> _BackwardPass:
         if not self._backward.running:
@@ -231,15 +228,17 @@ class EmulationHandle:
 class _BackwardPass:
     """One backward pass under way: what it must pay for and how far it is.
 
-    Time advances with the number of gradient elements that have appeared, in
-    whatever order autograd brings them.
+    Each gradient takes an equal part of the time, in whatever order autograd
+    brings them. Parameters are about as many in every layer, so this is time by
+    depth; time by size would leave almost none for the layers below a large
+    table, whose real compute then has nothing to hide in.
     """
 
     running: bool = False
     begin_s: float = 0.0
     woke_s: float = 0.0
     samples: int = 0
-    numel: int = 0
+    gradients: int = 0
     forward_overrun_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,73 @@
+"""Train one PyTorch model on mismatched hardware, at the sum of its speeds.
+
+The names below are loaded when they are first used, so ``import elche`` costs nothing
+and the pure parts work without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elche.cadence.el_che import ElChe as ElChe
+    from elche.cadence.el_che import ElCheConfig as ElCheConfig
+    from elche.config import RunConfig as RunConfig
+    from elche.errors import CommunicationError as CommunicationError
+    from elche.errors import ConfigError as ConfigError
+    from elche.errors import DeadlineError as DeadlineError
+    from elche.errors import ElcheError as ElcheError
+    from elche.errors import MismatchError as MismatchError
+    from elche.errors import ProtocolError as ProtocolError
+    from elche.errors import RemoteRankError as RemoteRankError
+    from elche.session import barrier as barrier
+    from elche.session import device as device
+    from elche.session import is_main_process as is_main_process
+    from elche.session import progress_samples as progress_samples
+    from elche.session import rank as rank
+    from elche.session import setup as setup
+    from elche.session import shutdown as shutdown
+    from elche.session import world_size as world_size
+    from elche.trainer import Trainer as Trainer
+    from elche.trainer import TrainResult as TrainResult
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
+    "elche.config": ("RunConfig",),
+    "elche.errors": (
+        "CommunicationError",
+        "ConfigError",
+        "DeadlineError",
+        "ElcheError",
+        "MismatchError",
+        "ProtocolError",
+        "RemoteRankError",
+    ),
+    "elche.session": (
+        "barrier",
+        "device",
+        "is_main_process",
+        "progress_samples",
+        "rank",
+        "setup",
+        "shutdown",
+        "world_size",
+    ),
+    "elche.trainer": ("TrainResult", "Trainer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'elche' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""Moving bytes between ranks: the control channel, reductions and averaging."""

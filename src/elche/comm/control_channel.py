@@ -1,0 +1,180 @@
+"""A worker's end of the control channel, used by its training thread only.
+
+Sending is one way and costs microseconds; receiving never blocks except in the named
+waits, each of which has a deadline.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.coordination.messages import (
+    FROM_COORDINATOR,
+    Event,
+    Instruction,
+    from_wire,
+    to_wire,
+)
+from elche.errors import CommunicationError, DeadlineError, ProtocolError
+
+_CHUNK_BYTES = 1 << 16
+
+
+class ControlChannel:
+    """One connection to the coordinator.
+
+    Args:
+        connection: a connected socket, greeting already read.
+        codec: the connection's codec.
+        rank: this rank.
+    """
+
+    def __init__(
+        self, connection: socket.socket, codec: FrameCodec, rank: int
+    ) -> None:
+        self._socket = connection
+        self._codec = codec
+        self._rank = rank
+        self._inbox: deque[Instruction] = deque()
+        self._stored: dict[str, bytes] = {}
+        self._closed = False
+
+    @staticmethod
+    def connect(
+        address: tuple[str, int], key: bytes, rank: int, timeout_s: float
+    ) -> ControlChannel:
+        """Connects and presents this rank.
+
+        Raises:
+            CommunicationError: nobody answers there, or something else does.
+        """
+        try:
+            connection = socket.create_connection(address, timeout=timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = b""
+            while len(greeting) < GREETING_BYTES:
+                part = connection.recv(GREETING_BYTES - len(greeting))
+                if not part:
+                    break
+                greeting += part
+            codec = FrameCodec(key, nonce_of(greeting), is_server=False)
+        except (OSError, ProtocolError) as error:
+            raise CommunicationError(
+                f"rank {rank} cannot reach the coordinator at {address[0]}:"
+                f"{address[1]}: {error}; was the script started by `elche run` or "
+                "torchrun, and is that process still alive?"
+            ) from error
+        connection.settimeout(timeout_s)
+        channel = ControlChannel(connection, codec, rank)
+        channel._send({"type": "Hello", "rank": rank})
+        return channel
+
+    def send(self, event: Event) -> None:
+        """Sends an event; does not wait for anything."""
+        self._send(to_wire(event))
+
+    def poll(self) -> Instruction | None:
+        """The next instruction if one has come."""
+        if not self._inbox:
+            self._read(0.0)
+        return self._inbox.popleft() if self._inbox else None
+
+    def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
+        """Waits for the next instruction.
+
+        Raises:
+            DeadlineError: none came in time.
+            CommunicationError: the coordinator is gone.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self._inbox:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:g} s for {waiting_for}"
+                )
+            self._read(left_s)
+        return self._inbox.popleft()
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Sleeps until an instruction is there, at most ``timeout_s``."""
+        if not self._inbox:
+            self._read(max(0.0, timeout_s))
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks (rendezvous of a process group)."""
+        self._send({"type": "StoreSet", "key": key, "value": value})
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes.
+
+        Raises:
+            DeadlineError: it was not published in time.
+        """
+        if key not in self._stored:
+            self._send({"type": "StoreGet", "key": key})
+        deadline_s = time.monotonic() + timeout_s
+        while key not in self._stored:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:g} s for the rendezvous "
+                    f"value {key!r} of another rank"
+                )
+            self._read(left_s)
+        return self._stored[key]
+
+    def close(self) -> None:
+        """Ends the connection. May be called twice."""
+        self._closed = True
+        self._socket.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._closed:
+            return
+        try:
+            self._socket.sendall(self._codec.encode(message))
+        except OSError as error:
+            self._read_quietly()
+            if not self._inbox:
+                raise self._gone(error) from error
+
+    def _read(self, timeout_s: float) -> None:
+        """Reads what is there, waiting for the first byte at most ``timeout_s``."""
+        if self._closed:
+            raise CommunicationError("the control channel is closed")
+        ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        while ready:
+            try:
+                data = self._socket.recv(_CHUNK_BYTES)
+            except OSError as error:
+                raise self._gone(error) from error
+            if not data:
+                raise self._gone(None)
+            for message in self._codec.feed(data):
+                self._take(message)
+            ready, _, _ = select.select([self._socket], [], [], 0.0)
+
+    def _read_quietly(self) -> None:
+        try:
+            self._read(0.5)
+        except CommunicationError:
+            return
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, dict) and message.get("type") == "StoreValue":
+            self._stored[str(message.get("key"))] = bytes(message.get("value", b""))
+            return
+        self._inbox.append(from_wire(message, FROM_COORDINATOR))
+
+    def _gone(self, error: OSError | None) -> CommunicationError:
+        why = f": {error}" if error else ""
+        return CommunicationError(
+            f"rank {self._rank} lost the coordinator{why}; the launcher has ended or "
+            "was stopped"
+        )

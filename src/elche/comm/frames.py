@@ -1,0 +1,104 @@
+"""Frames of the control channel: authenticated msgpack, never pickle.
+
+A connection begins with a greeting from the server (magic and a fresh nonce, in the
+clear). After it both sides send frames::
+
+    length (4 bytes, big endian) | tag (16 bytes) | payload (msgpack)
+
+The tag is HMAC-SHA256 over key, nonce, direction, sequence number and payload, so a
+frame of another run, of another connection, replayed, reordered or altered is refused.
+Contents are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Any
+
+import msgpack
+
+from elche.errors import ProtocolError
+
+MAGIC = b"elche/1\n"
+NONCE_BYTES = 16
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+TAG_BYTES = 16
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
+
+_LENGTH = struct.Struct(">I")
+_SEQUENCE = struct.Struct(">Q")
+
+
+class FrameCodec:
+    """Encodes what one side sends and decodes what the other sent.
+
+    Args:
+        key: the run's shared secret.
+        nonce: the connection's nonce, from the server's greeting.
+        is_server: which side this is.
+    """
+
+    def __init__(self, key: bytes, nonce: bytes, *, is_server: bool) -> None:
+        self._key = key
+        self._nonce = nonce
+        self._directions = (b"s", b"c") if is_server else (b"c", b"s")
+        self._sent = 0
+        self._received = 0
+        self._buffer = bytearray()
+
+    def encode(self, message: dict[str, Any]) -> bytes:
+        """A message as a frame."""
+        payload: bytes = msgpack.packb(message, use_bin_type=True)
+        tag = self._tag(self._directions[0], self._sent, payload)
+        self._sent += 1
+        return _LENGTH.pack(len(payload)) + tag + payload
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Takes received bytes; returns the messages that are now complete.
+
+        Raises:
+            ProtocolError: a frame is not authentic or not msgpack; the connection
+                cannot be used any more.
+        """
+        self._buffer += data
+        messages = []
+        head = _LENGTH.size + TAG_BYTES
+        while len(self._buffer) >= head:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_PAYLOAD_BYTES:
+                raise ProtocolError(f"a frame claims {length} bytes")
+            if len(self._buffer) < head + length:
+                break
+            tag = bytes(self._buffer[_LENGTH.size : head])
+            payload = bytes(self._buffer[head : head + length])
+            del self._buffer[: head + length]
+            expected = self._tag(self._directions[1], self._received, payload)
+            if not hmac.compare_digest(tag, expected):
+                raise ProtocolError("a frame is not authentic (another key or run?)")
+            self._received += 1
+            try:
+                messages.append(msgpack.unpackb(payload, raw=False))
+            except (ValueError, msgpack.exceptions.UnpackException) as error:
+                raise ProtocolError(f"a frame is not msgpack: {error}") from error
+        return messages
+
+    def _tag(self, direction: bytes, sequence: int, payload: bytes) -> bytes:
+        digest = hmac.new(self._key, digestmod=hashlib.sha256)
+        digest.update(self._nonce + direction + _SEQUENCE.pack(sequence))
+        digest.update(payload)
+        return digest.digest()[:TAG_BYTES]
+
+
+def nonce_of(greeting: bytes) -> bytes:
+    """The nonce of a server's greeting.
+
+    Raises:
+        ProtocolError: whoever answers is no elche coordinator of this version.
+    """
+    if len(greeting) != GREETING_BYTES or not greeting.startswith(MAGIC):
+        raise ProtocolError(
+            f"expected the greeting of an elche coordinator, got {greeting[:32]!r}"
+        )
+    return greeting[len(MAGIC) :]

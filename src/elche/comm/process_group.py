@@ -1,0 +1,133 @@
+"""elche's own process group: gloo on a chosen interface, never torch's default one.
+
+The rendezvous runs over the control channel, so no further port is opened for it, and
+gloo listens on loopback unless an address is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from elche.comm.control_channel import ControlChannel
+from elche.errors import CommunicationError
+
+
+class _ControlStore(dist.Store):
+    """A rendezvous store behind the control channel, for one generation."""
+
+    def __init__(
+        self, channel: ControlChannel, prefix: str, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._channel = channel
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._channel.store_set(self._prefix + key, raw)
+
+    def get(self, key: str) -> bytes:
+        return self._channel.store_get(self._prefix + key, self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+
+class Group:
+    """A process group of one generation.
+
+    Args:
+        process_group: torch's group object.
+        rank: this rank.
+        world_size: ranks in the group.
+        timeout_s: deadline of a collective.
+    """
+
+    def __init__(
+        self, process_group: Any, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._process_group = process_group
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self.on_failure: Callable[[str], Exception] = CommunicationError
+
+    @staticmethod
+    def form(
+        channel: ControlChannel,
+        rank: int,
+        world_size: int,
+        generation: int,
+        listen: str,
+        timeout_s: float,
+    ) -> Group:
+        """Forms the group with all ranks of a generation.
+
+        Raises:
+            CommunicationError: the ranks did not come together in time.
+        """
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen)]
+        options._threads = 2
+        store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
+        try:
+            made = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {rank}: the process group did not form: {error}"
+            ) from error
+        return Group(made, rank, world_size, timeout_s)
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
+        return self._process_group.allreduce([tensor])
+
+    def wait(self, work: Any, what: str) -> None:
+        """Waits for a collective.
+
+        Raises:
+            CommunicationError: it failed; the error names the failed rank if known.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.on_failure(f"{what} failed on rank {self.rank}: {error}") from (
+                error
+            )
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Sums ``tensor`` over all ranks, in place."""
+        self.wait(self.all_reduce_async(tensor), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Copies rank 0's ``tensor`` to all ranks, in place."""
+        self.wait(self._process_group.broadcast(tensor, 0), what)
+
+    def close(self) -> None:
+        """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        if self._process_group is not None:
+            self._process_group.shutdown()
+            self._process_group = None
+
+
+def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> float:
+    """Copies rank 0's values into ``tensors`` on every rank; returns seconds."""
+    started_s = time.monotonic()
+    with torch.no_grad():
+        for tensor in tensors:
+            host = tensor.detach().to("cpu").contiguous()
+            group.broadcast(host, what)
+            tensor.copy_(host)
+    return time.monotonic() - started_s

@@ -1,0 +1,258 @@
+"""Gradients reduced during backward, weighted by samples.
+
+Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
+the group sums, which gives the gradient of the mean over the union batch of N samples,
+whatever the shares. Buckets are filled in the order in which gradients appear (nearly
+the reverse of definition) and reduced as soon as they are full, so that all but the
+last overlap with backward. A bucket also carries one flag per parameter: a parameter
+that no rank used keeps ``grad=None``.
+
+Reductions are out of place. A rank's own gradients stay untouched until every bucket
+has arrived, and are kept until the next backward's reduction; then ``p.grad`` becomes a
+view of the reduced bucket. Two bucket sets take turns, so accumulating into that view
+reads one set while the other is reduced. Cost: two gradient copies beside ``p.grad``.
+
+torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
+why this one exists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.buffers import BufferAverager
+from elche.comm.process_group import Group
+from elche.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters reduced in one message, and their two buffers."""
+
+    parameters: list[nn.Parameter]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    views: list[list[torch.Tensor]] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    work: Any = None
+
+    def allocate(self) -> None:
+        """Makes both buffers: the gradients, then a flag per parameter."""
+        first = self.parameters[0]
+        numel = sum(p.numel() for p in self.parameters)
+        for _ in range(2):
+            buffer = torch.zeros(
+                numel + len(self.parameters), dtype=first.dtype, device=first.device
+            )
+            at, views = 0, []
+            for parameter in self.parameters:
+                part = buffer[at : at + parameter.numel()]
+                views.append(_shaped_like(part, parameter))
+                at += parameter.numel()
+            self.buffers.append(buffer)
+            self.views.append(views)
+
+
+class GradientReducer:
+    """Reduces the gradients of one model in every backward of a step.
+
+    Args:
+        named_parameters: the model's trainable parameters with their names.
+        group: the process group.
+        bucket_cap_bytes: most bytes of gradients in one message.
+        buffers: averages the model's buffers after the gradients, if it has any.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        bucket_cap_bytes: int,
+        buffers: BufferAverager | None = None,
+    ) -> None:
+        self._group = group
+        self._buffers = buffers
+        self._buckets = _make_buckets(named_parameters, bucket_cap_bytes)
+        self._place = {
+            id(parameter): (bucket, index)
+            for bucket in self._buckets
+            for index, parameter in enumerate(bucket.parameters)
+        }
+        self._handles: list[Any] = []
+        self._scale: float | None = None
+        self._active_ranks = 0
+        self._side = 0
+        self._next_bucket = 0
+        self._in_backward = False
+        self._kept: list[torch.Tensor | None] = []
+        self.wait_s = 0.0
+
+    @property
+    def bucket_sizes_bytes(self) -> list[int]:
+        """Bytes of gradients per bucket, in order of reduction."""
+        return [
+            sum(_bytes(parameter) for parameter in bucket.parameters)
+            for bucket in self._buckets
+        ]
+
+    def attach(self) -> None:
+        """Allocates buckets and hooks every parameter."""
+        for bucket in self._buckets:
+            bucket.allocate()
+            for parameter in bucket.parameters:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._handles.append(hook)
+
+    def detach(self) -> None:
+        """Removes every hook; ``p.grad`` stays as it is."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin_step(self, scale: float, active_ranks: int) -> None:
+        """Says how this rank's gradients weigh until :meth:`end_step`.
+
+        Args:
+            scale: n_r / N; 0 for a rank without samples, which sends zeros.
+            active_ranks: ranks that have samples in this step.
+        """
+        self._scale = scale
+        self._active_ranks = active_ranks
+        self.wait_s = 0.0
+
+    def end_step(self) -> None:
+        """Backward passes after this are the user's own and not reduced."""
+        self._scale = None
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._scale is None:
+            return
+        if not self._in_backward:
+            self._begin_backward()
+        bucket, index = self._place[id(parameter)]
+        bucket.pending.discard(index)
+        bucket.ready.add(index)
+        while (
+            self._next_bucket < len(self._buckets)
+            and not self._buckets[self._next_bucket].pending
+        ):
+            self._launch_next()
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._side = 1 - self._side
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.pending = set(range(len(bucket.parameters)))
+            bucket.ready = set()
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self._finish)
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        self._next_bucket += 1
+        assert self._scale is not None
+        buffer, views = bucket.buffers[self._side], bucket.views[self._side]
+        flags = buffer[-len(bucket.parameters) :]
+        with torch.no_grad():
+            if self._scale == 0.0:
+                buffer.zero_()
+            for index, parameter in enumerate(bucket.parameters):
+                if self._scale == 0.0:
+                    continue
+                if parameter.grad is None:
+                    views[index].zero_()
+                else:
+                    torch.mul(parameter.grad, self._scale, out=views[index])
+                flags[index] = float(index in bucket.ready)
+        bucket.work = self._group.all_reduce_async(buffer)
+
+    def _finish(self) -> None:
+        """End of backward: reduce what is left, wait, and hand out the means."""
+        self._in_backward = False
+        while self._next_bucket < len(self._buckets):
+            self._launch_next()
+        started_s = time.perf_counter()
+        for bucket in self._buckets:
+            self._group.wait(bucket.work, "the reduction of gradients")
+            bucket.work = None
+        if self._buffers is not None:
+            self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
+        self.wait_s += time.perf_counter() - started_s
+        kept: list[torch.Tensor | None] = []
+        for bucket in self._buckets:
+            numel = len(bucket.parameters)
+            used = bucket.buffers[self._side][-numel:].tolist()
+            for index, parameter in enumerate(bucket.parameters):
+                kept.append(parameter.grad)
+                if used[index] or parameter.grad is not None:
+                    parameter.grad = bucket.views[self._side][index]
+        self._kept = kept
+
+
+def _make_buckets(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: int
+) -> list[_Bucket]:
+    """Buckets in reverse order of definition, one dtype and device each.
+
+    Nothing hides the bucket that is reduced last, so the parameters defined first
+    (up to a quarter of the cap, at least one) get one of their own.
+    """
+    if not named_parameters:
+        raise ConfigError("the model has no parameter that requires a gradient")
+    parameters = [parameter for _, parameter in named_parameters]
+    head, head_bytes = 1, _bytes(parameters[0])
+    while head < len(parameters) and head_bytes <= cap_bytes // 4:
+        head_bytes += _bytes(parameters[head])
+        head += int(head_bytes <= cap_bytes // 4)
+    return [
+        *_fill(parameters[:head - 1 : -1], cap_bytes),
+        *_fill(parameters[head - 1 :: -1], max(cap_bytes // 4, 1)),
+    ]
+
+
+def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[_Bucket]:
+    """Consecutive parameters of one kind together, as long as they fit."""
+    buckets: list[_Bucket] = []
+    filled = 0
+    for parameter in parameters:
+        last = buckets[-1].parameters[-1] if buckets else None
+        same = last is not None and (last.dtype, last.device) == (
+            parameter.dtype,
+            parameter.device,
+        )
+        if not same or filled + _bytes(parameter) > cap_bytes:
+            buckets.append(_Bucket([]))
+            filled = 0
+        buckets[-1].parameters.append(parameter)
+        filled += _bytes(parameter)
+    return buckets
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view of ``flat`` with the parameter's shape, and its strides if dense."""
+    if parameter.is_contiguous() or not _is_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(
+        parameter.shape, parameter.stride(), flat.storage_offset()
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a permutation of dimensions makes the tensor contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,105 @@
+"""What ranks must agree on before they train together. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elche.config import RunConfig
+from elche.coordination.messages import Join
+
+SHOWN_DIFFERENCES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything but tensors that ranks compare.
+
+    Attributes:
+        config: the fields of :class:`RunConfig`.
+        loader: what describes the data: length, batch size, and so on.
+        optimizer: the optimizer's class and hyperparameters.
+        min_share_samples: least samples of a rank that has any, under ``sync``.
+        epochs: epochs of the run if known.
+    """
+
+    config: Mapping[str, Any]
+    loader: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    min_share_samples: int = 1
+    epochs: int | None = None
+
+    def as_pairs(self) -> tuple[tuple[str, str], ...]:
+        """(name, JSON value) pairs, as a :class:`Join` carries them."""
+        flat: dict[str, Any] = {f"config.{k}": v for k, v in self.config.items()}
+        flat |= {f"loader.{k}": v for k, v in self.loader.items()}
+        flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
+        flat["min_share_samples"] = self.min_share_samples
+        flat["epochs"] = self.epochs
+        return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
+
+
+def settings_of(join: Join) -> Settings:
+    """Reads back what :meth:`Settings.as_pairs` wrote."""
+    flat = {name: json.loads(value) for name, value in join.settings}
+
+    def part(prefix: str) -> dict[str, Any]:
+        start = prefix + "."
+        return {k[len(start) :]: v for k, v in flat.items() if k.startswith(start)}
+
+    config = part("config")
+    if config.get("speed_hints") is not None:
+        config["speed_hints"] = tuple(config["speed_hints"])
+    RunConfig(**config)
+    return Settings(
+        config=config,
+        loader=part("loader"),
+        optimizer=part("optimizer"),
+        min_share_samples=int(flat.get("min_share_samples", 1)),
+        epochs=flat.get("epochs"),
+    )
+
+
+def what_differs(joins: Sequence[Join]) -> str:
+    """Compares all ranks with rank 0; the differences in words, or ""."""
+    first = joins[0]
+    for join in joins[1:]:
+        if join.world_size != first.world_size:
+            return (
+                f"world size differs: rank 0 says {first.world_size}, rank "
+                f"{join.rank} says {join.world_size}"
+            )
+        settings = _difference(dict(first.settings), dict(join.settings), join.rank)
+        if settings:
+            return "configuration differs between ranks: " + settings
+        tensors = _difference(
+            {name: f"{shape} {dtype}" for name, shape, dtype in first.tensors},
+            {name: f"{shape} {dtype}" for name, shape, dtype in join.tensors},
+            join.rank,
+        )
+        if tensors:
+            return (
+                "the model differs between ranks: "
+                + tensors
+                + "; build the same model on every rank"
+            )
+        if first.tensors != join.tensors:
+            return (
+                f"the model differs between ranks: rank 0 and rank {join.rank} hold "
+                "the same tensors in another order"
+            )
+    return ""
+
+
+def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+    lines = []
+    for name in sorted(set(first) | set(other)):
+        ours, theirs = first.get(name, "(absent)"), other.get(name, "(absent)")
+        if ours != theirs:
+            lines.append(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}")
+    more = len(lines) - SHOWN_DIFFERENCES
+    if more > 0:
+        lines = [*lines[:SHOWN_DIFFERENCES], f"and {more} more"]
+    return "; ".join(lines)

@@ -1,0 +1,20 @@
+"""The policies by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elche.config import RunConfig
+from elche.coordination.agreement import Settings
+from elche.coordination.cadence_policy import CadencePolicy
+from elche.coordination.policy import Member, Policy
+from elche.coordination.sync_policy import SyncPolicy
+
+
+def build_policy(
+    config: RunConfig, members: Sequence[Member], settings: Settings
+) -> Policy:
+    """The policy that the configuration names."""
+    if config.policy == "sync":
+        return SyncPolicy(config, members, settings.min_share_samples)
+    return CadencePolicy(config, members, settings.epochs)

@@ -1,0 +1,313 @@
+"""The coordination core: ``handle(event, now_s) -> instructions``.
+
+Owns membership, the agreement of ranks at the start, epochs, barriers, deadlines and
+endings; what happens inside an epoch is its policy's. It never reads a clock and never
+does I/O: the shell (`elche.runtime.coordinator`) feeds it and carries out what it
+answers. Each decision leaves a line in the story, which every error prints.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields
+
+from elche.config import RunConfig
+from elche.coordination.agreement import settings_of, what_differs
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    BarrierPassed,
+    BarrierReached,
+    BeginEpoch,
+    Disconnected,
+    EpochLeft,
+    EpochOpened,
+    Event,
+    Failed,
+    Instruction,
+    Join,
+    Left,
+    Tick,
+    Welcome,
+)
+from elche.coordination.policies import build_policy
+from elche.coordination.policy import Member, Outcome, Policy
+from elche.errors import ElcheError, ProtocolError, TransitionError
+
+STORY_LINES = 400
+
+
+class Coordinator:
+    """One run's decisions.
+
+    Args:
+        world_size: ranks of the run.
+        timeout_s: deadline for ranks to join, until their configuration says its own.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 300.0) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._joins: dict[int, Join] = {}
+        self._left: set[int] = set()
+        self._policy: Policy | None = None
+        self._epoch = -1
+        self._in_epoch = False
+        self._opened: dict[int, EpochOpened] = {}
+        self._barriers: dict[str, set[int]] = {}
+        self._generation = -1
+        self._waiting_since_s: float | None = None
+        self._story: deque[tuple[int, str]] = deque(maxlen=STORY_LINES)
+        self.aborted: str | None = None
+        self._handlers: dict[type[Event], Callable[..., list[Instruction]]] = {
+            Join: self._join,
+            EpochOpened: self._open_epoch,
+            BarrierReached: self._barrier,
+            Failed: self._failed,
+            Left: self._leave,
+            Disconnected: self._disconnected,
+            Tick: self._tick,
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every rank has left."""
+        return len(self._left) == self._world_size
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        """Takes one event and answers what is to be done.
+
+        Errors of a worker's making (a claim of work that it was not given, a message
+        out of turn) end the run with an :class:`Abort` to every rank, as does a
+        decision that cannot be made; nothing is raised at the shell.
+        """
+        self._tell(event.rank, f"{now_s:.3f} <- {_short(event)}")
+        if self.aborted is not None:
+            return self._after_abort(event)
+        try:
+            handler = self._handlers.get(type(event), self._in_policy)
+            instructions = handler(event, now_s)
+        except ElcheError as error:
+            story = self.story(event.rank)[-12:]
+            wrapped = TransitionError(str(error), story)
+            instructions = self._abort(str(wrapped), kind="protocol")
+        if not isinstance(event, Tick):
+            self._waiting_since_s = now_s
+        for instruction in instructions:
+            self._tell(instruction.rank, f"{now_s:.3f} -> {_short(instruction)}")
+        return instructions
+
+    def story(self, rank: int | None = None) -> list[str]:
+        """What a rank said and was told lately; of all ranks when None."""
+        return [line for who, line in self._story if rank is None or who == rank]
+
+    def check(self) -> None:
+        """Asserts every invariant; called after each event in tests."""
+        assert len(self._joins) <= self._world_size
+        assert not self._left - set(range(self._world_size))
+        if self._policy is not None and self._in_epoch:
+            self._policy.check()
+
+    def _join(self, event: Join, now_s: float) -> list[Instruction]:
+        if event.version != PROTOCOL_VERSION:
+            return self._abort(
+                f"rank {event.rank} speaks protocol {event.version}, expected "
+                f"{PROTOCOL_VERSION}: install one elche version everywhere"
+            )
+        if self.is_finished:
+            self._forget()
+        if event.rank in self._joins or not 0 <= event.rank < self._world_size:
+            raise ProtocolError(f"rank {event.rank} cannot join (again)")
+        self._joins[event.rank] = event
+        if len(self._joins) < self._world_size:
+            return []
+        joins = [self._joins[rank] for rank in range(self._world_size)]
+        difference = what_differs(joins)
+        if difference:
+            return self._abort(difference, kind="mismatch")
+        settings = settings_of(joins[0])
+        config = RunConfig(**settings.config)
+        self._timeout_s = config.timeout_s
+        members = [
+            Member(join.rank, join.device, join.horizon_batches) for join in joins
+        ]
+        self._policy = build_policy(config, members, settings)
+        devices = tuple(join.device for join in joins)
+        self._generation += 1
+        return [
+            Welcome(rank=rank, generation=self._generation, devices=devices)
+            for rank in range(self._world_size)
+        ]
+
+    def _forget(self) -> None:
+        """Every rank has left: the same processes may begin another run."""
+        self._joins.clear()
+        self._left.clear()
+        self._policy = None
+        self._epoch = -1
+
+    def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
+        policy = self._running_policy()
+        if self._left:
+            return self._abort(
+                f"rank {event.rank} opens epoch {event.epoch}, but ranks "
+                f"{sorted(self._left)} have left: run the same epochs on every rank"
+            )
+        if event.epoch != self._epoch + 1 or event.rank in self._opened:
+            raise ProtocolError(
+                f"rank {event.rank} opens epoch {event.epoch}, expected "
+                f"{self._epoch + 1}, once"
+            )
+        self._opened[event.rank] = event
+        if len(self._opened) < self._world_size:
+            return []
+        if self._in_epoch:
+            raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
+        runs = self._opened[0].sizes
+        if runs is None:
+            raise ProtocolError("rank 0 opened the epoch without batch sizes")
+        self._opened = {}
+        self._epoch += 1
+        self._in_epoch = True
+        sizes = BatchSizes(runs)
+        begin: list[Instruction] = [
+            BeginEpoch(rank=rank, epoch=self._epoch, sizes=runs)
+            for rank in range(self._world_size)
+        ]
+        outcome = policy.begin_epoch(self._epoch, sizes, now_s)
+        return begin + self._settle(outcome)
+
+    def _in_policy(self, event: Event, now_s: float) -> list[Instruction]:
+        policy = self._running_policy()
+        if not self._in_epoch:
+            if isinstance(event, EpochLeft):
+                return []
+            raise ProtocolError(f"{type(event).__name__} outside an epoch")
+        return self._settle(policy.handle(event, now_s))
+
+    def _settle(self, outcome: Outcome) -> list[Instruction]:
+        if outcome.epoch_over:
+            self._in_epoch = False
+        return outcome.instructions
+
+    def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
+        there = self._barriers.setdefault(event.name, set())
+        there.add(event.rank)
+        if len(there) < self._world_size:
+            return []
+        del self._barriers[event.name]
+        return [
+            BarrierPassed(rank=rank, name=event.name)
+            for rank in range(self._world_size)
+        ]
+
+    def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
+        return self._abort(
+            f"rank {event.rank} failed: {event.error}", event.rank, event.traceback
+        )
+
+    def _leave(self, event: Left, now_s: float) -> list[Instruction]:
+        self._left.add(event.rank)
+        waiting = self._in_epoch or self._opened or self._barriers
+        if waiting and not self.is_finished:
+            return self._abort(
+                f"rank {event.rank} has left while others were {self._doing()}"
+            )
+        return []
+
+    def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
+        if event.rank in self._left or self.is_finished:
+            return []
+        return self._abort(
+            f"rank {event.rank} is gone: its connection ended while the run was "
+            f"{self._doing()}; look at that rank's own output",
+            event.rank,
+        )
+
+    def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
+        if self._waiting_since_s is None or not self._is_waiting():
+            self._waiting_since_s = now_s
+            return []
+        if now_s - self._waiting_since_s < self._timeout_s:
+            return []
+        return self._abort(
+            f"nothing came for {self._timeout_s:g} s while the run was "
+            f"{self._doing()}; raise timeout_s if a batch really takes so long",
+            kind="deadline",
+        )
+
+    def _is_waiting(self) -> bool:
+        """Whether somebody waits for somebody: between epochs ranks may be idle."""
+        joining = 0 < len(self._joins) < self._world_size
+        return joining or self._in_epoch or bool(self._opened or self._barriers)
+
+    def _doing(self) -> str:
+        if self._policy is None:
+            missing = sorted(set(range(self._world_size)) - set(self._joins))
+            return f"waiting for ranks {missing} to join"
+        if self._opened:
+            missing = sorted(set(range(self._world_size)) - set(self._opened))
+            return f"waiting for ranks {missing} to open epoch {self._epoch + 1}"
+        if self._barriers:
+            name, there = next(iter(self._barriers.items()))
+            missing = sorted(set(range(self._world_size)) - there)
+            return f"waiting for ranks {missing} at barrier {name!r}"
+        if self._in_epoch:
+            return f"waiting for {self._policy.waiting_for()}"
+        return "between epochs"
+
+    def _abort(
+        self,
+        reason: str,
+        failed_rank: int | None = None,
+        traceback: str = "",
+        kind: str = "remote",
+    ) -> list[Instruction]:
+        self.aborted = reason
+        self._abort_message = Abort(
+            rank=-1,
+            reason=reason,
+            failed_rank=failed_rank,
+            traceback=traceback,
+            kind=kind,
+        )
+        return [self._abort_for(rank) for rank in range(self._world_size)]
+
+    def _abort_for(self, rank: int) -> Abort:
+        message = self._abort_message
+        return Abort(
+            rank=rank,
+            reason=message.reason,
+            failed_rank=message.failed_rank,
+            traceback=message.traceback,
+            kind=message.kind,
+        )
+
+    def _after_abort(self, event: Event) -> list[Instruction]:
+        if isinstance(event, (Left, Disconnected)):
+            self._left.add(event.rank)
+            return []
+        if isinstance(event, (Join, EpochOpened, BarrierReached)):
+            return [self._abort_for(event.rank)]
+        return []
+
+    def _running_policy(self) -> Policy:
+        if self._policy is None:
+            raise ProtocolError("a message before all ranks have joined")
+        return self._policy
+
+    def _tell(self, rank: int, line: str) -> None:
+        self._story.append((rank, line))
+
+
+def _short(message: Event | Instruction) -> str:
+    """A message in one line, long fields cut."""
+    parts = []
+    for field in fields(message):
+        text = repr(getattr(message, field.name))
+        parts.append(f"{field.name}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"{type(message).__name__}({', '.join(parts)})"
+
+

@@ -1,0 +1,178 @@
+"""``sync``: every global batch divided by delivered speed, reduced at every step.
+
+Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
+waits for a message and a change of shares names a step that nobody has drawn yet
+(loop contract 8). Early grants are one step long, so that the first measurements count
+at once; later ones cover about ``GRANT_S`` seconds. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.config import RunConfig
+from elche.coordination.ledger import BatchSizes, EpochLedger
+from elche.coordination.messages import (
+    EpochLeft,
+    Event,
+    GrantSteps,
+    Instruction,
+    StepsDone,
+)
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.errors import ProtocolError
+
+GRANT_S = 0.1
+MAX_GRANT_STEPS = 64
+ALL_RANKS = -1
+
+
+class SyncPolicy(Policy):
+    """Grants steps and sizes the shares of each.
+
+    Args:
+        config: the run's settings.
+        members: all ranks, in order.
+        min_share_samples: least samples of a rank that has any (2 where BatchNorm
+            cannot train on one).
+    """
+
+    def __init__(
+        self, config: RunConfig, members: Sequence[Member], min_share_samples: int
+    ) -> None:
+        self._world_size = len(members)
+        self._ahead_steps = max(member.horizon_batches for member in members) + 2
+        self._balancer = Balancer(
+            BalancerConfig(
+                world_size=self._world_size,
+                min_share_samples=min_share_samples,
+                speed_hints=config.speed_hints,
+            )
+        )
+        self._step_s = math.inf
+        self._epoch = -1
+        self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
+        self._totals = EpochTotals.zeros(self._world_size)
+        self._grants: deque[GrantSteps] = deque()
+        self._reports: dict[int, deque[StepsDone]] = {}
+        self._granted_until = 0
+        self._left: dict[int, int] = {}
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Grants the first steps."""
+        self._epoch = epoch
+        self._ledger = EpochLedger(sizes, [ALL_RANKS])
+        self._totals = EpochTotals.zeros(self._world_size)
+        self._grants.clear()
+        self._reports = {rank: deque() for rank in range(self._world_size)}
+        self._granted_until = 0
+        self._left = {}
+        return Outcome(self._top_up())
+
+    def handle(self, event: Event, now_s: float) -> Outcome:
+        """Takes a report of steps, or a rank's early end of the epoch."""
+        if isinstance(event, EpochLeft):
+            return self._leave(event)
+        if not isinstance(event, StepsDone):
+            raise ProtocolError(f"sync: unexpected {type(event).__name__}")
+        self._take(event)
+        outcome = Outcome()
+        while all(self._reports.values()):
+            self._complete_grant()
+        if self._left:
+            return outcome
+        outcome.instructions = self._top_up()
+        if self._ledger.is_done:
+            outcome.instructions += self._totals.end_epoch(
+                self._epoch, 1, self._shares()
+            )
+            outcome.epoch_over = True
+        return outcome
+
+    def check(self) -> None:
+        """Asserts that every step is in one place and reports match grants."""
+        self._ledger.check()
+        for rank, reports in self._reports.items():
+            assert len(reports) <= len(self._grants), f"rank {rank} reports too much"
+
+    def waiting_for(self) -> str:
+        """Ranks that have not reported the oldest grant."""
+        silent = [rank for rank, reports in self._reports.items() if not reports]
+        return f"steps of ranks {silent} in epoch {self._epoch}"
+
+    def _take(self, event: StepsDone) -> None:
+        reports = self._reports[event.rank]
+        if event.epoch != self._epoch or len(reports) >= len(self._grants):
+            raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
+        grant = self._grants[len(reports)]
+        if (event.start, event.stop) != (grant.start, grant.stop):
+            raise ProtocolError(
+                f"rank {event.rank} reports steps {event.start}..{event.stop - 1}, "
+                f"granted were {grant.start}..{grant.stop - 1}"
+            )
+        reports.append(event)
+        self._totals.add(event.rank, event.samples, event.busy_s, event.data_wait_s)
+
+    def _complete_grant(self) -> None:
+        """All ranks have run the oldest grant: measure and commit it."""
+        grant = self._grants.popleft()
+        reports = [self._reports[rank].popleft() for rank in range(self._world_size)]
+        self._ledger.train(ALL_RANKS, grant.start, grant.stop)
+        self._ledger.stage()
+        self._ledger.commit()
+        steps = grant.stop - grant.start
+        self._totals.windows += steps
+        self._totals.sync_s += max(report.sync_wait_s for report in reports)
+        if all(report.warm for report in reports):
+            self._balancer.report(
+                [report.samples // steps for report in reports],
+                [report.busy_s / steps for report in reports],
+            )
+            self._step_s = max(report.busy_s for report in reports) / steps
+
+    def _top_up(self) -> list[Instruction]:
+        """Grants steps until the loaders' horizon and two grants are covered."""
+        instructions: list[Instruction] = []
+        steps = 1
+        if self._step_s > 0 and math.isfinite(self._step_s):
+            steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
+        while self._ledger.pooled:
+            ahead = self._ledger.leased(ALL_RANKS)
+            if ahead >= self._ahead_steps + 2 * (steps - 1):
+                break
+            start, stop = self._ledger.lease(ALL_RANKS, steps, equal_sizes=True)
+            samples, _ = self._ledger.sizes.run_of(start)
+            shares = self._balancer.sizes(samples)
+            self._granted_until = stop
+            for rank in range(self._world_size):
+                grant = GrantSteps(
+                    rank=rank,
+                    epoch=self._epoch,
+                    start=start,
+                    stop=stop,
+                    shares=tuple(shares),
+                )
+                instructions.append(grant)
+            self._grants.append(grant)
+        return instructions
+
+    def _shares(self) -> list[float]:
+        total = sum(self._totals.samples) or 1
+        return [samples / total for samples in self._totals.samples]
+
+    def _leave(self, event: EpochLeft) -> Outcome:
+        """A loop's early end; it must come at the same step on every rank."""
+        if event.epoch != self._epoch:
+            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+        self._left[event.rank] = event.step
+        steps = set(self._left.values())
+        if len(steps) > 1:
+            raise ProtocolError(
+                "under policy 'sync' a loop may only be left at the same step on "
+                f"every rank, but the ranks left after steps {self._left}; decide the "
+                "break from values that all ranks share"
+            )
+        return Outcome(epoch_over=len(self._left) == self._world_size)

@@ -1,0 +1,247 @@
+"""The coordinator's shell: one port, authenticated connections, the pure core inside.
+
+It reads frames, hands events to `elche.coordination.state.Coordinator`, and sends what
+that answers. It runs in the launcher's process, or beside rank 0 under torchrun
+(``python -m elche.runtime.coordinator``); never in a training process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from elche.comm.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.coordination.messages import (
+    FROM_WORKERS,
+    Disconnected,
+    Event,
+    Instruction,
+    Left,
+    Tick,
+    from_wire,
+    to_wire,
+)
+from elche.coordination.state import Coordinator
+from elche.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+KEY_BYTES = 32
+
+
+class CoordinatorServer:
+    """Serves one run.
+
+    Args:
+        world_size: ranks of the run.
+        key: the run's shared secret.
+    """
+
+    def __init__(self, world_size: int, key: bytes) -> None:
+        self.core = Coordinator(world_size)
+        self._key = key
+        self._connections: dict[int, _Connection] = {}
+        self._store: dict[str, bytes] = {}
+        self._waiting: dict[str, set[_Connection]] = defaultdict(set)
+        self._server: asyncio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self.dropped = 0
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
+        """Listens; returns the address."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: _Connection(self, self._key), host, port
+        )
+        self._ticker = loop.create_task(self._tick())
+        address = self._server.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
+
+    async def stop(self) -> None:
+        """Closes every connection and the port."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+        await asyncio.sleep(0)
+
+    def take(self, event: Event) -> None:
+        """Hands an event to the core and sends what it answers."""
+        now_s = asyncio.get_running_loop().time()
+        for instruction in self.core.handle(event, now_s):
+            self._deliver(instruction)
+
+    def admit(self, rank: int, connection: _Connection) -> bool:
+        """A connection says which rank it is."""
+        if rank in self._connections:
+            return False
+        self._connections[rank] = connection
+        return True
+
+    def release(self, rank: int) -> None:
+        """A rank leaves; it may come back with another connection for another run."""
+        self._connections.pop(rank, None)
+
+    def lost(self, rank: int, connection: _Connection) -> None:
+        """A rank's connection has ended."""
+        if self._connections.get(rank) is connection:
+            del self._connections[rank]
+            self.take(Disconnected(rank=rank))
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a rendezvous value and answers who waits for it."""
+        self._store[key] = value
+        for connection in self._waiting.pop(key, set()):
+            connection.send({"type": "StoreValue", "key": key, "value": value})
+
+    def store_get(self, key: str, connection: _Connection) -> None:
+        """Answers with a value now or as soon as it is published."""
+        if key in self._store:
+            value = self._store[key]
+            connection.send({"type": "StoreValue", "key": key, "value": value})
+        else:
+            self._waiting[key].add(connection)
+
+    def _deliver(self, instruction: Instruction) -> None:
+        connection = self._connections.get(instruction.rank)
+        if connection is not None:
+            connection.send(to_wire(instruction))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.take(Tick())
+
+
+class _Connection(asyncio.Protocol):
+    """One worker's connection, as the server sees it."""
+
+    def __init__(self, server: CoordinatorServer, key: bytes) -> None:
+        self._server = server
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._codec = FrameCodec(key, self._nonce, is_server=True)
+        self._transport: asyncio.Transport | None = None
+        self._rank: int | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(MAGIC + self._nonce)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._codec.feed(data):
+                self._take(message)
+        except ProtocolError as error:
+            self._server.dropped += 1
+            logger.warning("dropped a connection of rank %s: %s", self._rank, error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rank is not None:
+            self._server.lost(self._rank, self)
+            self._rank = None
+
+    def send(self, message: dict[str, Any]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._codec.encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _take(self, message: Any) -> None:
+        kind = message.get("type") if isinstance(message, dict) else None
+        if self._rank is None:
+            rank = message.get("rank") if kind == "Hello" else None
+            if not isinstance(rank, int) or not self._server.admit(rank, self):
+                raise ProtocolError(f"expected a Hello of a new rank, got {message!r}")
+            self._rank = rank
+        elif kind == "StoreSet":
+            self._server.store_set(str(message["key"]), bytes(message["value"]))
+        elif kind == "StoreGet":
+            self._server.store_get(str(message["key"]), self)
+        else:
+            event = from_wire(message, FROM_WORKERS)
+            if event.rank != self._rank:
+                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
+            if isinstance(event, Left):
+                self._server.release(self._rank)
+                self._rank = None
+            self._server.take(event)
+
+
+def rank_environments(
+    world_size: int, address: tuple[str, int], key: bytes
+) -> list[dict[str, str]]:
+    """What each rank's environment must hold to find the coordinator."""
+    return [
+        {
+            "ELCHE_COORDINATOR": f"{address[0]}:{address[1]}",
+            "ELCHE_KEY": key.hex(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+        }
+        for rank in range(world_size)
+    ]
+
+
+@contextlib.contextmanager
+def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """Serves a run from a thread of a process that does not train (tests, notebooks).
+
+    Yields:
+        Each rank's environment.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    server = CoordinatorServer(world_size, key)
+    loop = asyncio.new_event_loop()
+    address = loop.run_until_complete(server.start())
+    thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
+    thread.start()
+    try:
+        yield rank_environments(world_size, address, key)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10.0)
+        loop.close()
+
+
+async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
+    """Serves until standard input ends, that is until rank 0's process is gone."""
+    server = CoordinatorServer(world_size, key)
+    address = await server.start(host)
+    print(f"{address[0]}:{address[1]}", flush=True)
+    loop = asyncio.get_running_loop()
+    parent_gone = asyncio.Event()
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            parent_gone.set()
+
+    loop.add_reader(sys.stdin.fileno(), on_input)
+    await parent_gone.wait()
+    await server.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(
+        _serve_beside_rank_0(
+            int(sys.argv[1]), sys.argv[2], bytes.fromhex(os.environ["ELCHE_KEY"])
+        )
+    )

@@ -1,0 +1,124 @@
+"""What this process is in the run: read from the environment that its launcher set.
+
+`elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` and
+elche starts its coordinator beside rank 0; a plain ``python script.py`` sets nothing and
+is a run of one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elche.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Rank, device and neighbours of this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: ranks of the run.
+        device: where this rank computes.
+        coordinator: host and port of the coordinator; None when there is none yet.
+        key: the run's shared secret.
+        listen: address that this process listens on for other ranks.
+        speed: relative speed of an emulated device; None for a real one.
+        ms_per_sample: an emulated device's time per sample at speed 1.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device
+    coordinator: tuple[str, int] | None = None
+    key: bytes = b""
+    listen: str = "127.0.0.1"
+    speed: float | None = None
+    ms_per_sample: float = 1.25
+
+    @property
+    def device_name(self) -> str:
+        """What the device is, for people and for comparison between ranks."""
+        if self.speed is not None:
+            return f"CPU emulated at speed {self.speed:g}"
+        if self.device.type == "cuda":
+            return str(torch.cuda.get_device_name(self.device))
+        return self.device.type.upper()
+
+
+def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
+    """Reads this process's place in the run.
+
+    Raises:
+        ConfigError: a variable is malformed or names a device that does not exist.
+    """
+    world_size = _int(environment, "WORLD_SIZE", 1)
+    rank = _int(environment, "RANK", 0)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}")
+    speed = environment.get("ELCHE_SPEED")
+    local_rank = _int(environment, "LOCAL_RANK", rank)
+    if speed is not None:
+        device = torch.device("cpu")
+    elif "ELCHE_DEVICE" in environment:
+        device = check_device(environment["ELCHE_DEVICE"])
+    else:
+        device = _default_device(local_rank)
+    coordinator = None
+    if "ELCHE_COORDINATOR" in environment:
+        host, _, port = environment["ELCHE_COORDINATOR"].rpartition(":")
+        coordinator = (host, int(port))
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        coordinator=coordinator,
+        key=bytes.fromhex(environment.get("ELCHE_KEY", "")),
+        listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
+        speed=float(speed) if speed is not None else None,
+        ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
+    )
+
+
+def check_device(name: str) -> torch.device:
+    """A device that exists on this machine.
+
+    Raises:
+        ConfigError: the name is malformed or the device is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"unknown device {name!r}; expected names like cpu, cuda:0"
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device {name!r} does not exist: this machine has {count} CUDA "
+                "devices; choose among them, or cpu"
+            )
+        return device
+    raise ConfigError(f"device {name!r} is not supported; expected cpu or cuda:N")
+
+
+def _default_device(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+
+
+def _int(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"expected {name} to be an int, got {text!r}") from error

@@ -1,0 +1,177 @@
+"""An epoch under ``sync``, as one rank runs it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elche.comm.reducer import GradientReducer
+from elche.coordination.messages import (
+    EndEpoch,
+    EpochLeft,
+    GrantSteps,
+    Instruction,
+    StepsDone,
+)
+from elche.errors import ProtocolError
+from elche.runtime.leased_data import BatchFeed
+from elche.runtime.positions import EpochPositions
+from elche.runtime.transfer import to_device
+from elche.runtime.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """This rank's part of one global batch.
+
+    A rank without samples gets some to run its loop body on (the same control flow, the
+    same optimizer step), but weighs nothing.
+    """
+
+    step: int
+    samples: int
+    scale: float
+    active_ranks: int
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What a grant's steps cost so far."""
+
+    samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    sync_wait_s: float = 0.0
+    warm: bool = True
+
+
+class SyncEpoch:
+    """Hands out this rank's share of every global batch.
+
+    Args:
+        worker: this rank's shell.
+        feed: the leased stream of batches.
+        positions: the epoch.
+        reducer: reduces gradients during backward.
+        min_share_samples: least samples that the model can train on.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        feed: BatchFeed[Step],
+        positions: EpochPositions,
+        reducer: GradientReducer,
+        min_share_samples: int,
+    ) -> None:
+        self._worker = worker
+        self._feed = feed
+        self._positions = positions
+        self._reducer = reducer
+        self._min_share_samples = min_share_samples
+        self._grants: deque[GrantSteps] = deque()
+        self._granted_until = 0
+        self._measured = _Measured()
+        self.end: EndEpoch | None = None
+        self.samples_done = 0
+
+    def refill(self) -> None:
+        """Reads grants that have come; called when the loader draws."""
+        self._worker.take_all(self._handle)
+
+    def batches(self) -> Iterator[Any]:
+        """Yields this rank's batches; a break ends the epoch."""
+        handed_out = 0
+        try:
+            for step, data in self._steps():
+                handed_out = step.step + 1
+                yield data
+        except GeneratorExit:
+            self._reducer.end_step()
+            epoch = self._positions.epoch
+            self._worker.send(
+                EpochLeft(rank=self._worker.rank, epoch=epoch, step=handed_out)
+            )
+
+    def _steps(self) -> Iterator[tuple[Step, Any]]:
+        began_s = time.monotonic()
+        for number in range(self._positions.num_batches):
+            step, data = self._next(number)
+            ready_s = time.monotonic()
+            if self._worker.placement.device.type != "cpu":
+                data = to_device(data, self._worker.placement.device)
+            self._reducer.begin_step(step.scale, step.active_ranks)
+            self._worker.span("data wait", "data wait", began_s)
+            yield step, data
+            self._reducer.end_step()
+            self._worker.pace_device()
+            self._worker.span(f"step {number}", "batch", ready_s, samples=step.samples)
+            now_s = time.monotonic()
+            self._account(step, now_s - began_s, ready_s - began_s)
+            began_s = now_s
+        while self.end is None:
+            self._worker.receive(self._handle, "the end of the epoch")
+
+    def _next(self, number: int) -> tuple[Step, Any]:
+        """The next batch; waits only if its grant has not come."""
+        while True:
+            got = self._feed.next()
+            if got is not None:
+                if got[0].step != number:
+                    raise ProtocolError(f"expected step {number}, loaded {got[0]}")
+                return got
+            if self._granted_until <= number:
+                self._worker.receive(self._handle, f"the grant of step {number}")
+
+    def _handle(self, instruction: Instruction) -> None:
+        if isinstance(instruction, EndEpoch):
+            self.end = instruction
+            return
+        if not isinstance(instruction, GrantSteps):
+            raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
+        self._grants.append(instruction)
+        shares, rank = instruction.shares, self._worker.rank
+        start, samples = sum(shares[:rank]), shares[rank]
+        total = sum(shares)
+        active = sum(share > 0 for share in shares)
+        for number in range(instruction.start, instruction.stop):
+            step = Step(number, samples, samples / total, active)
+            if samples:
+                batch = self._positions.index_batch(number, start, start + samples)
+            else:
+                few = min(self._min_share_samples, total)
+                batch = self._positions.index_batch(number, 0, few)
+            self._feed.push(step, batch)
+        self._granted_until = instruction.stop
+        if self._granted_until == self._positions.num_batches:
+            self._feed.end()
+
+    def _account(self, step: Step, step_s: float, data_wait_s: float) -> None:
+        measured = self._measured
+        sync_wait_s = self._reducer.wait_s
+        measured.samples += step.samples
+        measured.busy_s += step_s - sync_wait_s
+        measured.data_wait_s += data_wait_s
+        measured.sync_wait_s += sync_wait_s
+        measured.warm &= not self._worker.is_cold
+        self._worker.is_cold = False
+        self.samples_done += self._positions.samples_of(step.step)
+        if self._grants and step.step + 1 == self._grants[0].stop:
+            grant = self._grants.popleft()
+            self._worker.send(
+                StepsDone(
+                    rank=self._worker.rank,
+                    epoch=self._positions.epoch,
+                    start=grant.start,
+                    stop=grant.stop,
+                    samples=measured.samples,
+                    busy_s=measured.busy_s,
+                    data_wait_s=measured.data_wait_s,
+                    sync_wait_s=measured.sync_wait_s,
+                    warm=measured.warm,
+                )
+            )
+            self._measured = _Measured()

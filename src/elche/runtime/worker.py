@@ -1,0 +1,176 @@
+"""A worker's shell: carries out instructions, decides nothing.
+
+One per rank, in the training thread. Everything happens where the loop asks for the next
+batch; messages are sent one way and read without waiting, except in the named waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from elche.comm.control_channel import ControlChannel
+from elche.comm.process_group import Group
+from elche.coordination.messages import Abort, Event, Instruction, Welcome
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    MismatchError,
+    ProtocolError,
+    RemoteRankError,
+)
+from elche.monitor.trace import Span
+from elche.runtime.environment import Placement
+
+ABORT_WAIT_S = 5.0
+HOST_AHEAD_BATCHES = 2
+
+Wanted = TypeVar("Wanted")
+
+
+class Worker:
+    """This rank's connection to the run.
+
+    Args:
+        placement: this process's place in the run.
+        channel: the control channel.
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(
+        self, placement: Placement, channel: ControlChannel, timeout_s: float
+    ) -> None:
+        self.placement = placement
+        self.rank = placement.rank
+        self.world_size = placement.world_size
+        self.timeout_s = timeout_s
+        self.is_cold = True
+        self.spans: deque[Span] = deque(maxlen=200_000)
+        self._channel = channel
+        self._group: Group | None = None
+        self._aborted: ElcheError | None = None
+        self._events: deque[torch.cuda.Event] = deque()
+
+    @property
+    def group(self) -> Group:
+        """The process group of this generation."""
+        if self._group is None:
+            raise CommunicationError("the run has ended on this rank")
+        return self._group
+
+    def form_group(self, welcome: Welcome) -> None:
+        """Forms the generation's process group."""
+        self._group = Group.form(
+            self._channel,
+            self.rank,
+            self.world_size,
+            welcome.generation,
+            self.placement.listen,
+            self.timeout_s,
+        )
+        self._group.on_failure = self._why_failed
+
+    def send(self, event: Event) -> None:
+        """Sends an event to the coordinator; does not wait."""
+        self._channel.send(event)
+
+    def take_all(self, handle: Callable[[Instruction], None]) -> None:
+        """Handles every instruction that has come, without waiting.
+
+        Raises:
+            RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
+        """
+        while (instruction := self._channel.poll()) is not None:
+            self._raise_if_abort(instruction)
+            handle(instruction)
+
+    def receive(
+        self, handle: Callable[[Instruction], None], waiting_for: str
+    ) -> None:
+        """Waits for one instruction and handles it."""
+        instruction = self._channel.receive(self.timeout_s, waiting_for)
+        self._raise_if_abort(instruction)
+        handle(instruction)
+
+    def sleep_until_told(self, timeout_s: float) -> None:
+        """Sleeps until an instruction comes, at most ``timeout_s``."""
+        self._channel.wait_readable(timeout_s)
+
+    def expect(self, kind: type[Wanted], waiting_for: str) -> Wanted:
+        """Waits for an instruction of one kind; nothing else may come first."""
+        instruction = self._channel.receive(self.timeout_s, waiting_for)
+        self._raise_if_abort(instruction)
+        if not isinstance(instruction, kind):
+            raise ProtocolError(
+                f"rank {self.rank} waited for {waiting_for}, got {instruction!r}"
+            )
+        return instruction
+
+    def pace_device(self) -> None:
+        """Keeps the host at most two batches ahead of a CUDA device."""
+        if self.placement.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > HOST_AHEAD_BATCHES:
+            self._events.popleft().synchronize()
+
+    def span(self, name: str, category: str, start_s: float, **args: Any) -> None:
+        """Records what this rank did from ``start_s`` (monotonic) until now."""
+        self.spans.append(
+            Span(
+                rank=self.rank,
+                name=name,
+                category=category,
+                start_s=start_s,
+                duration_s=time.monotonic() - start_s,
+                args=args,
+            )
+        )
+
+    def close(self, farewell: Event | None) -> None:
+        """Says farewell if asked, and ends group and channel."""
+        try:
+            if farewell is not None and self._aborted is None:
+                self._channel.send(farewell)
+        except CommunicationError:
+            pass
+        finally:
+            if self._group is not None:
+                self._group.close()
+                self._group = None
+            self._channel.close()
+
+    def _raise_if_abort(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Abort):
+            self._aborted = _error_of(instruction)
+            raise self._aborted
+
+    def _why_failed(self, text: str) -> Exception:
+        """A collective failed: the coordinator knows who is gone, in a moment."""
+        deadline_s = time.monotonic() + ABORT_WAIT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                instruction = self._channel.receive(left_s, "the reason of a failure")
+            except (DeadlineError, CommunicationError):
+                break
+            if isinstance(instruction, Abort):
+                self._aborted = _error_of(instruction)
+                return self._aborted
+        return CommunicationError(text)
+
+
+def _error_of(abort: Abort) -> ElcheError:
+    if abort.kind == "mismatch":
+        return MismatchError(abort.reason)
+    if abort.kind == "protocol":
+        return ProtocolError(abort.reason)
+    if abort.kind == "deadline":
+        return DeadlineError(abort.reason)
+    return RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)

@@ -1,0 +1,260 @@
+"""`elche.setup`: the user's loop stays, the training is shared.
+
+One run at a time per process. On one device nothing is wrapped, hooked or started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elche.config import RunConfig
+from elche.coordination.messages import BarrierPassed, BarrierReached, Failed, Left
+from elche.errors import ConfigError, ElcheError, ProtocolError
+from elche.runtime.agreement import check_training
+from elche.runtime.connect import stop_coordinator
+from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.environment import Placement, read_placement
+from elche.runtime.loader import RunLoader, SingleLoader
+from elche.runtime.run import Run
+from elche.runtime.seeding import seed_rank
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+class _Process:
+    """What this process has under way."""
+
+    run: Run | None = None
+    emulation: EmulationHandle | None = None
+    placement: Placement | None = None
+    hooked = False
+    barriers = 0
+
+
+_process = _Process()
+
+
+def setup(
+    model: Model,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    *,
+    config: RunConfig | None = None,
+    epochs: int | None = None,
+    **options: Any,
+) -> tuple[Model, Optimizer, Any]:
+    """Shares the training of ``model`` among the ranks of this run.
+
+    The loop below it stays plain PyTorch. On one device nothing changes but the
+    placement: the model is moved to the device, the loader moves batches there. On
+    several, parameters and buffers are broadcast from rank 0, and the loader hands out
+    this rank's share of the data.
+
+    Args:
+        model: the model; the same on every rank.
+        optimizer: its optimizer.
+        loader: a DataLoader over a map-style dataset. Its ``batch_size`` is the global
+            batch under ``policy="sync"``, a local step's batch under ``"cadence"``.
+        config: the settings as one value; or give them as options.
+        epochs: how many epochs the loop will run, if known.
+        **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
+
+    Returns:
+        The same model and optimizer, and the loader to iterate over.
+
+    Raises:
+        ConfigError: an argument is wrong, or cannot be trained on several ranks.
+        MismatchError: ranks disagree about model, data or settings.
+        CommunicationError: the ranks did not come together.
+    """
+    config = _config(config, options)
+    check_training(model, optimizer, loader)
+    shutdown()
+    placement = read_placement()
+    _process.placement = placement
+    model.to(placement.device)
+    if placement.speed is not None:
+        _process.emulation = emulate(
+            model,
+            EmulationConfig(
+                speed=placement.speed, ms_per_sample=placement.ms_per_sample
+            ),
+        )
+    if placement.world_size == 1:
+        _say(_single_line(placement))
+        if config.seed is not None:
+            seed_rank(config.seed, 0)
+        return model, optimizer, _single_loader(loader, placement, config)
+    _watch_process()
+    run = Run.start(placement, config, model, optimizer, loader, epochs)
+    _process.run = run
+    if placement.rank == 0:
+        _say(run.headline())
+    return model, optimizer, RunLoader(loader, run)
+
+
+def rank() -> int:
+    """This process's rank; 0 in a run of one."""
+    return _placement().rank
+
+
+def world_size() -> int:
+    """Number of ranks; 1 in a plain script."""
+    return _placement().world_size
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, which should print and save."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """The device that this rank trains on."""
+    return _placement().device
+
+
+def barrier() -> None:
+    """Waits until every rank has come here; returns at once in a run of one.
+
+    Raises:
+        RemoteRankError: another rank failed meanwhile.
+        ConfigError: there is no run yet: call `elche.setup` first.
+    """
+    if world_size() == 1:
+        return
+    run = _process.run
+    if run is None:
+        raise ConfigError("elche.barrier() needs a run: call elche.setup first")
+    run.check()
+    _process.barriers += 1
+    name = f"barrier {_process.barriers}"
+    run.worker.send(BarrierReached(rank=run.worker.rank, name=name))
+    passed = run.worker.expect(BarrierPassed, f"all ranks at {name}")
+    if passed.name != name:
+        raise ProtocolError(f"expected to pass {name}, passed {passed.name}")
+
+
+def current_run() -> Run | None:
+    """The run under way on several ranks, None on one."""
+    return _process.run
+
+
+def progress_samples() -> float:
+    """Samples that the run has trained on, plus this window's planned ones so far.
+
+    The same function of the run's progress on every rank, whatever its speed: what a
+    learning rate should follow. 0.0 on one device, where the loop's own count is exact.
+    """
+    return 0.0 if _process.run is None else _process.run.progress_samples
+
+
+def shutdown() -> None:
+    """Ends the run of this process: leaves, and closes group and channel.
+
+    Called at the exit of the interpreter and by the next `setup`.
+    """
+    run, _process.run = _process.run, None
+    if run is not None:
+        run.close(Left(rank=run.worker.rank))
+    emulation, _process.emulation = _process.emulation, None
+    if emulation is not None:
+        emulation.remove()
+    _process.barriers = 0
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Tells the other ranks about an exception that leaves the block."""
+    try:
+        yield
+    except BaseException as error:
+        _tell_failure(error)
+        raise
+
+
+def _config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
+    if config is not None:
+        if options:
+            raise ConfigError(
+                f"expected config= or options, got both ({', '.join(sorted(options))})"
+            )
+        return config
+    if "policy" not in options and "ELCHE_POLICY" in os.environ:
+        options = {**options, "policy": os.environ["ELCHE_POLICY"]}
+    return RunConfig.from_options(options)
+
+
+def _placement() -> Placement:
+    if _process.placement is None:
+        return read_placement()
+    return _process.placement
+
+
+def _single_loader(
+    loader: DataLoader[Any], placement: Placement, config: RunConfig
+) -> Any:
+    """The user's own loader, unless batches must move or be seeded by position."""
+    if placement.device.type == "cpu" and config.seed is None:
+        return loader
+    return SingleLoader(loader, placement.device, config.seed)
+
+
+def _single_line(placement: Placement) -> str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if placement.speed is None and placement.device.type == "cpu":
+        return "elche: CPU"
+    line = f"elche: single device: {placement.device_name}"
+    if count > 1 and "ELCHE_COORDINATOR" not in os.environ:
+        line += f" ({count} devices are here; use all of them: elche run script.py)"
+    return line
+
+
+def _say(line: str) -> None:
+    """One line on standard error, which the issue asks for, whatever logging does."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _watch_process() -> None:
+    """Leaves cleanly at exit, and tells the others about an uncaught exception."""
+    if _process.hooked:
+        return
+    _process.hooked = True
+    previous = sys.excepthook
+
+    def on_exception(
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        _tell_failure(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = on_exception
+    atexit.register(stop_coordinator)
+    atexit.register(shutdown)
+
+
+def _tell_failure(error: BaseException) -> None:
+    run, _process.run = _process.run, None
+    if run is None:
+        return
+    text = "".join(traceback.format_exception(error))
+    summary = traceback.format_exception_only(error)[-1].strip()
+    with contextlib.suppress(ElcheError):
+        run.close(Failed(rank=run.worker.rank, error=summary, traceback=text))

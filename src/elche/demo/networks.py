@@ -109,9 +109,9 @@ class GPT(nn.Module):
 
     Pre-norm blocks as in Radford et al., "Language Models are Unsupervised
     Multitask Learners" (2019). The tables hold hash embeddings (Svenstrup et
-    al., 2017) of n-grams, added before the head and not at the input: their
-    gradients then appear while the rest of the backward pass is still to come,
-    as a deep network's do.
+    al., 2017) of n-grams. They are added after the blocks, some after each, and
+    not at the input: their gradients then appear throughout the backward pass,
+    as a deep network's do, and not all at its end.
 
     Maps symbols (samples, positions), int64, to logits (samples, positions,
     vocabulary).
@@ -138,11 +138,11 @@ class GPT(nn.Module):
         """Logits of the symbol that follows each position."""
         positions = torch.arange(symbols.shape[1], device=symbols.device)
         hidden = self.symbols(symbols) + self.positions(positions)
-        for block in self.blocks:
-            hidden = block(hidden)
         buckets = hash_ngrams(symbols, self.config.ngram_orders, self.config.ngram_rows)
-        for table, bucket in zip(self.tables, buckets, strict=True):
-            hidden = hidden + table(bucket)
+        for layer, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            for index in range(layer, len(buckets), len(self.blocks)):
+                hidden = hidden + self.tables[index](buckets[index])
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 

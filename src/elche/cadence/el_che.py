@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from elche.cadence.anchor import Anchor
 from elche.cadence.throughput import (
     CostEstimate,
     HeldRatios,
@@ -22,12 +23,6 @@ from elche.cadence.throughput import (
     relative_speeds,
 )
 from elche.errors import ConfigError
-
-MAX_GROWTH = 2
-"""The most an anchor may grow by in one report, as a factor."""
-SYNC_HISTORY = 3
-"""Synchronisations whose median time counts."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +117,18 @@ class ElChe:
         "_config",
         "_costs",
         "_counts",
-        "_max_override",
         "_ratios",
         "_speeds",
-        "_sync_ms",
     )
 
     def __init__(self, config: ElCheConfig) -> None:
         self._config = config
-        self._max_override: int | None = None
+        minimum = config.anchor if config.min_anchor is None else config.min_anchor
+        self._anchor = Anchor(
+            config.anchor, minimum, config.max_anchor, config.overhead_target
+        )
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
         self._costs = [CostEstimate() for _ in range(config.world_size)]
-        self._sync_ms: list[float] = []
-        self._anchor = self._first_anchor()
         self._ratios = HeldRatios(complete_costs(self._costs, self._speeds))
         self._counts: list[float] = []
         self._apply(limit=None)
@@ -147,25 +141,22 @@ class ElChe:
     @property
     def enabled(self) -> bool:
         """Whether El Che is on; when off (``max_anchor=0``) every count is 1."""
-        return self.max_anchor > 0
+        return self._anchor.enabled
 
     @property
     def anchor(self) -> int:
         """Batches that the slowest rank runs per window."""
-        return self._anchor if self.enabled else 1
+        return self._anchor.value
 
     @property
     def max_anchor(self) -> int:
         """Upper limit of the anchor; 0 when El Che is off."""
-        override = self._max_override
-        return self._config.max_anchor if override is None else override
+        return self._anchor.maximum
 
     @property
     def min_anchor(self) -> int:
         """The auto-tune takes the anchor no lower; a nudge may."""
-        configured = self._config.min_anchor
-        floor = self._config.anchor if configured is None else configured
-        return max(1, min(floor, self.max_anchor))
+        return self._anchor.minimum
 
     @property
     def max_batch_diff(self) -> int | None:
@@ -254,8 +245,7 @@ class ElChe:
         else:
             self._ratios.follow(costs)
         if sync_ms > 0.0:
-            self._sync_ms = [*self._sync_ms, float(sync_ms)][-SYNC_HISTORY:]
-            self._anchor = self._tuned_anchor(costs[self._ratios.reference])
+            self._anchor.observe_sync(sync_ms, costs[self._ratios.reference])
         self._apply(limit)
 
     def nudge_anchor_down(self, factor: float) -> None:
@@ -270,11 +260,7 @@ class ElChe:
         Raises:
             ConfigError: the factor is not finite.
         """
-        if not math.isfinite(factor):
-            raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
-        shorter = math.ceil(self._anchor * min(max(factor, 0.1), 1.0) - _ROUNDING)
-        if shorter < self._anchor:
-            self._anchor = max(1, shorter)
+        if self._anchor.nudge_down(factor):
             self._apply(limit=None)
 
     def set_max_anchor(self, max_anchor: int) -> None:
@@ -288,11 +274,10 @@ class ElChe:
             ConfigError: the limit is negative or no integer.
         """
         was_enabled = self.enabled
-        self._max_override = check_int("max_anchor", max_anchor, 0)
-        if self.enabled and not was_enabled:
-            self._anchor = self._first_anchor()
+        self._anchor.set_maximum(max_anchor)
+        too_long = self._counts[self._ratios.reference] > self.max_anchor
+        if too_long or not was_enabled:
             self._apply(limit=None)
-        self._lower_to_maximum()
 
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
         """Counts of a window that may not exceed what is left of an epoch.
@@ -325,12 +310,10 @@ class ElChe:
         """All that was learned, as values that JSON keeps exactly."""
         return {
             "world_size": self.world_size,
-            "anchor": self._anchor,
-            "max_anchor": self._max_override,
+            "anchor": self._anchor.state_dict(),
             "ms_per_batch": [cost.value for cost in self._costs],
             "ratios": self._ratios.state_dict(),
             "counts": list(self._counts),
-            "sync_ms": list(self._sync_ms),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -351,51 +334,26 @@ class ElChe:
                 f"has {size}; start without it, calibration takes one window"
             )
         try:
-            anchor = check_int("anchor", state["anchor"], 1)
-            override = state["max_anchor"]
-            if override is not None:
-                override = check_int("max_anchor", override, 0)
+            anchor = self._anchor.restored(state["anchor"])
             costs = [CostEstimate(ms) for ms in state["ms_per_batch"]]
             ratios = HeldRatios.from_state_dict(state["ratios"])
             counts = [check_measure("a count", count) for count in state["counts"]]
-            sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
         except (KeyError, TypeError) as error:
             raise ConfigError(f"El Che's state cannot be read: {error!r}") from error
         if any(len(values) != size for values in (costs, ratios.values, counts)):
             raise ConfigError(f"El Che's state does not describe {size} ranks")
-        self._anchor, self._max_override = anchor, override
-        self._costs, self._ratios = costs, ratios
-        self._counts, self._sync_ms = counts, sync_ms
-        self._lower_to_maximum()
-
-    def _first_anchor(self) -> int:
-        return max(self.min_anchor, min(self._config.anchor, self.max_anchor))
-
-    def _lower_to_maximum(self) -> None:
-        if 0 < self.max_anchor < self._anchor:
-            self._anchor = self.max_anchor
+        longer = anchor.enabled and state["anchor"]["value"] > anchor.value
+        self._anchor, self._costs, self._ratios = anchor, costs, ratios
+        self._counts = counts
+        if longer:
             self._apply(limit=None)
-
-    def _tuned_anchor(self, reference_ms: float) -> int:
-        if len(self._sync_ms) < 2:
-            return self._anchor
-        typical_ms = sorted(self._sync_ms)[(len(self._sync_ms) - 1) // 2]
-        overhead = typical_ms / (self._anchor * reference_ms)
-        target = self._config.overhead_target
-        if overhead > target:
-            wanted = min(self._anchor * overhead / target, self.max_anchor)
-            wanted = max(math.ceil(wanted - _ROUNDING), self.min_anchor)
-            return min(wanted, self._anchor * MAX_GROWTH)
-        if overhead < target / 2 and self._anchor > self.min_anchor:
-            return self._anchor - 1
-        return self._anchor
 
     def _apply(self, limit: int | None) -> None:
         """Moves the real-valued counts to the plan, or ``limit`` of the way.
 
         Real values that move by at most ``limit`` round to integers that do too.
         """
-        wanted = [self._anchor * ratio for ratio in self._ratios.values]
+        wanted = [self._anchor.value * ratio for ratio in self._ratios.values]
         if limit is not None:
             moves = [new - old for new, old in zip(wanted, self._counts, strict=True)]
             largest = max(abs(move) for move in moves)

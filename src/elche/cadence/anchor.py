@@ -1,0 +1,142 @@
+"""How many batches the slowest rank runs per window, tuned by what syncing costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+from elche.cadence.throughput import check_int, check_measure
+from elche.errors import ConfigError
+
+MAX_GROWTH = 2
+"""The most an anchor may grow by in one report, as a factor."""
+SYNC_HISTORY = 3
+"""Synchronisations whose median time counts."""
+_ROUNDING = 1e-9
+
+
+@final
+class Anchor:
+    """The anchor of El Che and its auto-tune.
+
+    Args:
+        first: anchor to start with, brought into the limits.
+        minimum: the auto-tune goes no lower; never above the maximum.
+        maximum: upper limit; 0 switches El Che off, the anchor is then 1.
+        overhead_target: largest wanted time of a synchronisation as a fraction
+            of the window's.
+    """
+
+    __slots__ = (
+        "_first",
+        "_maximum",
+        "_minimum",
+        "_override",
+        "_sync_ms",
+        "_target",
+        "_value",
+    )
+
+    def __init__(
+        self, first: int, minimum: int, maximum: int, overhead_target: float
+    ) -> None:
+        self._first, self._minimum, self._maximum = first, minimum, maximum
+        self._override: int | None = None
+        self._target = overhead_target
+        self._sync_ms: list[float] = []
+        self._value = self._start()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether El Che is on."""
+        return self.maximum > 0
+
+    @property
+    def value(self) -> int:
+        """Batches that the slowest rank runs per window."""
+        return self._value if self.enabled else 1
+
+    @property
+    def maximum(self) -> int:
+        """Upper limit of the anchor; 0 when El Che is off."""
+        return self._maximum if self._override is None else self._override
+
+    @property
+    def minimum(self) -> int:
+        """The auto-tune takes the anchor no lower; a nudge may."""
+        return max(1, min(self._minimum, self.maximum))
+
+    def observe_sync(self, sync_ms: float, reference_ms: float) -> None:
+        """Takes in how long a synchronisation took, and tunes.
+
+        Args:
+            sync_ms: its milliseconds, positive.
+            reference_ms: milliseconds per batch of the slowest rank, positive.
+        """
+        self._sync_ms = [*self._sync_ms, float(sync_ms)][-SYNC_HISTORY:]
+        if not self.enabled or len(self._sync_ms) < 2:
+            return
+        typical_ms = sorted(self._sync_ms)[(len(self._sync_ms) - 1) // 2]
+        overhead = typical_ms / (self._value * reference_ms)
+        if overhead > self._target:
+            wanted = min(self._value * overhead / self._target, self.maximum)
+            wanted = max(math.ceil(wanted - _ROUNDING), self.minimum)
+            self._value = min(wanted, self._value * MAX_GROWTH)
+        elif overhead < self._target / 2 and self._value > self.minimum:
+            self._value -= 1
+
+    def nudge_down(self, factor: float) -> bool:
+        """Multiplies the anchor by ``factor``, brought into 0.1 to 1.0, rounded up.
+
+        Returns:
+            Whether the anchor is lower now.
+
+        Raises:
+            ConfigError: the factor is not finite.
+        """
+        if not math.isfinite(factor):
+            raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
+        before = self._value
+        shorter = math.ceil(before * min(max(factor, 0.1), 1.0) - _ROUNDING)
+        self._value = min(before, max(1, shorter))
+        return self._value < before
+
+    def set_maximum(self, maximum: int) -> None:
+        """Changes the upper limit; switched on again, it starts from the first.
+
+        Raises:
+            ConfigError: the limit is negative or no integer.
+        """
+        was_enabled = self.enabled
+        self._override = check_int("max_anchor", maximum, 0)
+        if self.enabled:
+            self._value = (
+                min(self._value, self.maximum) if was_enabled else self._start()
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as values that JSON keeps exactly."""
+        return {
+            "value": self._value,
+            "max_anchor": self._override,
+            "sync_ms": list(self._sync_ms),
+        }
+
+    def restored(self, state: Mapping[str, Any]) -> Anchor:
+        """An anchor with these settings that goes on from ``state``.
+
+        Raises:
+            ConfigError: the state holds impossible values.
+            KeyError: the state lacks something.
+        """
+        anchor = Anchor(self._first, self._minimum, self._maximum, self._target)
+        if state["max_anchor"] is not None:
+            anchor.set_maximum(state["max_anchor"])
+        value = check_int("anchor", state["value"], 1)
+        anchor._value = min(value, anchor.maximum) if anchor.enabled else value
+        anchor._sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
+        return anchor
+
+    def _start(self) -> int:
+        return max(self.minimum, min(self._first, self.maximum))

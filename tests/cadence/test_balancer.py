@@ -1,0 +1,316 @@
+"""Shares of a global batch: exact, optimal, steady, and quick to follow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.cadence.balancer import Balancer, BalancerConfig, split_for_makespan
+from elche.errors import ConfigError
+
+
+def balancer(world_size: int = 2, **options: object) -> Balancer:
+    return Balancer(BalancerConfig(world_size=world_size, **options))  # type: ignore
+
+
+def makespan(
+    parts: Sequence[int], cost: Sequence[float], fixed: Sequence[float]
+) -> float:
+    ends = zip(cost, fixed, parts, strict=True)
+    return max(c * (f + n) if n else 0.0 for c, f, n in ends)
+
+
+def steps(
+    ranks: Balancer,
+    cost_s: Sequence[float],
+    fixed_s: Sequence[float],
+    reports: int,
+    rng: random.Random,
+    noise: float = 0.1,
+    batch: int = 128,
+) -> list[tuple[int, ...]]:
+    """A closed loop: split, run, report, with relative noise on every time."""
+    seen = []
+    for _ in range(reports):
+        sizes = ranks.sizes(batch)
+        seen.append(sizes)
+        busy_s = [
+            (a + b * n) * rng.uniform(1 - noise, 1 + noise)
+            for a, b, n in zip(fixed_s, cost_s, sizes, strict=True)
+        ]
+        ranks.report(sizes, busy_s)
+    return seen
+
+
+fleets = st.integers(1, 4).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.floats(0.05, 20.0), min_size=size, max_size=size),
+        st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size),
+    )
+)
+
+
+@given(fleets, st.integers(0, 12), st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_the_split_is_as_good_as_trying_everything(
+    fleet: tuple[list[float], list[float]], spare: int, minimum: int
+) -> None:
+    cost, fixed = fleet
+    total = spare + minimum * len(cost)
+    parts = split_for_makespan(total, cost, fixed, minimum)
+    assert sum(parts) == total
+    assert min(parts) >= minimum
+    options = itertools.product(range(spare + 1), repeat=len(cost) - 1)
+    best = math.inf
+    for option in options:
+        rest = spare - sum(option)
+        if rest >= 0:
+            sizes = [minimum + extra for extra in (*option, rest)]
+            best = min(best, makespan(sizes, cost, fixed))
+    assert makespan(parts, cost, fixed) <= best * (1 + 1e-9)
+
+
+@given(
+    st.lists(st.floats(1e-5, 1e3), min_size=1, max_size=40),
+    st.integers(0, 100_000),
+    st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_large_splits_leave_no_sample_that_would_end_earlier_elsewhere(
+    cost: list[float], spare: int, data: st.DataObject
+) -> None:
+    size = len(cost)
+    costs = st.lists(st.floats(0.0, 1e3), min_size=size, max_size=size)
+    fixed = data.draw(costs)
+    total = spare + size
+    parts = split_for_makespan(total, cost, fixed, 1)
+    assert sum(parts) == total
+    assert min(parts) >= 1
+    late = max(
+        (c * (f + n) for c, f, n in zip(cost, fixed, parts, strict=True) if n > 1),
+        default=0.0,
+    )
+    next_end = min(c * (f + n + 1) for c, f, n in zip(cost, fixed, parts, strict=True))
+    assert late <= next_end * (1 + 1e-9)
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda size: st.tuples(
+            st.lists(st.floats(0.01, 100.0), min_size=size, max_size=size),
+            st.lists(
+                st.tuples(
+                    st.lists(st.integers(0, 99), min_size=size, max_size=size),
+                    st.lists(st.floats(0.0, 1e4), min_size=size, max_size=size),
+                ),
+                max_size=10,
+            ),
+        )
+    ),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 200), min_size=1, max_size=5),
+)
+@settings(max_examples=200, deadline=None)
+def test_sizes_are_exact_and_fair_after_any_reports(
+    fleet: tuple[list[float], list[tuple[list[int], list[float]]]],
+    minimum: int,
+    batches: list[int],
+) -> None:
+    hints, reports = fleet
+    size = len(hints)
+    config = BalancerConfig(
+        world_size=size, min_share_samples=minimum, speed_hints=hints
+    )
+    ranks = Balancer(config)
+    for report in [([0] * size, [0.0] * size), *reports]:
+        ranks.report(*report)
+        for batch in batches:
+            parts = ranks.sizes(batch)
+            assert len(parts) == size
+            assert sum(parts) == batch
+            if batch >= size * minimum:
+                assert min(parts) >= minimum
+            elif batch >= minimum:
+                assert all(part == 0 or part >= minimum for part in parts)
+            else:
+                assert max(parts) == batch
+            assert ranks.sizes(batch) == parts
+    copy = Balancer(config)
+    copy.load_state_dict(json.loads(json.dumps(ranks.state_dict())))
+    for report in reports:
+        assert copy.state_dict() == ranks.state_dict()
+        assert [copy.sizes(b) for b in batches] == [ranks.sizes(b) for b in batches]
+        ranks.report(*report)
+        copy.report(*report)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "expected"),
+    [
+        ({}, 32, (16, 16)),
+        ({}, 33, (17, 16)),
+        ({"speed_hints": {1: 0.25}}, 40, (32, 8)),
+        ({"speed_hints": [1.0, 1e-9]}, 40, (39, 1)),
+        ({"speed_hints": [1.0, 0.25], "min_share_samples": 12}, 40, (28, 12)),
+        ({"speed_hints": [0.25, 1.0], "min_share_samples": 12}, 20, (0, 20)),
+        ({"speed_hints": [0.25, 1.0]}, 1, (0, 1)),
+        ({}, 0, (0, 0)),
+    ],
+)
+def test_before_measurements_shares_are_equal_or_as_hinted(
+    options: dict[str, object], batch: int, expected: tuple[int, ...]
+) -> None:
+    ranks = balancer(2, **options)
+    assert not ranks.is_calibrated
+    assert ranks.sizes(batch) == expected
+
+
+def test_measurements_replace_hints() -> None:
+    ranks = balancer(2, speed_hints={0: 4.0})
+    assert ranks.sizes(40) == (32, 8)
+    ranks.report([32, 8], [0.32, 0.02])
+    assert ranks.is_calibrated
+    assert ranks.sizes(40) == (8, 32)
+
+
+def test_a_rank_without_samples_keeps_its_model() -> None:
+    ranks = balancer(2)
+    ranks.report([16, 16], [0.1, 0.4])
+    before = ranks.state_dict()
+    ranks.report([0, 16], [5.0, 0.0])
+    assert ranks.state_dict() == before
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05])
+def test_the_split_changes_only_for_a_gain(gain: float) -> None:
+    ranks = balancer(2, rebalance_gain=gain)
+    ranks.report([500, 500], [5.0, 5.0])
+    assert ranks.sizes(1000) == (500, 500)
+    ranks.report([500, 500], [5.0, 7.5])  # now 12.5 ms: 6.25 s, 11 % more than best
+    changed = ranks.sizes(1000)
+    assert changed == (556, 444)
+    ranks.report([556, 444], [5.56, 5.55 * 1.2])  # 2 %: 1 % to be gained
+    assert (ranks.sizes(1000) != changed) == (gain == 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_alone_moves_nobody_back_and_forth(seed: int) -> None:
+    ranks = balancer(2)
+    rng = random.Random(seed)
+    seen = steps(ranks, [1.0, 4.0], [0.0, 0.0], 300, rng, noise=0.03)[20:]
+    assert sum(a != b for a, b in itertools.pairwise(seen)) <= 3
+    assert {abs(sizes[1] - 25.6) < 2.0 for sizes in seen} == {True}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("fixed_share", [0.0, 0.3])
+def test_a_rank_slowed_threefold_loses_two_thirds(
+    seed: int, fixed_share: float
+) -> None:
+    """Within five reports, 10 % noise, against ranks that carry the rest."""
+    ranks = balancer(3)
+    rng = random.Random(seed)
+    cost_s = [0.01, 0.01, 0.02]
+    fixed_s = [c * 40 * fixed_share for c in cost_s]
+    before = steps(ranks, cost_s, fixed_s, 30, rng)[-1]
+    slow_cost_s, slow_fixed_s = [0.01, 0.01, 0.06], [*fixed_s[:2], 3 * fixed_s[2]]
+    steps(ranks, slow_cost_s, slow_fixed_s, 5, rng)
+    after = ranks.sizes(128)
+    shares = [sizes[2] / sizes[0] for sizes in (before, after)]
+    if fixed_share == 0.0:
+        assert shares[1] == pytest.approx(shares[0] / 3, rel=0.25)
+    cost = slow_cost_s
+    fixed = [a / c for a, c in zip(slow_fixed_s, cost, strict=True)]
+    best = makespan(split_for_makespan(128, cost, fixed, 1), cost, fixed)
+    assert makespan(after, cost, fixed) <= 1.15 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_loop_reaches_the_best_split_despite_fixed_costs(seed: int) -> None:
+    cost_s, fixed_s = [0.001, 0.004, 0.002], [0.020, 0.010, 0.060]
+    ranks = balancer(3)
+    steps(ranks, cost_s, fixed_s, 40, random.Random(seed), noise=0.03)
+    fixed = [a / c for a, c in zip(fixed_s, cost_s, strict=True)]
+    best = makespan(split_for_makespan(128, cost_s, fixed, 1), cost_s, fixed)
+    assert makespan(ranks.sizes(128), cost_s, fixed) <= 1.05 * best
+
+
+def test_varied_batches_teach_the_fixed_cost() -> None:
+    """A tail of another size is split right, where proportions would not be."""
+    cost_s, fixed_s = [0.001, 0.001], [0.0, 0.020]
+    ranks = balancer(2)
+    rng = random.Random(0)
+    for batch in (128, 64, 96, 32, 128, 64, 96):
+        steps(ranks, cost_s, fixed_s, 3, rng, noise=0.01, batch=batch)
+    assert ranks.sizes(40) == pytest.approx((30, 10), abs=1)
+    assert ranks.sizes(200) == pytest.approx((110, 90), abs=3)
+
+
+@pytest.mark.parametrize(
+    ("samples", "busy_s", "message"),
+    [
+        ([1, 1], [1.0, math.nan], "busy_s of rank 1 must be finite"),
+        ([1, 1], [-1.0, 1.0], "busy_s of rank 0 must be finite"),
+        ([1, -1], [1.0, 1.0], "samples of rank 1 must be at least 0"),
+        ([1], [1.0, 1.0], "samples must hold one value for each of 2"),
+    ],
+)
+def test_impossible_reports_are_refused_whole(
+    samples: list[int], busy_s: list[float], message: str
+) -> None:
+    ranks = balancer(2)
+    before = ranks.state_dict()
+    with pytest.raises(ConfigError, match=message):
+        ranks.report(samples, busy_s)
+    assert ranks.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1"),
+        ({"min_share_samples": 0}, "min_share_samples must be at least 1"),
+        ({"rebalance_gain": 1.0}, "rebalance_gain must be a fraction"),
+        ({"rebalance_gain": math.nan}, "rebalance_gain must be a fraction"),
+        ({"speed_hints": [1.0]}, "speed_hints must name a speed"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalancerConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch_samples must be at least 0"):
+        balancer(2).sizes(-1)
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    ranks = balancer(2)
+    ranks.report([4, 4], [1.0, 2.0])
+    ranks.sizes(8)
+    state = ranks.state_dict()
+    with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
+        balancer(3).load_state_dict(state)
+    broken = {**state["models"][0], "sums": [1.0]}
+    for change, message in [
+        ({"models": None}, "cannot be read"),
+        ({"models": state["models"][:1]}, "does not describe 2 ranks"),
+        ({"kept": [[1, 2, 3]]}, "does not describe 2 ranks"),
+        ({"models": [broken, broken]}, "holds 6 sums, got 1"),
+    ]:
+        fresh = balancer(2)
+        with pytest.raises(ConfigError, match=message):
+            fresh.load_state_dict({**state, **change})
+        assert fresh.state_dict() == balancer(2).state_dict()
+
+
+def test_only_the_latest_batch_sizes_are_remembered() -> None:
+    ranks = balancer(2)
+    for batch in range(100):
+        ranks.sizes(batch)
+    assert len(ranks.state_dict()["kept"]) == 16

@@ -1,0 +1,406 @@
+"""El Che by tables: what the reference does right, and none of its faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.errors import ConfigError
+
+
+def el_che(world_size: int = 2, **options: object) -> ElChe:
+    return ElChe(ElCheConfig(world_size=world_size, **options))  # type: ignore[arg-type]
+
+
+def report(che: ElChe, ms: list[float], sync_ms: float = 0.0) -> None:
+    """One window as planned, every rank at its milliseconds per batch."""
+    counts = che.batch_counts
+    wall_ms = [cost * n for cost, n in zip(ms, counts, strict=True)]
+    che.report_timing(wall_ms, counts, sync_ms)
+
+
+def test_the_first_window_is_equal_and_uncalibrated() -> None:
+    che = el_che(3, anchor=7)
+    assert che.batch_counts == (7, 7, 7)
+    assert (che.anchor, che.total_batches, che.world_size) == (7, 21, 3)
+    assert che.ms_per_batch == (0.0, 0.0, 0.0)
+    assert che.anchor_wall_ms == 0.0
+    assert not che.is_calibrated
+    assert not che.has_speed_hint
+    assert che.enabled
+
+
+@pytest.mark.parametrize(
+    ("ms", "anchor", "counts"),
+    [
+        ([10.0, 40.0], 10, (40, 10)),
+        ([40.0, 10.0], 10, (10, 40)),
+        ([10.0, 23.0], 10, (23, 10)),
+        ([10.0, 10.0], 10, (10, 10)),
+        ([10.0, 25.0], 1, (3, 1)),  # 2.5 rounds up, as in the reference
+        ([1.0, 1.5, 2.5, 4.0], 10, (40, 27, 16, 10)),
+        ([3.0], 5, (5,)),
+    ],
+)
+def test_counts_fill_the_time_of_the_slowest(
+    ms: list[float], anchor: int, counts: tuple[int, ...]
+) -> None:
+    che = el_che(len(ms), anchor=anchor)
+    report(che, ms)
+    assert che.batch_counts == counts
+    assert che.ms_per_batch == tuple(ms)
+    assert che.anchor_wall_ms == anchor * max(ms)
+    assert [che.batches(rank) for rank in range(len(ms))] == list(counts)
+
+
+def test_the_divisor_is_what_was_run_not_what_was_planned() -> None:
+    che = el_che(2)
+    che.report_timing([400.0, 400.0], [40, 10], 0.0)
+    assert che.batch_counts == (40, 10)
+
+
+@pytest.mark.parametrize(
+    ("hints", "counts"),
+    [
+        ({1: 0.4}, (25, 10, 25)),
+        ([1.0, 0.5, 0.25], (40, 20, 10)),
+        ([4.0, 2.0, 1.0], (40, 20, 10)),
+        ({0: 2.0}, (20, 10, 10)),
+        ([1.0, 1.0, 1.0], (10, 10, 10)),
+    ],
+)
+def test_hints_shape_the_first_window_per_rank(
+    hints: object, counts: tuple[int, ...]
+) -> None:
+    che = el_che(3, speed_hints=hints)
+    assert che.batch_counts == counts
+    assert che.has_speed_hint == (len(set(counts)) > 1)
+    assert che.anchor_wall_ms == 0.0
+    report(che, [30.0, 10.0, 10.0])
+    assert che.batch_counts == (10, 30, 30)
+
+
+def test_unmeasured_ranks_count_like_the_reference_until_measured() -> None:
+    che = el_che(3)
+    che.report_timing([100.0, 400.0, 0.0], [10, 10, 0], 0.0)
+    assert che.batch_counts == (40, 10, 10)
+    che.report_timing([400.0, 400.0, 200.0], [40, 10, 10], 0.0)
+    assert che.batch_counts == (40, 10, 20)
+    hinted = el_che(2, speed_hints={0: 2.0})
+    hinted.report_timing([0.0, 400.0], [0, 10], 0.0)
+    assert hinted.batch_counts == (20, 10)
+
+
+def test_a_rank_without_batches_keeps_its_estimate() -> None:
+    che = el_che(2)
+    report(che, [10.0, 40.0])
+    before = che.state_dict()
+    che.report_timing([0.0, 0.0], [0, 0], 50.0)
+    che.report_timing([70.0, 0.0], [0, 3], 50.0)
+    assert che.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("wall_ms", "batches", "sync_ms", "message"),
+    [
+        ([1.0, math.nan], [1, 1], 0.0, "wall_ms of rank 1"),
+        ([-1.0, 1.0], [1, 1], 0.0, "wall_ms of rank 0"),
+        ([1.0, math.inf], [1, 0], 0.0, "wall_ms of rank 1"),
+        ([1.0, 1.0], [1, -1], 0.0, "actual_batches of rank 1"),
+        ([1.0], [1, 1], 0.0, "wall_ms must hold one value for each of 2 ranks"),
+        ([1.0, 1.0], [1], 0.0, "actual_batches must hold one value"),
+        ([1.0, 1.0], [1, 1], math.nan, "sync_ms must be finite"),
+        ([1.0, 1.0], [1, 1], -1.0, "sync_ms must be finite"),
+    ],
+)
+def test_impossible_timings_are_refused_whole(
+    wall_ms: list[float], batches: list[int], sync_ms: float, message: str
+) -> None:
+    che = el_che(2)
+    report(che, [10.0, 40.0])
+    before = che.state_dict()
+    with pytest.raises(ValueError, match=message):
+        che.report_timing(wall_ms, batches, sync_ms)
+    assert che.state_dict() == before
+
+
+@pytest.mark.parametrize(("factor", "reports"), [(1.5, 2), (2.0, 2), (5.0, 4)])
+def test_a_lasting_rise_is_answered_in_proportion(factor: float, reports: int) -> None:
+    che = el_che(2, overhead_target=0.10)
+    for _ in range(5):
+        report(che, [10.0, 40.0], sync_ms=40.0)  # 10 % of 400 ms
+        assert che.anchor == 10
+    anchors = []
+    for _ in range(8):
+        report(che, [10.0, 40.0], sync_ms=40.0 * factor)
+        anchors.append(che.anchor)
+    final = round(10 * factor)
+    assert anchors.index(final) + 1 == reports == 1 + math.ceil(math.log2(factor))
+    assert anchors[reports - 1 :] == [final] * (9 - reports)
+    assert all(b <= 2 * a for a, b in zip([10, *anchors], anchors, strict=False))
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_one_spike_does_not_move_the_anchor(position: int) -> None:
+    che = el_che(2, overhead_target=0.10)
+    for index in range(8):
+        report(che, [10.0, 40.0], sync_ms=4000.0 if index == position else 36.0)
+        assert che.anchor == 10
+
+
+def test_a_short_last_window_is_no_overhead() -> None:
+    che = el_che(2, overhead_target=0.10)
+    for _ in range(6):
+        report(che, [10.0, 40.0], sync_ms=36.0)
+        che.report_timing([10.0, 40.0], [1, 1], 36.0)
+        assert che.anchor == 10
+
+
+def test_the_anchor_falls_by_one_below_half_the_target() -> None:
+    che = el_che(2, anchor=40, min_anchor=5, overhead_target=0.10)
+    anchors = []
+    for _ in range(30):
+        report(che, [10.0, 40.0], sync_ms=40.0)
+        anchors.append(che.anchor)
+    assert anchors[0] == 40  # one sample decides nothing
+    assert anchors[1:21] == list(range(39, 19, -1))
+    assert anchors[21:] == [20] * 9  # 40 / (20 * 40) is half of 10 %
+    assert min(anchors) >= 5
+
+
+def test_the_anchor_keeps_to_its_limits() -> None:
+    fixed = el_che(2, anchor=6, max_anchor=6)
+    bounded = el_che(2, anchor=6, max_anchor=9)
+    for sync_ms in [500.0] * 6 + [0.01] * 20:
+        report(fixed, [10.0, 40.0], sync_ms)
+        assert fixed.anchor == 6
+        report(bounded, [10.0, 40.0], sync_ms)
+        assert 6 <= bounded.anchor <= 9
+    assert fixed.batch_counts == (24, 6)
+    assert bounded.anchor == 6
+
+
+def test_without_a_sync_time_the_anchor_stays() -> None:
+    che = el_che(2, anchor=20, min_anchor=5)
+    for _ in range(10):
+        report(che, [10.0, 40.0], sync_ms=0.0)
+    assert che.anchor == 20
+
+
+def test_the_dead_zone_works_at_small_anchors() -> None:
+    """At a count of 2 the reference needs half again as much to react."""
+    che = el_che(2, anchor=1)
+    report(che, [10.0, 20.0])
+    assert che.batch_counts == (2, 1)
+    for _ in range(20):
+        report(che, [7.5, 20.0])  # 2.67 instead of 2
+    assert che.batch_counts == (3, 1)
+
+
+def test_the_dead_zone_leaves_no_rank_at_another_anchor() -> None:
+    che = el_che(3, anchor=20, min_anchor=1, overhead_target=0.50)
+    report(che, [10.0, 20.0, 40.0], sync_ms=0.001)
+    while che.anchor > 19:
+        report(che, [10.0, 20.0, 40.0], sync_ms=0.001)
+    assert che.batch_counts == (76, 38, 19)  # 5 % each, all of them
+
+
+def test_equal_ranks_do_not_flap_under_jitter() -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        che = el_che(2)
+        report(che, [10.0, 10.0])
+        for _ in range(200):
+            report(che, [10.0 * rng.uniform(0.95, 1.05) for _ in range(2)])
+            assert che.batch_counts == (10, 10)
+            assert che.anchor_wall_ms == pytest.approx(100.0, rel=0.035)
+
+
+def test_nudges_shorten_at_once_and_the_tuning_recovers() -> None:
+    che = el_che(2, overhead_target=0.10, max_batch_diff=3)
+    for _ in range(30):
+        report(che, [10.0, 40.0], sync_ms=36.0)
+    assert che.batch_counts == (40, 10)
+    che.nudge_anchor_down(0.5)
+    assert (che.anchor, che.batch_counts) == (5, (20, 5))
+    che.nudge_anchor_down(0.0)
+    assert (che.anchor, che.batch_counts) == (1, (4, 1))
+    che.nudge_anchor_down(0.1)
+    assert che.anchor == 1
+    for _ in range(30):
+        report(che, [10.0, 40.0], sync_ms=36.0)
+    assert (che.anchor, che.batch_counts) == (10, (40, 10))
+    with pytest.raises(ConfigError, match="factor must be finite"):
+        che.nudge_anchor_down(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "factor", "expected"),
+    [(10, 0.5, 5), (10, 0.25, 3), (10, 0.01, 1), (30, 0.1, 3), (10, 2.0, 10)],
+)
+def test_a_nudge_rounds_up(anchor: int, factor: float, expected: int) -> None:
+    che = el_che(2, anchor=anchor)
+    che.nudge_anchor_down(factor)
+    assert che.anchor == expected
+    assert che.batch_counts == (expected, expected)
+
+
+def test_a_nudge_works_on_hints_before_calibration() -> None:
+    che = el_che(2, speed_hints={0: 4.0})
+    che.nudge_anchor_down(0.5)
+    assert che.batch_counts == (20, 5)
+
+
+def test_max_batch_diff_limits_each_move_and_keeps_one_scale() -> None:
+    che = el_che(2, max_batch_diff=6)
+    report(che, [10.0, 40.0])
+    assert che.batch_counts == (40, 10)  # calibration is free
+    assert che.max_batch_diff == 6
+    seen = [che.batch_counts]
+    for _ in range(40):
+        report(che, [10.0, 40.0], sync_ms=24.0)
+        seen.append(che.batch_counts)
+    assert che.batch_counts == (80, 20)
+    for old, new in itertools.pairwise(seen):
+        assert max(abs(a - b) for a, b in zip(old, new, strict=True)) <= 6
+        assert abs(new[0] - 4 * new[1]) <= 2.5  # rounding of one scale, no more
+
+
+def test_max_batch_diff_zero_freezes_the_counts_after_calibration() -> None:
+    che = el_che(2, max_batch_diff=0)
+    report(che, [10.0, 40.0])
+    for _ in range(5):
+        report(che, [40.0, 10.0], sync_ms=500.0)
+    assert che.batch_counts == (40, 10)
+
+
+def test_a_lowered_maximum_applies_at_once() -> None:
+    che = el_che(2, speed_hints={0: 4.0}, max_batch_diff=1)
+    che.set_max_anchor(3)
+    assert (che.anchor, che.max_anchor, che.min_anchor) == (3, 3, 3)
+    assert che.batch_counts == (12, 3)
+    che.set_max_anchor(100)
+    assert (che.anchor, che.min_anchor, che.batch_counts) == (3, 10, (12, 3))
+    assert el_che(2, max_anchor=4).batch_counts == (4, 4)
+    with pytest.raises(ConfigError, match="max_anchor must be at least 0"):
+        che.set_max_anchor(-1)
+
+
+def test_max_anchor_zero_switches_off() -> None:
+    che = el_che(3, max_anchor=0, speed_hints={0: 4.0})
+    assert not che.enabled
+    for _ in range(5):
+        assert (che.anchor, che.batch_counts) == (1, (1, 1, 1))
+        report(che, [10.0, 20.0, 40.0], sync_ms=100.0)
+        che.nudge_anchor_down(0.5)
+    assert che.ms_per_batch == (10.0, 20.0, 40.0)
+    assert che.anchor_wall_ms == 40.0
+    che.set_max_anchor(50)
+    assert (che.enabled, che.batch_counts) == (True, (40, 20, 10))
+    che.set_max_anchor(0)
+    assert che.batch_counts == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ms", "anchor", "total", "expected"),
+    [
+        ([1.0, 100.0, 100.0], 1, 50, (49, 1, 0)),  # the reference gives 51
+        ([1.0, 1.0, 1.0], 10, 2, (1, 1, 0)),  # the reference gives 3
+        ([1.0, 4.0], 10, 25, (20, 5)),
+        ([1.0, 4.0], 10, 7, (6, 1)),
+        ([1.0, 4.0], 10, 50, (40, 10)),
+        ([1.0, 4.0], 10, 99, (40, 10)),
+        ([1.0, 4.0], 10, 0, (0, 0)),
+    ],
+)
+def test_clamp_total_gives_out_what_is_left_exactly(
+    ms: list[float], anchor: int, total: int, expected: tuple[int, ...]
+) -> None:
+    che = el_che(len(ms), anchor=anchor)
+    report(che, ms)
+    assert che.clamp_total(total) == expected
+    with pytest.raises(ConfigError, match="max_total must be at least 0"):
+        che.clamp_total(-1)
+
+
+def test_one_rank_is_trivial() -> None:
+    che = el_che(1)
+    for _ in range(5):
+        report(che, [5.0])
+    assert (che.anchor, che.batch_counts, che.anchor_wall_ms) == (10, (10,), 50.0)
+    assert che.clamp_total(3) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1"),
+        ({"anchor": 0}, "anchor must be at least 1"),
+        ({"anchor": 1.5}, "anchor must be an integer"),
+        ({"max_anchor": -1}, "max_anchor must be at least 0"),
+        ({"min_anchor": 0}, "min_anchor must be at least 1"),
+        ({"min_anchor": 20, "max_anchor": 10}, "min_anchor must be at most"),
+        ({"max_batch_diff": -1}, "max_batch_diff must be at least 0"),
+        ({"overhead_target": math.nan}, "overhead_target must be a finite"),
+        ({"overhead_target": math.inf}, "overhead_target must be a finite"),
+        ({"speed_hints": {1: -0.4}}, "speed_hints of rank 1"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ElCheConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
+
+
+def test_settings_are_brought_into_range_and_fixed() -> None:
+    assert ElCheConfig(world_size=2).overhead_target == 0.03
+    assert ElCheConfig(world_size=2, overhead_target=0).overhead_target == 0.01
+    assert ElCheConfig(world_size=2, overhead_target=9).overhead_target == 0.50
+    assert el_che(2, anchor=2, min_anchor=5).anchor == 5
+    config = ElCheConfig(world_size=2, speed_hints={1: 0.5})
+    assert config.speed_hints == (1.0, 0.5)
+    assert hash(config) == hash(ElCheConfig(world_size=2, speed_hints=[2, 1]))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="anchor"):
+        config.anchor = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_has_no_count(rank: int) -> None:
+    with pytest.raises(ConfigError, match="rank must be 0 to 1"):
+        el_che(2).batches(rank)
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    che = el_che(2)
+    report(che, [10.0, 40.0], sync_ms=50.0)
+    state = che.state_dict()
+    anchor = state["anchor"]
+    with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
+        el_che(3).load_state_dict(state)
+    for change, message in [
+        ({"anchor": {**anchor, "value": 0}}, "anchor must be at least 1"),
+        ({"anchor": {**anchor, "value": None}}, "anchor must be an integer"),
+        ({"anchor": {**anchor, "sync_ms": None}}, "cannot be read"),
+        ({"anchor": {}}, "cannot be read"),
+        ({"counts": [1.0]}, "does not describe 2 ranks"),
+        ({"ms_per_batch": [1.0, math.nan]}, "an estimate must be finite"),
+        ({"ratios": {}}, "cannot be read"),
+    ]:
+        fresh = el_che(2)
+        with pytest.raises(ConfigError, match=message):
+            fresh.load_state_dict({**state, **change})
+        assert fresh.state_dict() == el_che(2).state_dict()
+
+
+def test_a_state_obeys_a_lower_configured_maximum() -> None:
+    che = el_che(2, anchor=50)
+    report(che, [10.0, 40.0])
+    state = json.loads(json.dumps(che.state_dict()))
+    lower = el_che(2, max_anchor=20)
+    lower.load_state_dict(state)
+    assert lower.batch_counts == (80, 20)

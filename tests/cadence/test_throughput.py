@@ -1,0 +1,193 @@
+"""The smoothed cost of a unit of work, hints, and ratios that hold steady."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.cadence.throughput import (
+    DOMINANCE_MARGIN,
+    MAX_SPEED_RATIO,
+    CostEstimate,
+    HeldRatios,
+    check_reports,
+    complete_costs,
+    relative_speeds,
+)
+from elche.errors import ConfigError
+
+costs = st.floats(1e-6, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (10.0, 10.0, 10.0),  # no error, least weight
+        (10.0, 10.5, 10.05),  # 5 % error: weight 0.1
+        (10.0, 11.0, 10.1),  # 10 %: 0.1
+        (10.0, 15.0, 12.5),  # 50 %: 0.5
+        (10.0, 5.0, 7.5),
+        (10.0, 20.0, 18.0),  # 100 %: 0.8
+        (10.0, 1.0, 2.8),
+    ],
+)
+def test_smoothing_follows_the_reference(
+    old: float, new: float, expected: float
+) -> None:
+    estimate = CostEstimate()
+    assert not estimate.is_measured
+    estimate.observe(old)
+    assert estimate.value == old
+    estimate.observe(new)
+    assert estimate.value == pytest.approx(expected)
+
+
+@given(st.lists(costs, min_size=1, max_size=20))
+@settings(max_examples=100)
+def test_an_estimate_stays_within_what_was_seen(seen: list[float]) -> None:
+    estimate = CostEstimate()
+    for cost in seen:
+        estimate.observe(cost)
+    slack = 1e-12
+    assert min(seen) * (1 - slack) <= estimate.value <= max(seen) * (1 + slack)
+
+
+def test_a_threefold_change_is_followed_within_three_reports() -> None:
+    estimate = CostEstimate(10.0)
+    for _ in range(3):
+        estimate.observe(30.0)
+    assert estimate.value == pytest.approx(30.0, rel=0.12)
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_costs_are_refused(cost: float) -> None:
+    estimate = CostEstimate(2.0)
+    with pytest.raises(ConfigError, match="positive and finite"):
+        estimate.observe(cost)
+    with pytest.raises(ConfigError, match="factor must be positive and finite"):
+        estimate.rescale(cost)
+    assert estimate.value == 2.0
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        (None, (1.0, 1.0, 1.0)),
+        ({1: 0.4}, (1.0, 0.4, 1.0)),
+        ([2.0, 1.0, 0.5], (1.0, 0.5, 0.25)),
+        ({0: 4.0}, (1.0, 0.25, 0.25)),
+        ({}, (1.0, 1.0, 1.0)),
+        ([1.0, 1e-300, 1.0], (1.0, 1.0 / MAX_SPEED_RATIO, 1.0)),
+    ],
+)
+def test_hints_become_speeds_relative_to_the_fastest(
+    hints: object, expected: tuple[float, ...]
+) -> None:
+    assert relative_speeds(hints, 3) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hints", "message"),
+    [
+        ([1.0], "each of 2 ranks, got 1"),
+        ({2: 1.0}, "names rank 2, but ranks are 0 to 1"),
+        ({-1: 1.0}, "names rank -1"),
+        ([1.0, 0.0], "rank 1 must be positive"),
+        ([math.nan, 1.0], "rank 0 must be positive"),
+        ([1.0, math.inf], "rank 1 must be positive"),
+    ],
+)
+def test_wrong_hints_are_refused(hints: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        relative_speeds(hints, 2)  # type: ignore[arg-type]
+
+
+def test_unmeasured_ranks_count_like_the_slowest_or_by_their_hint() -> None:
+    estimates = [CostEstimate(10.0), CostEstimate(40.0), CostEstimate()]
+    assert complete_costs(estimates, (1.0, 1.0, 1.0)) == [10.0, 40.0, 40.0]
+    assert complete_costs(estimates, (1.0, 0.25, 0.5)) == [10.0, 40.0, 20.0]
+    unknown = [CostEstimate(), CostEstimate()]
+    assert complete_costs(unknown, (1.0, 0.5)) == [1.0, 2.0]
+
+
+def test_near_equal_ranks_do_not_take_turns_as_the_reference() -> None:
+    ratios = HeldRatios([1.0, 1.05])
+    assert ratios.reference == 1
+    ratios.follow([1.0 + DOMINANCE_MARGIN, 1.05])
+    assert ratios.reference == 1
+    ratios.follow([1.2, 1.05])
+    assert ratios.reference == 0
+    assert ratios.values[0] == 1.0
+
+
+def test_the_dead_zone_is_wide_at_first_and_narrow_for_what_lasts() -> None:
+    fresh = HeldRatios([4.0, 1.0])
+    fresh.follow([4.0, 1.0 / 1.09])
+    assert fresh.values == (1.0, 4.0)
+    fresh.follow([4.0, 1.0 / 1.12])
+    assert fresh.values == pytest.approx((1.0, 4.48))
+    lasting = HeldRatios([4.0, 1.0])
+    reports = 0
+    while lasting.values[1] == 4.0:
+        lasting.follow([4.0, 1.0 / 1.048])
+        reports += 1
+    assert reports == 5  # 10 % / sqrt(5) is below 4.8 %
+    for _ in range(100):
+        lasting.follow([4.0, 1.0 / 1.048 / 1.029])
+    assert lasting.values[1] == pytest.approx(4.192)
+
+
+@given(st.lists(st.lists(costs, min_size=3, max_size=3), min_size=1, max_size=10))
+@settings(max_examples=100)
+def test_held_ratios_share_one_reference_and_stay_near(rows: list[list[float]]) -> None:
+    ratios = HeldRatios(rows[0])
+    for row in rows[1:]:
+        ratios.follow(row)
+    last = rows[-1]
+    assert ratios.values[ratios.reference] == pytest.approx(1.0)
+    assert max(last) <= last[ratios.reference] * (1 + DOMINANCE_MARGIN)
+    for rank, value in enumerate(ratios.values):
+        measured = last[ratios.reference] / last[rank]
+        assert abs(measured - value) <= 0.1001 * value
+    state = json.loads(json.dumps(ratios.state_dict()))
+    assert HeldRatios.from_state_dict(state).state_dict() == ratios.state_dict()
+
+
+def test_a_broken_state_of_ratios_is_refused() -> None:
+    state = HeldRatios([1.0, 2.0]).state_dict()
+    for change in ({"reference": 2}, {"values": [0.0, 1.0]}, {"held": [1]}):
+        with pytest.raises(ConfigError, match="speed ratios"):
+            HeldRatios.from_state_dict({**state, **change})
+
+
+def test_reports_name_the_rank_that_is_wrong() -> None:
+    def check(work: list[object], times: list[float]) -> list[tuple[int, int, float]]:
+        return check_reports("batches", work, "wall_ms", times, 2)  # type: ignore
+
+    assert check([0, 2], [1.0, 4.0]) == [(1, 2, 4.0)]
+    assert check([3, 2], [0.0, 4.0]) == [(1, 2, 4.0)]
+    with pytest.raises(ConfigError, match="wall_ms of rank 1 must be finite"):
+        check([1, 1], [1.0, math.nan])
+    with pytest.raises(ConfigError, match="batches of rank 0 must be at least 0"):
+        check([-1, 1], [1.0, 1.0])
+    with pytest.raises(ConfigError, match="batches of rank 0 must be an integer"):
+        check([1.5, 1], [1.0, 1.0])
+    with pytest.raises(ConfigError, match="wall_ms must hold one value for each of 2"):
+        check([1, 1], [1.0])
+
+
+def test_equal_ranks_under_jitter_keep_their_ratio() -> None:
+    rng = random.Random(7)
+    estimates = [CostEstimate(10.0), CostEstimate(10.0)]
+    ratios = HeldRatios([10.0, 10.0])
+    for _ in range(300):
+        for estimate in estimates:
+            estimate.observe(10.0 * rng.uniform(0.95, 1.05))
+        ratios.follow([e.value for e in estimates])
+        assert ratios.reference == 0
+        assert ratios.values == (1.0, 1.0)

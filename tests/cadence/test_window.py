@@ -1,0 +1,136 @@
+"""Where a window ends: at the batch boundary nearest to its planned length."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.cadence.window import WindowClock, should_close
+from elche.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "batch_s", "wall_s", "batches_done", "closes"),
+    [
+        (0.0, 1.0, 4.0, 0, False),
+        (9.0, 1.0, 4.0, 0, False),  # never without a batch
+        (9.0, 1.0, 4.0, 1, True),
+        (4.0, 1.0, 4.0, 4, True),
+        (3.0, 1.0, 4.0, 3, False),
+        (3.4, 1.0, 4.0, 3, False),  # 4.4 is nearer than 3.4
+        (3.6, 1.0, 4.0, 3, True),  # 4.6 is further than 3.6
+        (3.5, 1.0, 4.0, 3, False),  # as near: one more
+        (3.0, 0.0, 4.0, 3, False),  # no prediction
+        (1.0, math.inf, 4.0, 1, True),
+        (1.0, 1.0, 0.0, 1, True),
+    ],
+)
+def test_the_rule(
+    elapsed_s: float, batch_s: float, wall_s: float, batches_done: int, closes: bool
+) -> None:
+    assert should_close(elapsed_s, batch_s, wall_s, batches_done) is closes
+
+
+@given(st.floats(1e-4, 10.0), st.floats(1e-3, 200.0))
+@settings(max_examples=200, deadline=None)
+def test_constant_batches_end_at_the_nearest_boundary(
+    batch_s: float, wall_s: float
+) -> None:
+    wall_s = min(wall_s, 300 * batch_s)
+    done = 1
+    while not should_close(done * batch_s, batch_s, wall_s, done):
+        done += 1
+    error = abs(done * batch_s - wall_s)
+    slack = 1e-9 * wall_s
+    nearest = max(1, round(wall_s / batch_s))
+    assert error <= abs(nearest * batch_s - wall_s) + slack
+    assert done == 1 or error <= batch_s / 2 + slack
+
+
+@given(
+    st.lists(st.floats(1e-3, 5.0), min_size=1, max_size=50),
+    st.floats(1e-3, 50.0),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_window_always_closes_and_never_late_by_a_batch(
+    taken: list[float], wall_s: float, timed: bool
+) -> None:
+    clock = WindowClock()
+    clock.start(0.0, wall_s, 1)
+    now_s, done, closed = 0.0, 0, False
+    while not closed:
+        last_s = taken[done % len(taken)]
+        now_s += last_s
+        done += 1
+        closed = clock.batch_done(now_s, timed=timed)
+    assert clock.batches_done == done
+    assert clock.elapsed_s == pytest.approx(now_s)
+    assert now_s - last_s < wall_s * (1 + 1e-9)
+
+
+def test_without_timings_the_count_rules() -> None:
+    clock = WindowClock()
+    clock.start(0.0, 0.0, 3)
+    assert [clock.batch_done(t) for t in (1.0, 2.0, 3.0)] == [False, False, True]
+    assert clock.batch_s == 1.0
+    clock.start(10.0, 5.0, 3)  # now the time rules; the smoothed time is kept
+    assert clock.batches_done == 0
+    ends = [clock.batch_done(10.0 + t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert ends == [False, False, False, False, True]
+
+
+def test_a_compilation_does_not_count_as_a_batch_time() -> None:
+    clock = WindowClock()
+    clock.start(0.0, 0.0, 4)
+    clock.batch_done(30.0, timed=False)
+    assert clock.batch_s == 0.0
+    clock.batch_done(31.0)
+    clock.batch_done(31.0)  # a clock too coarse to see the batch
+    assert clock.batch_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "batch_s", "wall_s", "name"),
+    [
+        (math.nan, 1.0, 1.0, "elapsed_s"),
+        (1.0, -1.0, 1.0, "batch_s"),
+        (1.0, 1.0, math.nan, "wall_s"),
+    ],
+)
+def test_what_is_no_time_is_refused(
+    elapsed_s: float, batch_s: float, wall_s: float, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a time"):
+        should_close(elapsed_s, batch_s, wall_s, 1)
+
+
+def test_an_impossible_plan_is_refused() -> None:
+    clock = WindowClock()
+    with pytest.raises(ConfigError, match="wall_s must be finite"):
+        clock.start(0.0, math.inf, 1)
+    with pytest.raises(ConfigError, match="batches must be at least 1"):
+        clock.start(0.0, 1.0, 0)
+
+
+def test_jittered_ranks_end_within_half_a_batch_of_each_other_on_average() -> None:
+    rng = random.Random(3)
+    clocks = [WindowClock(), WindowClock()]
+    costs_s, wall_s = (0.01, 0.04), 0.4
+    gaps = []
+    for _ in range(200):
+        ends = []
+        for clock, cost_s in zip(clocks, costs_s, strict=True):
+            now_s = 0.0
+            clock.start(now_s, wall_s, 1)
+            closed = False
+            while not closed:
+                now_s += cost_s * rng.uniform(0.7, 1.3)
+                closed = clock.batch_done(now_s)
+            ends.append(now_s)
+        gaps.append(abs(ends[0] - ends[1]))
+    assert sum(gaps) / len(gaps) < 0.04 / 2

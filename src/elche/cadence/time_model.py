@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from elche.cadence.throughput import CostEstimate, check_measure
+from elche.cadence.throughput import CostEstimate, check_int, check_measure
 from elche.errors import ConfigError
 
 FORGETTING = 0.95
@@ -19,6 +19,10 @@ MAX_SLOPE_ERROR = 0.10
 """Standard error of the fitted slope, relative to it, that is still believed."""
 MAX_FIXED_SHARE = 0.90
 """Largest part of an average step that may count as fixed cost."""
+RECENT_STEPS = 3
+"""Steps of which only the one of median cost is taken in: a spike is none."""
+LIKE_SIZE = 0.20
+"""Relative difference of sizes up to which two steps can be compared."""
 NEW_SPEED = 0.30
 """A prediction error at a familiar size that means another speed, not noise."""
 
@@ -32,15 +36,18 @@ class TimeModel:
     every report by the error-adaptive average. The shape comes from least
     squares with exponential forgetting and changes only while the sizes vary
     enough to show it, else the last one stays; at first it is 0, proportional.
-    A changed speed rescales what the fit remembers, so that times from before
-    and after it are not mixed into a false slope.
+    Of the last three steps of about one size only that of median cost counts: a
+    straggler moves nothing, and a changed speed is noticed one report later. Such
+    a change rescales what the fit remembers, so that times from before and after
+    it are not mixed into a false slope.
     """
 
-    __slots__ = ("_cost", "_fixed_samples", "_sums")
+    __slots__ = ("_cost", "_fixed_samples", "_recent", "_sums")
 
     def __init__(self) -> None:
         self._cost = CostEstimate()
         self._fixed_samples = 0.0
+        self._recent: list[tuple[int, float]] = []
         self._sums = [0.0] * 6
 
     @property
@@ -64,6 +71,7 @@ class TimeModel:
             samples: samples of the step, at least 1.
             busy_s: its delivered seconds without waiting for others, positive.
         """
+        samples, busy_s = self._typical(samples, busy_s)
         self._remember(samples, busy_s)
         fitted = self._fitted_fixed_samples()
         if fitted is not None:
@@ -78,6 +86,7 @@ class TimeModel:
         return {
             "cost_s": self._cost.value,
             "fixed_samples": self._fixed_samples,
+            "recent": [list(step) for step in self._recent],
             "sums": list(self._sums),
         }
 
@@ -98,14 +107,25 @@ class TimeModel:
                 f"a time model's state holds {len(model._sums)} sums, got {len(sums)}"
             )
         model._sums = sums
+        model._recent = [
+            (check_int("samples", samples, 1), check_measure("busy_s", busy_s))
+            for samples, busy_s in state["recent"]
+        ]
         return model
+
+    def _typical(self, samples: int, busy_s: float) -> tuple[int, float]:
+        """The step of median cost among the last ones of about this size."""
+        self._recent = [*self._recent, (samples, busy_s)][-RECENT_STEPS:]
+        alike = [s for s in self._recent if abs(s[0] - samples) <= LIKE_SIZE * samples]
+        alike.sort(key=lambda step: step[1] / (self._fixed_samples + step[0]))
+        return alike[(len(alike) - 1) // 2]
 
     def _remember(self, samples: int, busy_s: float) -> None:
         weight, n, t, nn, nt, tt = self._sums
         predicted_s = self.predict_s(samples)
         if predicted_s > 0.0:
             factor = busy_s / predicted_s
-            familiar = abs(samples * weight - n) <= 2 * MIN_SPREAD * n
+            familiar = abs(samples * weight - n) <= LIKE_SIZE * n
             if familiar and abs(factor - 1.0) > NEW_SPEED:
                 t, nt, tt = t * factor, nt * factor, tt * factor * factor
         added = (1.0, samples, busy_s, samples**2, samples * busy_s, busy_s**2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ class Policy(ABC):
     @abstractmethod
     def check(self) -> None:
         """Asserts the invariants of the epoch under way."""
+
+    def patience_s(self) -> float:
+        """How long the run may be silent now; shorter once ranks have fallen apart."""
+        return math.inf
 
     @abstractmethod
     def waiting_for(self) -> str:

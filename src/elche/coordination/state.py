@@ -230,10 +230,13 @@ class Coordinator:
         if self._waiting_since_s is None or not self._is_waiting():
             self._waiting_since_s = now_s
             return []
-        if now_s - self._waiting_since_s < self._timeout_s:
+        patience_s = self._timeout_s
+        if self._policy is not None and self._in_epoch:
+            patience_s = min(patience_s, self._policy.patience_s())
+        if now_s - self._waiting_since_s < patience_s:
             return []
         return self._abort(
-            f"nothing came for {self._timeout_s:g} s while the run was "
+            f"nothing came for {patience_s:g} s while the run was "
             f"{self._doing()}; raise timeout_s if a batch really takes so long",
             kind="deadline",
         )
@@ -247,7 +250,7 @@ class Coordinator:
         if self._policy is None:
             missing = sorted(set(range(self._world_size)) - set(self._joins))
             return f"waiting for ranks {missing} to join"
-        if self._opened:
+        if self._opened and not self._in_epoch:
             missing = sorted(set(range(self._world_size)) - set(self._opened))
             return f"waiting for ranks {missing} to open epoch {self._epoch + 1}"
         if self._barriers:

@@ -27,6 +27,7 @@ from elche.errors import ProtocolError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
+BREAK_PATIENCE_S = 30.0
 ALL_RANKS = -1
 
 
@@ -98,8 +99,19 @@ class SyncPolicy(Policy):
         for rank, reports in self._reports.items():
             assert len(reports) <= len(self._grants), f"rank {rank} reports too much"
 
+    def patience_s(self) -> float:
+        """Ranks that left the epoch wait for the others only so long."""
+        return BREAK_PATIENCE_S if self._left else math.inf
+
     def waiting_for(self) -> str:
-        """Ranks that have not reported the oldest grant."""
+        """Ranks that have not reported the oldest grant, or not left the epoch."""
+        if self._left:
+            others = sorted(set(range(self._world_size)) - set(self._left))
+            return (
+                f"ranks {others} to leave epoch {self._epoch}, as ranks "
+                f"{sorted(self._left)} did after step {min(self._left.values())}; under "
+                "policy 'sync' a loop must be left at the same step on every rank"
+            )
         silent = [rank for rank, reports in self._reports.items() if not reports]
         return f"steps of ranks {silent} in epoch {self._epoch}"
 

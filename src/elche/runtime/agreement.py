@@ -35,12 +35,8 @@ def describe(
         },
         optimizer={
             "class": type(optimizer).__name__,
-            "defaults": {
-                name: value
-                for name, value in optimizer.defaults.items()
-                if _is_plain(value)
-            },
             "groups": [len(group["params"]) for group in optimizer.param_groups],
+            **{k: v for k, v in optimizer.defaults.items() if _is_plain(v)},
         },
         min_share_samples=min_share_samples(model),
         epochs=epochs,

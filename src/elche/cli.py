@@ -1,0 +1,106 @@
+"""The command line: ``elche run``, ``elche demo``, ``elche bench``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from elche import __version__
+from elche.config import POLICIES
+from elche.errors import ElcheError
+
+
+class _Friendly(click.Group):
+    """Shows elche's own errors as one message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ElcheError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _numbers(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[float, ...] | None:
+    """Parses ``1,0.25``."""
+    if text is None:
+        return None
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected numbers like 1,0.25, got {text!r}"
+        ) from error
+    if not all(0 < number < float("inf") for number in numbers):
+        raise click.BadParameter(f"expected positive numbers, got {text!r}")
+    return numbers
+
+
+@click.group(cls=_Friendly)
+@click.version_option(__version__, prog_name="elche")
+def main() -> None:
+    """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
+@click.option("--devices", help="A device per rank, such as cuda:0,cpu.")
+@click.option(
+    "--speeds",
+    callback=_numbers,
+    help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
+)
+@click.option(
+    "--ms-per-sample",
+    type=float,
+    default=1.25,
+    show_default=True,
+    help="Time per sample of an emulated device of speed 1.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    help="Policy where the script names none.",
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    nproc: int | None,
+    devices: str | None,
+    speeds: tuple[float, ...] | None,
+    ms_per_sample: float,
+    policy: str | None,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT on several devices of this machine, one process each."""
+    from elche.runtime.launch import LaunchConfig, launch, python_command
+
+    result = launch(
+        LaunchConfig(
+            command=python_command(script, *arguments),
+            num_ranks=nproc,
+            devices=tuple(devices.split(",")) if devices else None,
+            speeds=speeds,
+            ms_per_sample=ms_per_sample,
+            environment={"ELCHE_POLICY": policy} if policy else {},
+        )
+    )
+    if result.exit_code:
+        failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        click.echo(
+            f"elche run: ranks {failed} ended with codes "
+            f"{[result.exit_codes[rank] for rank in failed]}: {reason}",
+            err=True,
+        )
+    sys.exit(result.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Timelines of ranks as Chrome traces, which Perfetto and chrome://tracing open.
+
+Pure: spans in, JSON-able values out. The format is the Trace Event Format, of
+which only complete events ("X") and metadata events ("M") are written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from elche.errors import ConfigError
+
+BATCH = "batch"
+DATA_WAIT = "data wait"
+SYNC = "sync"
+EVALUATION = "evaluation"
+
+_US_PER_S = 1e6
+_COLORS = {
+    BATCH: "thread_state_running",
+    DATA_WAIT: "thread_state_iowait",
+    SYNC: "thread_state_uninterruptible",
+    EVALUATION: "thread_state_runnable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank did for a while.
+
+    Attributes:
+        rank: who.
+        name: what, as the timeline's label.
+        category: `BATCH`, `DATA_WAIT`, `SYNC`, `EVALUATION` or another word.
+        start_s: when it began, in seconds of a clock that all ranks share.
+        duration_s: how long it took, in seconds.
+        args: details shown when the span is selected; JSON-able values.
+
+    Raises:
+        ConfigError: on a negative rank or a time that is not finite or negative.
+    """
+
+    rank: int
+    name: str
+    category: str
+    start_s: float
+    duration_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ConfigError(f"a span's rank must not be negative, got {self.rank}")
+        if not math.isfinite(self.start_s):
+            raise ConfigError(f"a span's start_s must be finite, got {self.start_s}")
+        if not (math.isfinite(self.duration_s) and self.duration_s >= 0):
+            raise ConfigError(
+                "a span's duration_s must be finite and not negative,"
+                f" got {self.duration_s} for {self.name!r} of rank {self.rank}"
+            )
+
+
+def to_chrome_trace(
+    spans: Iterable[Span],
+    rank_names: Mapping[int, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Convert spans to a Chrome trace; `json.dump` makes the file of it.
+
+    Every rank is a process with one row. Spans of a row must nest; one that
+    reaches out of another (a reduction that outlasts its batch) goes to a further
+    row of the same rank. Time zero is the first span's start.
+
+    Args:
+        spans: in any order.
+        rank_names: label of each rank; ``rank N`` where absent.
+        metadata: JSON-able facts about the run, kept under ``otherData``.
+    """
+    ordered = sorted(spans, key=lambda s: (s.start_s, -s.duration_s, s.rank))
+    origin_s = ordered[0].start_s if ordered else 0.0
+    lanes: dict[int, list[list[float]]] = {}
+    events = [_complete_event(span, origin_s, lanes) for span in ordered]
+    names = dict(rank_names or {})
+    for rank in lanes:
+        names.setdefault(rank, f"rank {rank}")
+    return {
+        "traceEvents": [
+            *_name_events(names, {rank: len(rows) for rank, rows in lanes.items()}),
+            *sorted(events, key=lambda event: (event["ts"], -event["dur"])),
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": dict(metadata or {}),
+    }
+
+
+def spans_to_jsonl(spans: Iterable[Span]) -> str:
+    """One JSON object per line, for files that ranks write on their own."""
+    return "".join(
+        json.dumps({**asdict(span), "args": dict(span.args)}) + "\n" for span in spans
+    )
+
+
+def spans_from_jsonl(text: str) -> list[Span]:
+    """Read what `spans_to_jsonl` wrote; blank lines are skipped.
+
+    Raises:
+        ConfigError: on a line that is not a span, with its number.
+    """
+    names = {item.name for item in fields(Span)}
+    spans = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict) or set(values) != names:
+                raise ConfigError(f"expected an object with {sorted(names)}")
+            spans.append(Span(**values))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"line {number} is not a span: {error}") from error
+    return spans
+
+
+def _complete_event(
+    span: Span, origin_s: float, lanes: dict[int, list[list[float]]]
+) -> dict[str, Any]:
+    begin_us = round((span.start_s - origin_s) * _US_PER_S, 3)
+    duration_us = round(span.duration_s * _US_PER_S, 3)
+    event = {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.category,
+        "pid": span.rank,
+        "tid": _lane(lanes.setdefault(span.rank, []), begin_us, begin_us + duration_us),
+        "ts": begin_us,
+        "dur": duration_us,
+        "args": dict(span.args),
+    }
+    if span.category in _COLORS:
+        event["cname"] = _COLORS[span.category]
+    return event
+
+
+def _lane(rows: list[list[float]], begin_us: float, end_us: float) -> int:
+    """First row in which the span nests; each row is a stack of open ends."""
+    for index, open_ends in enumerate(rows):
+        while open_ends and open_ends[-1] <= begin_us:
+            open_ends.pop()
+        if not open_ends or end_us <= open_ends[-1]:
+            open_ends.append(end_us)
+            return index
+    rows.append([end_us])
+    return len(rows) - 1
+
+
+def _name_events(
+    names: Mapping[int, str], num_rows: Mapping[int, int]
+) -> Sequence[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for rank, name in sorted(names.items()):
+        rows = ["training", *["overlapped"] * (num_rows.get(rank, 1) - 1)]
+        events += [
+            _metadata_event("process_name", rank, 0, {"name": name}),
+            _metadata_event("process_sort_index", rank, 0, {"sort_index": rank}),
+            *(
+                _metadata_event("thread_name", rank, tid, {"name": row})
+                for tid, row in enumerate(rows)
+            ),
+        ]
+    return events
+
+
+def _metadata_event(
+    name: str, pid: int, tid: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}

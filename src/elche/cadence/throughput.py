@@ -15,6 +15,8 @@ MAX_ALPHA = 0.8
 """Weight of a new measurement that is far from the estimate (a real change)."""
 MAX_SPEED_RATIO = 1e6
 """Ranks further apart than this are scheduled as if exactly this far apart."""
+TIME_RANGE = (1e-30, 1e30)
+"""Shorter than this per unit of work is no measurement, longer is refused."""
 DEAD_ZONE = 0.10
 """A fresh ratio is replaced when the measured one is further away than this."""
 DEAD_ZONE_FLOOR = 0.03
@@ -281,7 +283,7 @@ def check_reports(
 
     Raises:
         ConfigError: a length is not ``world_size``, an amount of work is no
-            integer or negative, or a time negative or not finite; the message
+            integer or negative, a time negative, not finite or absurd; the message
             names the rank.
     """
     for name, values in ((work_name, work), (time_name, times)):
@@ -294,6 +296,8 @@ def check_reports(
     for rank, (units, time) in enumerate(zip(work, times, strict=True)):
         done = check_int(f"{work_name} of rank {rank}", units, 0)
         spent = check_measure(f"{time_name} of rank {rank}", time)
-        if done > 0 and spent / done > 0.0:
+        if spent > TIME_RANGE[1]:
+            raise ConfigError(f"{time_name} of rank {rank} is no time: {spent!r}")
+        if done > 0 and spent / done > TIME_RANGE[0]:
             found.append((rank, done, spent))
     return found

@@ -6,7 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from elche.cadence.throughput import CostEstimate, check_int, check_measure
+from elche.cadence.throughput import (
+    MAX_SPEED_RATIO,
+    CostEstimate,
+    check_int,
+    check_measure,
+)
 from elche.errors import ConfigError
 
 FORGETTING = 0.95
@@ -126,7 +131,9 @@ class TimeModel:
         if predicted_s > 0.0:
             factor = busy_s / predicted_s
             familiar = abs(samples * weight - n) <= LIKE_SIZE * n
-            if familiar and abs(factor - 1.0) > NEW_SPEED:
+            if not 1.0 / MAX_SPEED_RATIO < factor < MAX_SPEED_RATIO:
+                weight = n = t = nn = nt = tt = 0.0
+            elif familiar and abs(factor - 1.0) > NEW_SPEED:
                 t, nt, tt = t * factor, nt * factor, tt * factor * factor
         added = (1.0, samples, busy_s, samples**2, samples * busy_s, busy_s**2)
         kept = (weight, n, t, nn, nt, tt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def plot_loss_curves(curves: Sequence[LossCurve], path: Path, text: PlotText) ->
             f"loss {text.target_loss:.3f}",
             (1, text.target_loss),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
+            xytext=(-4, -10),
             textcoords="offset points",
             ha="right",
             fontsize=8,
@@ -132,9 +133,12 @@ def _label(axes: Axes, x_label: str, y_label: str) -> None:
 
 def _zoom(axes: Axes, curves: Sequence[LossCurve]) -> None:
     """Show where contenders differ: not the steep start, nor the slowest's end."""
-    low = min(min(curve.loss) for curve in curves)
-    span = max(curve.loss[len(curve.loss) // 10] for curve in curves) - low
+    early = [curve.loss[len(curve.loss) // 10 :] for curve in curves]
+    finite = [[loss for loss in part if math.isfinite(loss)] for part in early]
+    low = min((min(part) for part in finite if part), default=0.0)
+    span = max((part[0] for part in finite if part), default=0.0) - low
     if span > 0:
         axes.set_ylim(low - 0.06 * span, low + 1.05 * span)
     ends_s = [curve.time_s[-1] for curve in curves]
-    axes.set_xlim(0, 1.03 * min(max(ends_s), 3 * min(ends_s)))
+    if min(ends_s) > 0:
+        axes.set_xlim(0, 1.03 * min(max(ends_s), 3 * min(ends_s)))

@@ -20,6 +20,7 @@ SYNC = "sync"
 EVALUATION = "evaluation"
 
 _US_PER_S = 1e6
+_ROUNDING_US = 1
 _COLORS = {
     BATCH: "thread_state_running",
     DATA_WAIT: "thread_state_iowait",
@@ -72,7 +73,8 @@ def to_chrome_trace(
 
     Every rank is a process with one row. Spans of a row must nest; one that
     reaches out of another (a reduction that outlasts its batch) goes to a further
-    row of the same rank. Time zero is the first span's start.
+    row of the same rank. Times are whole microseconds since the first span's start:
+    viewers cut fractions off, after which spans that met would overlap.
 
     Args:
         spans: in any order.
@@ -81,14 +83,14 @@ def to_chrome_trace(
     """
     ordered = sorted(spans, key=lambda s: (s.start_s, -s.duration_s, s.rank))
     origin_s = ordered[0].start_s if ordered else 0.0
-    lanes: dict[int, list[list[float]]] = {}
-    events = [_complete_event(span, origin_s, lanes) for span in ordered]
+    rows: dict[int, list[_Row]] = {}
+    events = [_complete_event(span, origin_s, rows) for span in ordered]
     names = dict(rank_names or {})
-    for rank in lanes:
+    for rank in rows:
         names.setdefault(rank, f"rank {rank}")
     return {
         "traceEvents": [
-            *_name_events(names, {rank: len(rows) for rank, rows in lanes.items()}),
+            *_name_events(names, {rank: len(own) for rank, own in rows.items()}),
             *sorted(events, key=lambda event: (event["ts"], -event["dur"])),
         ],
         "displayTimeUnit": "ms",
@@ -124,19 +126,46 @@ def spans_from_jsonl(text: str) -> list[Span]:
     return spans
 
 
+class _Row:
+    """A row of the timeline: a stack of spans that have not ended yet."""
+
+    def __init__(self) -> None:
+        self._open_ends_us: list[int] = []
+        self._free_from_us = 0
+
+    def place(self, begin_us: int, end_us: int) -> tuple[int, int] | None:
+        """Begin and end where the span nests in this row; None if it does not.
+
+        Spans that meet may overlap by rounding: a microsecond is cut off.
+        """
+        while self._open_ends_us and self._open_ends_us[-1] <= begin_us + _ROUNDING_US:
+            self._free_from_us = max(self._free_from_us, self._open_ends_us.pop())
+        begin_us = max(begin_us, self._free_from_us)
+        end_us = max(begin_us, end_us)
+        if self._open_ends_us:
+            if end_us > self._open_ends_us[-1] + _ROUNDING_US:
+                return None
+            end_us = min(end_us, self._open_ends_us[-1])
+        self._open_ends_us.append(end_us)
+        return begin_us, end_us
+
+
 def _complete_event(
-    span: Span, origin_s: float, lanes: dict[int, list[list[float]]]
+    span: Span, origin_s: float, rows_by_rank: dict[int, list[_Row]]
 ) -> dict[str, Any]:
-    begin_us = round((span.start_s - origin_s) * _US_PER_S, 3)
-    duration_us = round(span.duration_s * _US_PER_S, 3)
+    rows = rows_by_rank.setdefault(span.rank, [])
+    start_s = span.start_s - origin_s
+    begin_us = round(start_s * _US_PER_S)
+    end_us = round((start_s + span.duration_s) * _US_PER_S)
+    row, placed = _first_fit(rows, begin_us, end_us)
     event = {
         "ph": "X",
         "name": span.name,
         "cat": span.category,
         "pid": span.rank,
-        "tid": _lane(lanes.setdefault(span.rank, []), begin_us, begin_us + duration_us),
-        "ts": begin_us,
-        "dur": duration_us,
+        "tid": row,
+        "ts": placed[0],
+        "dur": placed[1] - placed[0],
         "args": dict(span.args),
     }
     if span.category in _COLORS:
@@ -144,16 +173,15 @@ def _complete_event(
     return event
 
 
-def _lane(rows: list[list[float]], begin_us: float, end_us: float) -> int:
-    """First row in which the span nests; each row is a stack of open ends."""
-    for index, open_ends in enumerate(rows):
-        while open_ends and open_ends[-1] <= begin_us:
-            open_ends.pop()
-        if not open_ends or end_us <= open_ends[-1]:
-            open_ends.append(end_us)
-            return index
-    rows.append([end_us])
-    return len(rows) - 1
+def _first_fit(
+    rows: list[_Row], begin_us: int, end_us: int
+) -> tuple[int, tuple[int, int]]:
+    for index, row in enumerate(rows):
+        placed = row.place(begin_us, end_us)
+        if placed is not None:
+            return index, placed
+    rows.append(_Row())
+    return _first_fit(rows, begin_us, end_us)
 
 
 def _name_events(

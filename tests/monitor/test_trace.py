@@ -1,0 +1,163 @@
+"""Chrome traces: units, order, rows that nest, and the line format."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.monitor.trace import (
+    BATCH,
+    DATA_WAIT,
+    SYNC,
+    Span,
+    spans_from_jsonl,
+    spans_to_jsonl,
+    to_chrome_trace,
+)
+
+spans = st.builds(
+    Span,
+    rank=st.integers(0, 3),
+    name=st.text(max_size=5),
+    category=st.sampled_from([BATCH, DATA_WAIT, SYNC, "other"]),
+    start_s=st.floats(-1e3, 1e3),
+    duration_s=st.floats(0, 10),
+    args=st.dictionaries(st.text(max_size=3), st.integers() | st.none(), max_size=2),
+)
+
+
+def complete_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_times_are_microseconds_since_the_first_span() -> None:
+    trace = to_chrome_trace(
+        [
+            Span(1, "wait", DATA_WAIT, 10.5, 0.25),
+            Span(0, "batch 0", BATCH, 10.0, 0.002, {"samples": 32}),
+        ]
+    )
+    first, second = complete_events(trace)
+    assert (first["ts"], first["dur"], first["pid"]) == (0.0, 2000.0, 0)
+    assert (second["ts"], second["dur"], second["pid"]) == (5e5, 2.5e5, 1)
+    assert first["name"] == "batch 0"
+    assert first["cat"] == BATCH
+    assert first["args"] == {"samples": 32}
+
+
+def test_one_named_row_per_rank() -> None:
+    batches = [
+        Span(rank, f"batch {index}", BATCH, index * 0.1, 0.1)
+        for rank in (0, 1)
+        for index in range(20)
+    ]
+    inside = [Span(0, "sync", SYNC, index * 0.1 + 0.05, 0.05) for index in range(20)]
+    trace = to_chrome_trace(batches + inside, {0: "fast", 1: "slow"}, {"speeds": [1]})
+    events = complete_events(trace)
+    assert {(event["pid"], event["tid"]) for event in events} == {(0, 0), (1, 0)}
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert names == {0: "fast", 1: "slow"}
+    assert trace["otherData"] == {"speeds": [1]}
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1e6))
+def test_spans_that_meet_share_a_row(seed: int, origin_s: float) -> None:
+    draw = random.Random(seed)
+    times_s = [origin_s]
+    for _ in range(50):
+        times_s.append(times_s[-1] + draw.uniform(1e-3, 1e-1))
+    batches = [
+        Span(0, "batch", BATCH, begin_s, end_s - begin_s)
+        for begin_s, end_s in pairwise(times_s)
+    ]
+    tails = [
+        Span(0, "sync", SYNC, middle_s, span.start_s + span.duration_s - middle_s)
+        for span in batches
+        for middle_s in [span.start_s + draw.random() * span.duration_s]
+    ]
+    events = complete_events(to_chrome_trace(batches + tails))
+    assert {event["tid"] for event in events} == {0}
+
+
+def test_an_overlapped_reduction_gets_a_row_of_its_own() -> None:
+    trace = to_chrome_trace(
+        [
+            Span(0, "batch 0", BATCH, 0.0, 1.0),
+            Span(0, "reduction", SYNC, 0.5, 1.0),
+            Span(0, "batch 1", BATCH, 1.0, 1.0),
+        ]
+    )
+    rows = {event["name"]: event["tid"] for event in complete_events(trace)}
+    assert rows == {"batch 0": 0, "reduction": 1, "batch 1": 0}
+    threads = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert threads == {0: "training", 1: "overlapped"}
+
+
+@given(st.lists(spans, max_size=30))
+def test_any_trace_is_sorted_nested_and_json(items: list[Span]) -> None:
+    trace = to_chrome_trace(items)
+    json.dumps(trace, allow_nan=False)
+    events = complete_events(trace)
+    assert len(events) == len(items)
+    assert [event["ts"] for event in events] == sorted(e["ts"] for e in events)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
+    assert all(type(event[key]) is int for event in events for key in ("ts", "dur"))
+    rows = defaultdict(list)
+    for event in events:
+        rows[event["pid"], event["tid"]].append(event)
+    for row in rows.values():
+        open_ends = [math.inf]
+        for event in row:
+            while open_ends[-1] <= event["ts"]:
+                open_ends.pop()
+            assert event["ts"] + event["dur"] <= open_ends[-1]
+            open_ends.append(event["ts"] + event["dur"])
+    named = {e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert named == {span.rank for span in items}
+
+
+@given(st.lists(spans, max_size=5))
+def test_lines_bring_spans_back(items: list[Span]) -> None:
+    text = spans_to_jsonl(items)
+    assert len(text.splitlines()) == len(items)
+    assert spans_from_jsonl(text) == items
+
+
+def test_an_empty_trace_is_valid() -> None:
+    assert to_chrome_trace([])["traceEvents"] == []
+    assert spans_from_jsonl("\n") == []
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"rank": 0}', '{"rank": -1, "name": "", "category": ""}']
+)
+def test_a_bad_line_is_named(line: str) -> None:
+    good = spans_to_jsonl([Span(0, "batch", BATCH, 0.0, 1.0)])
+    with pytest.raises(ConfigError, match="line 2 is not a span"):
+        spans_from_jsonl(good + line)
+
+
+def test_impossible_spans_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rank must not be negative, got -1"):
+        Span(-1, "batch", BATCH, 0.0, 1.0)
+    with pytest.raises(ConfigError, match="start_s must be finite, got nan"):
+        Span(0, "batch", BATCH, math.nan, 1.0)
+    with pytest.raises(ConfigError, match=r"not negative, got -0.5 for 'batch'"):
+        Span(0, "batch", BATCH, 0.0, -0.5)

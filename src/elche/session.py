@@ -82,7 +82,7 @@ def setup(
         MismatchError: ranks disagree about model, data or settings.
         CommunicationError: the ranks did not come together.
     """
-    config = _config(config, options)
+    config = run_config(config, options)
     check_training(model, optimizer, loader)
     shutdown()
     placement = read_placement()
@@ -187,7 +187,12 @@ def failing_together() -> Iterator[None]:
         raise
 
 
-def _config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
+def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
+    """The settings, from one value or from options; arguments beat the environment.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or both forms were given.
+    """
     if config is not None:
         if options:
             raise ConfigError(

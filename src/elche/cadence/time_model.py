@@ -16,7 +16,7 @@ from elche.errors import ConfigError
 
 FORGETTING = 0.95
 """Weight that an observation keeps in the fit when the next one comes."""
-MIN_OBSERVATIONS = 3.0
+MIN_OBSERVATIONS = 6.0
 """Weight of observations below which nothing is fitted."""
 MIN_SPREAD = 0.10
 """Standard deviation of the samples, relative to their mean, needed for a fit."""
@@ -149,8 +149,9 @@ class TimeModel:
         slope = (nt / weight - mean_n * mean_t) / variance
         if slope <= 0.0:
             return None
-        residual = max(0.0, tt / weight - mean_t**2 - slope**2 * variance)
-        if math.sqrt(residual / (weight * variance)) > MAX_SLOPE_ERROR * slope:
+        spread = max(0.0, tt / weight - mean_t**2 - slope**2 * variance)
+        error = math.sqrt(spread / variance / (weight - 2.0))
+        if error > MAX_SLOPE_ERROR * slope:
             return None
         largest = mean_n * MAX_FIXED_SHARE / (1.0 - MAX_FIXED_SHARE)
         return min(max(0.0, mean_t / slope - mean_n), largest)

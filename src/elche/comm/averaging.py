@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.comm.buffers import BufferWatch
 from elche.comm.outer import OuterOptimizer
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
@@ -66,7 +67,7 @@ class ParameterAverager:
         self._reset_state = reset_state
         self._groups: list[_FlatGroup] = []
         self._state_messages: dict[torch.dtype, torch.Tensor] = {}
-        self._marks: list[tuple[int, int]] = []
+        self._watch = BufferWatch(model)
         self._counters: dict[int, torch.Tensor] = {}
 
     @property
@@ -120,13 +121,7 @@ class ParameterAverager:
 
     def changed_buffers(self) -> tuple[int, ...]:
         """Indices of buffers that were written since the last synchronisation."""
-        return tuple(
-            index
-            for index, (buffer, mark) in enumerate(
-                zip(self._model.buffers(), self._marks, strict=True)
-            )
-            if (id(buffer), buffer._version) != mark and buffer.dtype != torch.bool
-        )
+        return tuple(self._watch.written())
 
     @torch.no_grad()
     def synchronise(self, plan: Reduce) -> None:
@@ -208,18 +203,17 @@ class ParameterAverager:
                 message = message.div_(active) if mine else torch.zeros_like(message)
                 self._group.all_reduce(message, "averaging buffers")
                 buffer.copy_(message)
-            else:
+            elif index in self._counters:
                 before = self._counters[index]
                 increment = buffer.detach().to("cpu", torch.int64) - before
                 self._group.all_reduce(increment, "summing counters")
                 buffer.copy_(before + increment)
 
     def _mark_buffers(self) -> None:
-        buffers = list(self._model.buffers())
-        self._marks = [(id(buffer), buffer._version) for buffer in buffers]
+        self._watch.mark()
         self._counters = {
             index: buffer.detach().to("cpu", torch.int64, copy=True)
-            for index, buffer in enumerate(buffers)
+            for index, buffer in enumerate(self._model.buffers())
             if not (buffer.is_floating_point() or buffer.is_complex())
             and buffer.dtype != torch.bool
         }

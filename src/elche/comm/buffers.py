@@ -14,8 +14,60 @@ from torch import nn
 from elche.comm.process_group import Group
 
 
+SNAPSHOT_ELEMENTS = 65_536
+
+
+class BufferWatch:
+    """Tells which buffers of a model were written since the last mark.
+
+    torch's batch norm writes its running statistics without raising their version, so
+    versions alone do not tell: buffers of tracking norm layers in training mode count as
+    written, and small buffers on the CPU are compared by value.
+
+    Args:
+        model: the model; its present buffers are looked up at every call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._marks: list[tuple[int, int]] = []
+        self._values: list[torch.Tensor | None] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Takes the present values as unwritten."""
+        buffers = list(self._model.buffers())
+        self._marks = [(id(buffer), buffer._version) for buffer in buffers]
+        self._values = [
+            buffer.detach().clone() if _is_comparable(buffer) else None
+            for buffer in buffers
+        ]
+
+    def written(self) -> list[int]:
+        """Indices (in ``model.buffers()``) of buffers written since the mark."""
+        norms = self._training_norm_buffers()
+        written = []
+        for index, buffer in enumerate(self._model.buffers()):
+            value = self._values[index]
+            if (
+                (id(buffer), buffer._version) != self._marks[index]
+                or id(buffer) in norms
+                or (value is not None and not _same_bits(buffer, value))
+            ):
+                written.append(index)
+        return written
+
+    def _training_norm_buffers(self) -> set[int]:
+        return {
+            id(buffer)
+            for module in self._model.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+            for buffer in module.buffers(recurse=False)
+        }
+
+
 class BufferAverager:
-    """Averages one model's float buffers.
+    """Averages one model's float buffers at every step.
 
     Args:
         model: the model.
@@ -25,53 +77,55 @@ class BufferAverager:
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model
         self._group = group
+        self._watch = BufferWatch(model)
         self._travelling: set[int] = set()
-        self._marks = self._current_marks()
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
         """An averager, or None for a model without float buffers."""
-        return BufferAverager(model, group) if _float_buffers(model) else None
+        has_any = any(buffer.is_floating_point() for buffer in model.buffers())
+        return BufferAverager(model, group) if has_any else None
 
     @torch.no_grad()
     def average(self, active_ranks: int, *, mine: bool) -> None:
-        """Averages what changed, with all ranks.
+        """Averages what was written, with all ranks.
 
         Args:
             active_ranks: ranks that had samples.
             mine: whether this rank is one of them; else it sends zeros.
         """
-        buffers = _float_buffers(self._model)
-        changed = self._changed() if mine else set()
-        known = sorted(self._travelling)
-        flags = self._reduce(buffers, known, changed, active_ranks, mine)
+        buffers = list(self._model.buffers())
+        floats = {i for i, buffer in enumerate(buffers) if buffer.is_floating_point()}
+        written = floats.intersection(self._watch.written()) if mine else set()
+        flags = self._reduce(
+            buffers, sorted(self._travelling), written, active_ranks if mine else 0
+        )
         new = sorted({i for i, flag in enumerate(flags) if flag} - self._travelling)
         if new:
             self._travelling.update(new)
-            self._reduce(buffers, new, changed, active_ranks, mine)
-        self._marks = self._current_marks()
+            self._reduce(buffers, new, written, active_ranks if mine else 0)
+        self._watch.mark()
 
     def _reduce(
         self,
         buffers: list[torch.Tensor],
         indices: list[int],
-        changed: set[int],
-        active_ranks: int,
-        mine: bool,
+        written: set[int],
+        divisor: int,
     ) -> list[float]:
         """One message: a flag per buffer, then the mean of ``indices``."""
         double = any(buffer.dtype == torch.float64 for buffer in buffers)
         dtype = torch.float64 if double else torch.float32
         numel = sum(buffers[index].numel() for index in indices)
         message = torch.zeros(len(buffers) + numel, dtype=dtype)
-        for index in changed:
+        for index in written:
             message[index] = 1.0
         at = len(buffers)
         for index in indices:
             size = buffers[index].numel()
-            if mine:
+            if divisor:
                 part = buffers[index].detach().reshape(-1).to("cpu", dtype)
-                message[at : at + size] = part / active_ranks
+                message[at : at + size] = part / divisor
             at += size
         self._group.all_reduce(message, "averaging buffers")
         at = len(buffers)
@@ -82,16 +136,15 @@ class BufferAverager:
         flags: list[float] = message[: len(buffers)].tolist()
         return flags
 
-    def _changed(self) -> set[int]:
-        now = self._current_marks()
-        pairs = zip(now, self._marks, strict=True)
-        return {index for index, (new, old) in enumerate(pairs) if new != old}
 
-    def _current_marks(self) -> list[tuple[int, int]]:
-        buffers = _float_buffers(self._model)
-        return [(id(buffer), buffer._version) for buffer in buffers]
+def _is_comparable(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "cpu" and buffer.numel() <= SNAPSHOT_ELEMENTS
 
 
-def _float_buffers(model: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
+def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Equal, where NaN equals NaN: a mask with NaN has not been written."""
+    if torch.equal(buffer, value):
+        return True
+    return buffer.shape == value.shape and torch.equal(
+        torch.nan_to_num(buffer), torch.nan_to_num(value)
+    ) and torch.equal(buffer.isnan(), value.isnan())

@@ -74,6 +74,13 @@ class CadenceEpoch:
         part = min(1.0, self._batches / max(1, plan.planned_batches))
         return plan.committed_samples + plan.planned_samples * part
 
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand."""
+        if self._in_hand is None:
+            return 0
+        return self._positions.samples_of(self._in_hand[0])
+
     def refill(self) -> None:
         """Reads leases that have come; called when the loader draws."""
         self._worker.take_all(self._handle)

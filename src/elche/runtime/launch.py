@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elche.errors import ConfigError
@@ -36,7 +36,8 @@ class LaunchConfig:
         speeds: relative speeds of emulated devices, one per rank.
         ms_per_sample: an emulated device's time per sample at speed 1.
         environment: further variables for every rank.
-        quiet: send the ranks' standard output to nowhere (their errors stay).
+        on_line: called with rank and text of each line that a rank prints, instead
+            of passing the ranks' standard output on.
     """
 
     command: tuple[str, ...]
@@ -45,7 +46,7 @@ class LaunchConfig:
     speeds: tuple[float, ...] | None = None
     ms_per_sample: float = 1.25
     environment: Mapping[str, str] = field(default_factory=dict)
-    quiet: bool = False
+    on_line: Callable[[int, str], None] | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -130,10 +131,16 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
                 await asyncio.create_subprocess_exec(
                     *config.command,
                     env=_environment(config, rank, own),
-                    stdout=asyncio.subprocess.DEVNULL if config.quiet else None,
+                    stdout=asyncio.subprocess.PIPE if config.on_line else None,
                 )
             )
+        readers = [
+            asyncio.ensure_future(_read_lines(process, rank, config.on_line))
+            for rank, process in enumerate(processes)
+            if config.on_line is not None
+        ]
         terminated = await _supervise(processes, stop)
+        await asyncio.gather(*readers)
     finally:
         await _end(processes, 0.0)
         await server.stop()
@@ -169,6 +176,14 @@ async def _supervise(
     for task in waits:
         task.cancel()
     return late
+
+
+async def _read_lines(
+    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
+) -> None:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        take(rank, line.decode(errors="replace").rstrip("\n"))
 
 
 async def _end(

@@ -116,6 +116,11 @@ class Run:
         done = self._under_way.samples_done if self._under_way is not None else 0
         return float(self._samples_before + done)
 
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand that count for this rank."""
+        return 0 if self._under_way is None else self._under_way.samples_in_hand
+
     def headline(self) -> str:
         """The line that names the devices and whether they differ."""
         kinds = list(dict.fromkeys(self._devices))

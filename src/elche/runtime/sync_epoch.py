@@ -77,6 +77,7 @@ class SyncEpoch:
         self._measured = _Measured()
         self.end: EndEpoch | None = None
         self.samples_done = 0
+        self.samples_in_hand = 0
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -88,6 +89,7 @@ class SyncEpoch:
         try:
             for step, data in self._steps():
                 handed_out = step.step + 1
+                self.samples_in_hand = step.samples
                 yield data
         except GeneratorExit:
             self._reducer.end_step()

@@ -1,0 +1,438 @@
+"""`elche.Trainer`: the library owns the loop."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from elche import session
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.runtime.transfer import to_device
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """What a `Trainer` trains on, and for how long.
+
+    Attributes:
+        dataset: map-style; items are ``(input, target)`` unless ``loss_fn`` takes the
+            batch itself.
+        batch_size: samples of a global batch (``sync``) or of a local step.
+        epochs: passes over the dataset.
+        eval_dataset: evaluated after every epoch, if given.
+        eval_batch_size: samples of an evaluation batch; None for ``batch_size``.
+        shuffle: draw the samples in a new order every epoch.
+        drop_last: leave out an incomplete last batch.
+        collate_fn: makes a batch of samples; None for torch's default.
+        num_workers: loading processes of each rank.
+        max_grad_norm: clip gradients to this norm (after the reduction).
+        lr_schedule: factor on the learning rate as a function of progress in samples,
+            0 to 1; the same on every rank, whatever its speed.
+        on_epoch_end: called on rank 0 with each `EpochRecord`.
+        run: settings of the run (policy, seed, and so on).
+    """
+
+    dataset: Dataset[Any]
+    batch_size: int
+    epochs: int
+    eval_dataset: Dataset[Any] | None = None
+    eval_batch_size: int | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    max_grad_norm: float | None = None
+    lr_schedule: Callable[[float], float] | None = None
+    on_epoch_end: Callable[[EpochRecord], None] | None = None
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected {name} to be an int >= 1, got {value!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"expected a positive max_grad_norm, got {self.max_grad_norm!r}"
+            )
+        try:
+            length = len(self.dataset)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(
+                "expected a map-style dataset with __len__ and __getitem__, got "
+                f"{type(self.dataset).__name__}"
+            ) from error
+        if length == 0:
+            raise ConfigError("the dataset is empty; expected at least one sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """What an epoch brought.
+
+    Attributes:
+        epoch: counted from 0.
+        train_loss: mean over all samples of all ranks.
+        eval_loss: of the consensus, None without an evaluation set.
+        samples: trained on by all ranks.
+        duration_s: of training, without evaluation.
+        samples_per_s: of the whole run.
+        shares: each rank's part of the samples.
+    """
+
+    epoch: int
+    train_loss: float
+    eval_loss: float | None
+    samples: int
+    duration_s: float
+    samples_per_s: float
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """How the run went.
+
+    Attributes:
+        policy: the policy.
+        world_size: ranks.
+        samples: trained on by all ranks in all epochs.
+        duration_s: of training, without evaluation.
+        samples_per_s: of the whole run.
+        busy_s: delivered time per rank (data wait, transfer and compute).
+        data_wait_s: of it, waiting for data.
+        sync_s: in reductions.
+        synchronisations: how many.
+        anchor: of El Che at the end (1 under ``sync``).
+    """
+
+    policy: str
+    world_size: int
+    samples: int
+    duration_s: float
+    samples_per_s: float
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    sync_s: float
+    synchronisations: int
+    anchor: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What `Trainer.fit` returns, the same on every rank.
+
+    Attributes:
+        model_state: state dict of the consensus, on the CPU.
+        history: a record per epoch.
+        report: how the run went.
+    """
+
+    model_state: dict[str, Any]
+    history: list[EpochRecord]
+    report: RunReport
+
+
+class Trainer:
+    """Trains a model on all ranks of this run.
+
+    Args:
+        model_fn: makes the model; called once on every rank, which then gets rank 0's
+            parameters.
+        optimizer_fn: makes the optimizer from the model's parameters.
+        loss_fn: ``loss_fn(output, target)`` of a batch ``(input, target)``, such as
+            ``nn.CrossEntropyLoss()``; or ``loss_fn(model, batch)`` if its first
+            parameter is called ``model``. Returns a scalar: the mean over the batch.
+        **options: fields of `TrainerConfig`, and of `elche.RunConfig` such as
+            ``policy="cadence"``.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        loss_fn: LossFn,
+        **options: Any,
+    ) -> None:
+        for name, function in (
+            ("model_fn", model_fn),
+            ("optimizer_fn", optimizer_fn),
+            ("loss_fn", loss_fn),
+        ):
+            if not callable(function):
+                raise ConfigError(f"expected {name} to be callable, got {function!r}")
+        self._model_fn = model_fn
+        self._optimizer_fn = optimizer_fn
+        self._loss_fn = loss_fn
+        self._takes_model = _first_parameter(loss_fn) == "model"
+        self.config = _trainer_config(options)
+
+    def fit(self) -> TrainResult:
+        """Trains for all epochs; every rank must call it.
+
+        Returns:
+            The consensus and what happened, the same on every rank.
+
+        Raises:
+            ConfigError: the loss is not a scalar, or an argument is wrong.
+            RemoteRankError: another rank failed.
+        """
+        with session.failing_together():
+            fitting = _Fitting(self)
+            result = fitting.run()
+        session.shutdown()
+        return result
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of a batch.
+
+        Raises:
+            ConfigError: it is not a scalar tensor, or the batch is no pair.
+        """
+        if self._takes_model:
+            loss = self._loss_fn(model, batch)
+        else:
+            if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+                raise ConfigError(
+                    "expected the dataset to yield (input, target) pairs, got "
+                    f"{type(batch).__name__}; or give loss_fn(model, batch)"
+                )
+            loss = self._loss_fn(model(batch[0]), batch[1])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = (
+                f"a tensor of shape {list(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise ConfigError(
+                f"expected loss_fn to return a scalar tensor, got {shape}; take the "
+                "mean over the batch"
+            )
+        return loss.reshape(())
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+        """Makes model, optimizer and loader of this rank."""
+        config = self.config
+        if config.run.seed is not None:
+            torch.manual_seed(config.run.seed)
+        model = self._model_fn()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"expected model_fn to return a Module, got {model!r}")
+        model.to(session.device())
+        optimizer = self._optimizer_fn(model.parameters())
+        loader: DataLoader[Any] = DataLoader(
+            config.dataset,
+            batch_size=config.batch_size,
+            shuffle=config.shuffle,
+            drop_last=config.drop_last,
+            collate_fn=config.collate_fn,
+            num_workers=config.num_workers,
+        )
+        return model, optimizer, loader
+
+
+class _Fitting:
+    """One call of `Trainer.fit`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._config = trainer.config
+        model, optimizer, loader = trainer.build()
+        self._model, self._optimizer, self._loader = session.setup(
+            model,
+            optimizer,
+            loader,
+            config=self._config.run,
+            epochs=self._config.epochs,
+        )
+        self._lrs = [group["lr"] for group in optimizer.param_groups]
+        length = len(self._config.dataset)  # type: ignore[arg-type]
+        if self._config.drop_last:
+            length -= length % self._config.batch_size
+        self._epoch_samples = length
+        self._samples_here = 0
+
+    def run(self) -> TrainResult:
+        """Trains, evaluates, and collects."""
+        history = []
+        for epoch in range(self._config.epochs):
+            record = self._epoch(epoch)
+            history.append(record)
+            if self._config.on_epoch_end is not None and session.is_main_process():
+                self._config.on_epoch_end(record)
+        state = {
+            name: value.detach().to("cpu", copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in self._model.state_dict().items()
+        }
+        return TrainResult(state, history, self._report(history))
+
+    def _epoch(self, epoch: int) -> EpochRecord:
+        self._model.train()
+        started_s = time.monotonic()
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        samples = 0
+        for batch in self._loader:
+            self._follow_schedule(epoch)
+            loss = self._trainer.loss(self._model, batch)
+            loss.backward()
+            if self._config.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(
+                    self._model.parameters(), self._config.max_grad_norm
+                )
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            here = self._samples_in_hand(batch)
+            loss_sum += loss.detach().to("cpu", torch.float64) * here
+            samples += here
+            self._samples_here += here
+        duration_s = time.monotonic() - started_s
+        total_loss, total = _summed([float(loss_sum), float(samples)])
+        run = session.current_run()
+        shares = run.reports[-1].shares if run is not None else (1.0,)
+        return EpochRecord(
+            epoch=epoch,
+            train_loss=total_loss / max(total, 1.0),
+            eval_loss=self._evaluate(shares),
+            samples=int(total),
+            duration_s=duration_s,
+            samples_per_s=total / duration_s,
+            shares=shares,
+        )
+
+    def _samples_in_hand(self, batch: Any) -> int:
+        """Samples of this rank's batch that count; a rank may have none of its own."""
+        run = session.current_run()
+        return run.samples_in_hand if run is not None else batch_length(batch)
+
+    def _follow_schedule(self, epoch: int) -> None:
+        if self._config.lr_schedule is None:
+            return
+        run = session.current_run()
+        done = run.progress_samples if run is not None else self._samples_here
+        progress = done / (self._epoch_samples * self._config.epochs)
+        factor = self._config.lr_schedule(min(1.0, progress))
+        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = lr * factor
+
+    def _evaluate(self, shares: tuple[float, ...]) -> float | None:
+        """Mean loss of the consensus; ranks divide the evaluation set by speed."""
+        dataset = self._config.eval_dataset
+        if dataset is None:
+            return None
+        rank = session.rank()
+        length = len(dataset)  # type: ignore[arg-type]
+        start = round(length * sum(shares[:rank]))
+        stop = length if rank + 1 == len(shares) else round(
+            length * sum(shares[: rank + 1])
+        )
+        size = self._config.eval_batch_size or self._config.batch_size
+        collate = self._config.collate_fn or default_collate
+        self._model.eval()
+        loss_sum = 0.0
+        with torch.no_grad():
+            for at in range(start, stop, size):
+                items = [dataset[index] for index in range(at, min(stop, at + size))]
+                batch = to_device(collate(items), session.device())
+                loss = self._trainer.loss(self._model, batch)
+                loss_sum += float(loss) * len(items)
+        self._model.train()
+        total_loss, total = _summed([loss_sum, float(stop - start)])
+        return total_loss / max(total, 1.0)
+
+    def _report(self, history: list[EpochRecord]) -> RunReport:
+        run = session.current_run()
+        ends = run.reports if run is not None else []
+        duration_s = sum(record.duration_s for record in history)
+        samples = sum(record.samples for record in history)
+        world_size = session.world_size()
+
+        def per_rank(name: str) -> tuple[float, ...]:
+            if not ends:
+                return (duration_s if name == "busy_s" else 0.0,)
+            return tuple(
+                sum(getattr(end, name)[rank] for end in ends)
+                for rank in range(world_size)
+            )
+
+        return RunReport(
+            policy=self._config.run.policy,
+            world_size=world_size,
+            samples=samples,
+            duration_s=duration_s,
+            samples_per_s=samples / duration_s if duration_s else 0.0,
+            busy_s=per_rank("busy_s"),
+            data_wait_s=per_rank("data_wait_s"),
+            sync_s=sum(end.sync_s for end in ends),
+            synchronisations=sum(end.windows for end in ends),
+            anchor=ends[-1].anchor if ends else 1,
+        )
+
+
+def batch_length(batch: Any) -> int:
+    """Samples of a batch: the leading dimension of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            length = batch_length(part)
+            if length:
+                return length
+    return 0
+
+
+def _summed(values: list[float]) -> list[float]:
+    """Sums over all ranks."""
+    run = session.current_run()
+    if run is None:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64)
+    run.worker.group.all_reduce(tensor, "summing losses")
+    summed: list[float] = tensor.tolist()
+    return summed
+
+
+def _trainer_config(options: dict[str, Any]) -> TrainerConfig:
+    own = set(TrainerConfig.__dataclass_fields__) - {"run"}
+    run_fields = set(RunConfig.__dataclass_fields__)
+    unknown = sorted(set(options) - own - run_fields - {"config"})
+    if unknown:
+        raise ConfigError(
+            f"unknown option {unknown[0]!r}; known are: "
+            f"{', '.join(sorted(own | run_fields))}"
+        )
+    missing = [name for name in ("dataset", "batch_size", "epochs") if name not in options]
+    if missing:
+        raise ConfigError(f"Trainer needs {', '.join(missing)}")
+    run_options = {name: options[name] for name in options if name in run_fields}
+    run = session.run_config(options.get("config"), run_options)
+    return TrainerConfig(
+        run=run, **{name: options[name] for name in options if name in own}
+    )
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""

@@ -6,20 +6,39 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids
 
 LEAK_GRACE_S = 5.0
+FUZZ_EXAMPLES = 10_000
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile(
-    "fuzz", max_examples=10_000, deadline=None, print_blob=True, derandomize=False
+    "fuzz",
+    max_examples=FUZZ_EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(PROFILE)
 
 leaks.adopt_orphans()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under the profile `fuzz`, also raises the examples that a test set itself."""
+    if PROFILE != "fuzz":
+        return
+    for item in items:
+        function = getattr(item, "function", None)
+        if is_hypothesis_test(function):
+            own = function._hypothesis_internal_use_settings
+            function._hypothesis_internal_use_settings = settings(
+                own, max_examples=FUZZ_EXAMPLES
+            )
 
 
 @pytest.fixture(autouse=True)

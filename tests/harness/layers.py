@@ -33,6 +33,7 @@ LAYERS = {
     "elche.errors": Layer.PURE,
     "elche.monitor": Layer.PURE,
     "elche.comm": Layer.SHELL,
+    "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
     "elche.runtime": Layer.SHELL,
     "elche.bench": Layer.SURFACE,

@@ -1,0 +1,62 @@
+"""The fixed cost of a step: learned where the steps show it, else left alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elche.cadence.balancer import split_for_makespan
+from elche.cadence.time_model import TimeModel
+
+
+def test_before_any_step_nothing_is_predicted() -> None:
+    model = TimeModel()
+    assert (model.predict_s(32), model.fixed_samples) == (0.0, 0.0)
+    model.observe(32, 0.64)
+    assert model.predict_s(16) == pytest.approx(0.32)
+
+
+def test_varied_steps_show_the_fixed_cost() -> None:
+    model = TimeModel()
+    for samples in (32, 16, 24, 8) * 10:
+        model.observe(samples, 0.1 + 0.01 * samples)
+    assert model.fixed_samples == pytest.approx(10.0, rel=0.01)
+    assert model.predict_s(64) == pytest.approx(0.74, rel=0.01)
+
+
+def test_steps_of_one_size_keep_what_was_learned() -> None:
+    model = TimeModel()
+    for samples in (32, 16, 24, 8) * 5 + (32,) * 200:
+        model.observe(samples, 0.1 + 0.01 * samples)
+    assert model.fixed_samples == pytest.approx(10.0, rel=0.02)
+    for _ in range(30):  # three times slower: the shape stays, the level follows
+        model.observe(32, 3 * 0.42)
+    assert model.fixed_samples == pytest.approx(10.0, rel=0.02)
+    assert model.predict_s(16) == pytest.approx(3 * 0.26, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_is_not_taken_for_a_fixed_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    model = TimeModel()
+    for _ in range(60):
+        samples = rng.choice((28, 36))
+        model.observe(samples, 0.01 * samples * rng.uniform(0.6, 1.4))
+        assert model.fixed_samples == 0.0
+
+
+def test_larger_steps_in_less_time_show_nothing() -> None:
+    model = TimeModel()
+    for samples in (32, 16) * 10:
+        model.observe(samples, 10.0 / samples)
+    assert model.fixed_samples == 0.0
+    assert model.cost.value > 0.0
+
+
+def test_a_huge_batch_is_split_without_counting_its_samples() -> None:
+    """One sample after the other this would take hours."""
+    parts = split_for_makespan(10**11, [1.0, 4.0, 2.0], [1e10, 1e10, 0.0], 1)
+    assert sum(parts) == 10**11
+    ends = [1.0 * (1e10 + parts[0]), 4.0 * (1e10 + parts[1]), 2.0 * parts[2]]
+    assert max(ends) - min(ends) <= 4.0

@@ -154,6 +154,11 @@ def current_run() -> Run | None:
     return _process.run
 
 
+def current_emulation() -> EmulationHandle | None:
+    """The emulated device that `setup` attached, None for a real one."""
+    return _process.emulation
+
+
 def progress_samples() -> float:
     """Samples that the run has trained on, plus this window's planned ones so far.
 

@@ -1,0 +1,341 @@
+"""One contender of a comparison, as the program that every rank of it runs.
+
+All contenders share one loop, one data order, one learning rate rule and one emulation;
+they differ in what `_Contender` prepares. The clock of a run is rank 0's and stands still
+while the held-out set is evaluated, for every contender alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from elche import session
+from elche.demo.models import Workload, build_workload, learning_rate_scale
+from elche.errors import ConfigError
+from elche.monitor.trace import Span, spans_to_jsonl
+from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.environment import read_placement
+
+KINDS = ("solo", "ddp", "ddp-split", "elche")
+DDP_TIMEOUT_S = 120.0
+PROGRESS_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContenderSpec:
+    """What a contender trains on.
+
+    Attributes:
+        kind: one of `KINDS`; ``solo`` trains alone on every rank that it is given.
+        model: a workload's name.
+        samples: samples to train on.
+        out: directory for results.
+        batch_size: samples of a batch; of all ranks together for DDP.
+        segments: parts of the run, each followed by an evaluation.
+        seed: of parameters, data and order.
+        text: file or directory for language models.
+        policy: of elche.
+        shares: relative shares of a batch per rank, for ``ddp-split``.
+        max_seconds: end a solo run after so long.
+        learning_rate: instead of the workload's.
+        options: further settings of elche.
+    """
+
+    kind: str
+    model: str
+    samples: int
+    out: str
+    batch_size: int = 32
+    segments: int = 1
+    seed: int = 0
+    text: str | None = None
+    policy: str = "sync"
+    shares: tuple[float, ...] = ()
+    max_seconds: float | None = None
+    learning_rate: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"unknown contender {self.kind!r}; one of {KINDS}")
+        for name in ("samples", "batch_size", "segments"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    def to_json(self) -> str:
+        """The specification as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ContenderSpec:
+        """Reads what :meth:`to_json` wrote."""
+        values = json.loads(text)
+        values["shares"] = tuple(values["shares"])
+        return ContenderSpec(**values)
+
+
+class SegmentSampler(Sampler[int]):
+    """One shuffled order of the whole set, handed out in consecutive parts.
+
+    Each iteration yields the next part, so a run of several parts sees every sample
+    once, whoever trains it.
+    """
+
+    def __init__(self, num_samples: int, segments: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(num_samples, generator=generator)
+        self._parts = order.tensor_split(segments)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        part = self._parts[self._next % len(self._parts)]
+        self._next += 1
+        return iter(part.tolist())
+
+    def __len__(self) -> int:
+        return len(self._parts[self._next % len(self._parts)])
+
+
+class _SplitBatches(Sampler[list[int]]):
+    """Each rank's part of every global batch, by fixed shares."""
+
+    def __init__(
+        self, sampler: SegmentSampler, batch_size: int, shares: list[float], rank: int
+    ) -> None:
+        total = sum(shares)
+        edges = [round(batch_size * sum(shares[:r]) / total) for r in range(rank + 2)]
+        self._part = slice(edges[rank], edges[rank + 1])
+        self._sampler = sampler
+        self._batch_size = batch_size
+
+    @property
+    def part_size(self) -> int:
+        """Samples of this rank in every batch."""
+        return self._part.stop - self._part.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self._sampler:
+            batch.append(index)
+            if len(batch) == self._batch_size:
+                yield batch[self._part]
+                batch = []
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch_size
+
+
+class Contender:
+    """One rank of a contender.
+
+    Args:
+        spec: what to train.
+    """
+
+    def __init__(self, spec: ContenderSpec) -> None:
+        self.spec = spec
+        self._placement = read_placement()
+        self._rank = self._placement.rank
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.manual_seed(spec.seed)
+        self._workload = self._build_workload()
+        self._model = self._workload.model_fn().to(self._placement.device)
+        self._optimizer = self._workload.optimizer_fn(self._model.parameters())
+        self._sampler = SegmentSampler(spec.samples, spec.segments, spec.seed)
+        self._loss_scale = 1.0
+        self._done_samples = 0
+        self._train_s = 0.0
+        self._curve: list[tuple[float, float, float]] = []
+        self._spans: list[Span] = []
+        self._said_s = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Trains, and returns this rank's results."""
+        prepare: Callable[[], tuple[nn.Module, Any, EmulationHandle | None]] = {
+            "solo": self._alone,
+            "ddp": self._ddp,
+            "ddp-split": self._ddp,
+            "elche": self._elche,
+        }[self.spec.kind]
+        model, loader, emulation = prepare()
+        self._evaluate()
+        for _ in range(self.spec.segments):
+            self._segment(model, loader)
+            if self._out_of_time():
+                break
+            self._evaluate()
+        result = self._result(emulation)
+        if dist.is_initialized():
+            del model
+            dist.barrier()
+            dist.destroy_process_group()
+        return result
+
+    def _build_workload(self) -> Workload:
+        text = Path(self.spec.text) if self.spec.text else None
+        workload = build_workload(
+            self.spec.model, self.spec.seed, self.spec.samples, text
+        )
+        rate = self.spec.learning_rate
+        return workload if rate is None else workload.with_learning_rate(rate)
+
+    def _emulated(self) -> EmulationHandle | None:
+        if self._placement.speed is None:
+            return None
+        return emulate(
+            self._model,
+            EmulationConfig(
+                speed=self._placement.speed,
+                ms_per_sample=self._placement.ms_per_sample,
+            ),
+        )
+
+    def _alone(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
+        return self._model, self._plain_loader(), self._emulated()
+
+    def _plain_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._workload.train_dataset,
+            batch_size=self.spec.batch_size,
+            sampler=self._sampler,
+            drop_last=True,
+        )
+
+    def _ddp(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
+        """torch's DistributedDataParallel, batches split equally or by hand."""
+        world_size = self._placement.world_size
+        store = dist.FileStore(str(Path(self.spec.out) / "ddp-store"), world_size)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=DDP_TIMEOUT_S),
+        )
+        emulation = self._emulated()
+        shares = list(self.spec.shares) or [1.0] * world_size
+        batches = _SplitBatches(
+            self._sampler, self.spec.batch_size, shares, self._rank
+        )
+        mine = batches.part_size
+        self._loss_scale = mine * world_size / self.spec.batch_size
+        loader: DataLoader[Any] = DataLoader(
+            self._workload.train_dataset, batch_sampler=batches
+        )
+        return nn.parallel.DistributedDataParallel(self._model), loader, emulation
+
+    def _elche(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
+        model, _, loader = session.setup(
+            self._model,
+            self._optimizer,
+            self._plain_loader(),
+            epochs=self.spec.segments,
+            policy=self.spec.policy,
+            **self.spec.options,
+        )
+        return model, loader, session.current_emulation()
+
+    def _segment(self, model: nn.Module, loader: Any) -> None:
+        """One part of the run: the loop of `elche.setup`'s docstring, timed."""
+        began_s = time.monotonic()
+        loss = torch.zeros(())
+        waited_s = began_s
+        for batch in loader:
+            ready_s = time.monotonic()
+            self._follow_schedule()
+            loss = self._workload.loss_fn(model, batch) * self._loss_scale
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._note(waited_s, ready_s, len(batch[0]))
+            waited_s = time.monotonic()
+            if self._out_of_time(waited_s - began_s):
+                break
+        self._train_s += time.monotonic() - began_s
+        self._done_samples = self._progress_samples()
+
+    def _note(self, waited_s: float, ready_s: float, samples: int) -> None:
+        """Counts a batch, and records it where elche does not."""
+        now_s = time.monotonic()
+        if self.spec.kind != "elche":
+            everyone = self._placement.world_size if "ddp" in self.spec.kind else 1
+            whole = self.spec.batch_size if everyone > 1 else samples
+            self._done_samples += whole
+            for name, start_s, end_s in (
+                ("data wait", waited_s, ready_s),
+                ("batch", ready_s, now_s),
+            ):
+                span = Span(self._rank, name, name, start_s, end_s - start_s)
+                self._spans.append(span)
+        if self._rank == 0 and now_s - self._said_s > PROGRESS_EVERY_S:
+            self._said_s = now_s
+            print(json.dumps({"done": self._progress_samples()}), flush=True)
+
+    def _progress_samples(self) -> int:
+        if session.current_run() is None:
+            return self._done_samples
+        return round(session.progress_samples())
+
+    def _follow_schedule(self) -> None:
+        progress = min(1.0, self._progress_samples() / self.spec.samples)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._workload.learning_rate * learning_rate_scale(progress)
+
+    def _out_of_time(self, segment_s: float = 0.0) -> bool:
+        limit_s = self.spec.max_seconds
+        return limit_s is not None and self._train_s + segment_s >= limit_s
+
+    def _evaluate(self) -> None:
+        """The held-out loss, on rank 0; the others wait in the next part."""
+        if self._rank == 0:
+            loss = self._workload.evaluate(self._model)
+            self._curve.append((self._train_s, float(self._done_samples), loss))
+            print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
+
+    def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
+        run = session.current_run()
+        reports = [] if run is None else run.reports
+        spans = self._spans if run is None else run.worker.spans
+        path = Path(self.spec.out) / f"spans-{self._rank}.jsonl"
+        path.write_text(spans_to_jsonl(spans))
+        return {
+            "samples": self._done_samples,
+            "train_s": self._train_s,
+            "curve": self._curve,
+            "device": self._placement.device_name,
+            "nominal_s": emulation.nominal_s if emulation else 0.0,
+            "overrun_s": emulation.overrun_s if emulation else 0.0,
+            "windows": sum(report.windows for report in reports),
+            "sync_s": sum(report.sync_s for report in reports),
+            "busy_s": [sum(times) for times in zip(*(r.busy_s for r in reports))],
+            "shares": list(reports[-1].shares) if reports else [],
+            "anchor": reports[-1].anchor if reports else None,
+        }
+
+
+def main(path: str) -> None:
+    """Runs the contender that the file describes; writes ``result-RANK.json``."""
+    spec = ContenderSpec.from_json(Path(path).read_text())
+    contender = Contender(spec)
+    result = contender.run()
+    rank = read_placement().rank
+    (Path(spec.out) / f"result-{rank}.json").write_text(json.dumps(result))
+    session.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

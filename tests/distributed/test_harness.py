@@ -14,7 +14,8 @@ import torch
 from torch import distributed
 
 from tests.harness.rank_main import this_place
-from tests.harness.rank_pool import Outcome, RankCaseFailed, RankPool, pool_pids
+from tests.harness.rank_pool import RankPool, pool_pids
+from tests.harness.rank_process import Outcome, RankCaseFailed
 
 pytestmark = pytest.mark.distributed
 

@@ -341,8 +341,10 @@ class _Fitting:
         rank = session.rank()
         length = len(dataset)  # type: ignore[arg-type]
         start = round(length * sum(shares[:rank]))
-        stop = length if rank + 1 == len(shares) else round(
-            length * sum(shares[: rank + 1])
+        stop = (
+            length
+            if rank + 1 == len(shares)
+            else round(length * sum(shares[: rank + 1]))
         )
         size = self._config.eval_batch_size or self._config.batch_size
         collate = self._config.collate_fn or default_collate
@@ -421,7 +423,9 @@ def _trainer_config(options: dict[str, Any]) -> TrainerConfig:
             f"unknown option {unknown[0]!r}; known are: "
             f"{', '.join(sorted(own | run_fields))}"
         )
-    missing = [name for name in ("dataset", "batch_size", "epochs") if name not in options]
+    missing = [
+        name for name in ("dataset", "batch_size", "epochs") if name not in options
+    ]
     if missing:
         raise ConfigError(f"Trainer needs {', '.join(missing)}")
     run_options = {name: options[name] for name in options if name in run_fields}

@@ -239,6 +239,4 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts = flat.split([tensor.numel() for tensor in like])
-    return [
-        part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)
-    ]
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

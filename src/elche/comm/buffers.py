@@ -13,7 +13,6 @@ from torch import nn
 
 from elche.comm.process_group import Group
 
-
 SNAPSHOT_ELEMENTS = 65_536
 
 
@@ -145,6 +144,8 @@ def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Equal, where NaN equals NaN: a mask with NaN has not been written."""
     if torch.equal(buffer, value):
         return True
-    return buffer.shape == value.shape and torch.equal(
-        torch.nan_to_num(buffer), torch.nan_to_num(value)
-    ) and torch.equal(buffer.isnan(), value.isnan())
+    return (
+        buffer.shape == value.shape
+        and torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(value))
+        and torch.equal(buffer.isnan(), value.isnan())
+    )

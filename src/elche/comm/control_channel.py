@@ -34,9 +34,7 @@ class ControlChannel:
         rank: this rank.
     """
 
-    def __init__(
-        self, connection: socket.socket, codec: FrameCodec, rank: int
-    ) -> None:
+    def __init__(self, connection: socket.socket, codec: FrameCodec, rank: int) -> None:
         self._socket = connection
         self._codec = codec
         self._rank = rank

@@ -21,9 +21,7 @@ from elche.errors import CommunicationError
 class _ControlStore(dist.Store):
     """A rendezvous store behind the control channel, for one generation."""
 
-    def __init__(
-        self, channel: ControlChannel, prefix: str, timeout_s: float
-    ) -> None:
+    def __init__(self, channel: ControlChannel, prefix: str, timeout_s: float) -> None:
         super().__init__()
         self._channel = channel
         self._prefix = prefix

@@ -212,7 +212,7 @@ def _make_buckets(
         head_bytes += _bytes(parameters[head])
         head += int(head_bytes <= cap_bytes // 4)
     return [
-        *_fill(parameters[:head - 1 : -1], cap_bytes),
+        *_fill(parameters[: head - 1 : -1], cap_bytes),
         *_fill(parameters[head - 1 :: -1], max(cap_bytes // 4, 1)),
     ]
 
@@ -243,9 +243,7 @@ def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A view of ``flat`` with the parameter's shape, and its strides if dense."""
     if parameter.is_contiguous() or not _is_dense(parameter):
         return flat.view(parameter.shape)
-    return flat.as_strided(
-        parameter.shape, parameter.stride(), flat.storage_offset()
-    )
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.errors import ProtocolError
 
 LOOKAHEAD_S = 0.05
+MAX_AHEAD = 64
 SETTLED_WINDOWS = 8
 FEW_WINDOWS = 100
 
@@ -100,8 +101,13 @@ class CadencePolicy(Policy):
         self._draining = self._final = False
         self._reducing = {}
         instructions = self._open_window()
-        for rank in range(self._world_size):
-            instructions += self._top_up(rank, now_s)
+        granted = True
+        while granted:
+            granted = False
+            for rank in range(self._world_size):
+                first = self._top_up(rank, now_s, most=1)
+                instructions += first
+                granted |= bool(first)
         return Outcome(instructions + self._close_idle())
 
     def handle(self, event: Event, now_s: float) -> Outcome:
@@ -148,7 +154,9 @@ class CadencePolicy(Policy):
             instructions += self._top_up(rank, now_s)
         return instructions + self._close_idle()
 
-    def _top_up(self, rank: int, now_s: float) -> list[Instruction]:
+    def _top_up(
+        self, rank: int, now_s: float, most: int = MAX_AHEAD
+    ) -> list[Instruction]:
         """Leases a rank as many batches as its loader draws ahead, and some more."""
         instructions: list[Instruction] = []
         self._hungry.discard(rank)
@@ -157,8 +165,12 @@ class CadencePolicy(Policy):
         batch_s = self._batch_s(rank)
         ahead = self._members[rank].horizon_batches + 1
         if batch_s > 0:
-            ahead += min(64, max(1, math.ceil(LOOKAHEAD_S / batch_s)))
-        while self._ledger.pooled and self._ledger.leased(rank) < ahead:
+            ahead += min(MAX_AHEAD, max(1, math.ceil(LOOKAHEAD_S / batch_s)))
+        while (
+            self._ledger.pooled
+            and self._ledger.leased(rank) < ahead
+            and len(instructions) < most
+        ):
             if not self._finishes_in_time(rank, now_s):
                 self._hungry.add(rank)
                 break
@@ -170,13 +182,13 @@ class CadencePolicy(Policy):
 
     def _finishes_in_time(self, rank: int, now_s: float) -> bool:
         """Whether a rank would end one more batch about when all work ends."""
-        if not self._el_che.is_calibrated:
-            return True
         work, rate, earliest = float(self._ledger.pooled), 0.0, (math.inf, -1)
         finish_s = 0.0
+        calibrated = self._el_che.is_calibrated
         for other in range(self._world_size):
-            batch_s = self._batch_s(other)
-            begun = min(1.0, max(0.0, (now_s - self._last_done_s[other]) / batch_s))
+            batch_s = self._batch_s(other) or 1.0
+            begun_s = now_s - self._last_done_s[other] if calibrated else 0.0
+            begun = min(1.0, max(0.0, begun_s / batch_s))
             leased = self._ledger.leased(other)
             left = max(0.0, leased - begun) if leased else 0.0
             work += left
@@ -184,7 +196,7 @@ class CadencePolicy(Policy):
             earliest = min(earliest, ((left + 1.0) * batch_s, other))
             if other == rank:
                 finish_s = (left + 1.0) * batch_s
-        return finish_s <= work / rate + 0.5 * self._batch_s(rank) or (
+        return finish_s <= work / rate + 0.5 * (self._batch_s(rank) or 1.0) or (
             earliest[1] == rank
         )
 

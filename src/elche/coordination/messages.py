@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any, Union
 
 from elche.errors import ProtocolError
@@ -19,7 +19,6 @@ PROTOCOL_VERSION = 1
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +345,7 @@ def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
     return kind(**values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
@@ -369,8 +368,7 @@ def _checked(where: str, value: Any, hint: Any) -> Any:
         if len(value) != len(parts):
             raise ProtocolError(f"{where}: expected {len(parts)} items, got {value!r}")
         return tuple(
-            _checked(where, item, part)
-            for item, part in zip(value, parts, strict=True)
+            _checked(where, item, part) for item, part in zip(value, parts, strict=True)
         )
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

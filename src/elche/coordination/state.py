@@ -312,5 +312,3 @@ def _short(message: Event | Instruction) -> str:
         text = repr(getattr(message, field.name))
         parts.append(f"{field.name}={text if len(text) <= 60 else text[:57] + '...'}")
     return f"{type(message).__name__}({', '.join(parts)})"
-
-

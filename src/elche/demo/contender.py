@@ -1,8 +1,8 @@
 """One contender of a comparison, as the program that every rank of it runs.
 
 All contenders share one loop, one data order, one learning rate rule and one emulation;
-they differ in what `_Contender` prepares. The clock of a run is rank 0's and stands still
-while the held-out set is evaluated, for every contender alike.
+they differ in what `Contender` prepares. The clock of a run is rank 0's (a rank alone has
+its own) and stands still while the held-out set is evaluated, for every contender alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +21,22 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from elche import session
+from elche.demo.batches import SegmentSampler, SplitBatches
 from elche.demo.models import Workload, build_workload, learning_rate_scale
 from elche.errors import ConfigError
-from elche.monitor.trace import Span, spans_to_jsonl
+from elche.monitor.trace import (
+    BATCH,
+    DATA_WAIT,
+    EVALUATION,
+    Span,
+    spans_to_jsonl,
+)
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import read_placement
+from elche.runtime.transfer import to_device
 
 KINDS = ("solo", "ddp", "ddp-split", "elche")
 DDP_TIMEOUT_S = 120.0
@@ -86,57 +94,6 @@ class ContenderSpec:
         values = json.loads(text)
         values["shares"] = tuple(values["shares"])
         return ContenderSpec(**values)
-
-
-class SegmentSampler(Sampler[int]):
-    """One shuffled order of the whole set, handed out in consecutive parts.
-
-    Each iteration yields the next part, so a run of several parts sees every sample
-    once, whoever trains it.
-    """
-
-    def __init__(self, num_samples: int, segments: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(num_samples, generator=generator)
-        self._parts = order.tensor_split(segments)
-        self._next = 0
-
-    def __iter__(self) -> Iterator[int]:
-        part = self._parts[self._next % len(self._parts)]
-        self._next += 1
-        return iter(part.tolist())
-
-    def __len__(self) -> int:
-        return len(self._parts[self._next % len(self._parts)])
-
-
-class _SplitBatches(Sampler[list[int]]):
-    """Each rank's part of every global batch, by fixed shares."""
-
-    def __init__(
-        self, sampler: SegmentSampler, batch_size: int, shares: list[float], rank: int
-    ) -> None:
-        total = sum(shares)
-        edges = [round(batch_size * sum(shares[:r]) / total) for r in range(rank + 2)]
-        self._part = slice(edges[rank], edges[rank + 1])
-        self._sampler = sampler
-        self._batch_size = batch_size
-
-    @property
-    def part_size(self) -> int:
-        """Samples of this rank in every batch."""
-        return self._part.stop - self._part.start
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in self._sampler:
-            batch.append(index)
-            if len(batch) == self._batch_size:
-                yield batch[self._part]
-                batch = []
-
-    def __len__(self) -> int:
-        return len(self._sampler) // self._batch_size
 
 
 class Contender:
@@ -216,7 +173,7 @@ class Contender:
         )
 
     def _ddp(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
-        """torch's DistributedDataParallel, batches split equally or by hand."""
+        """Torch's DistributedDataParallel, batches split equally or by hand."""
         world_size = self._placement.world_size
         store = dist.FileStore(str(Path(self.spec.out) / "ddp-store"), world_size)
         dist.init_process_group(
@@ -228,9 +185,7 @@ class Contender:
         )
         emulation = self._emulated()
         shares = list(self.spec.shares) or [1.0] * world_size
-        batches = _SplitBatches(
-            self._sampler, self.spec.batch_size, shares, self._rank
-        )
+        batches = SplitBatches(self._sampler, self.spec.batch_size, shares, self._rank)
         mine = batches.part_size
         self._loss_scale = mine * world_size / self.spec.batch_size
         loader: DataLoader[Any] = DataLoader(
@@ -251,10 +206,11 @@ class Contender:
 
     def _segment(self, model: nn.Module, loader: Any) -> None:
         """One part of the run: the loop of `elche.setup`'s docstring, timed."""
+        self._wait_for_evaluation()
         began_s = time.monotonic()
-        loss = torch.zeros(())
         waited_s = began_s
         for batch in loader:
+            batch = self._to_device(batch)
             ready_s = time.monotonic()
             self._follow_schedule()
             loss = self._workload.loss_fn(model, batch) * self._loss_scale
@@ -265,8 +221,21 @@ class Contender:
             waited_s = time.monotonic()
             if self._out_of_time(waited_s - began_s):
                 break
+        if self._placement.device.type == "cuda":
+            torch.cuda.synchronize(self._placement.device)
         self._train_s += time.monotonic() - began_s
         self._done_samples = self._progress_samples()
+
+    def _wait_for_evaluation(self) -> None:
+        """Nobody trains while rank 0's clock stands still; elche waits by itself."""
+        if "ddp" in self.spec.kind:
+            dist.barrier()
+
+    def _to_device(self, batch: Any) -> Any:
+        """Moves a batch, where elche's loader has not done it."""
+        if self._placement.device.type == "cpu":
+            return batch
+        return to_device(batch, self._placement.device)
 
     def _note(self, waited_s: float, ready_s: float, samples: int) -> None:
         """Counts a batch, and records it where elche does not."""
@@ -276,12 +245,12 @@ class Contender:
             whole = self.spec.batch_size if everyone > 1 else samples
             self._done_samples += whole
             for name, start_s, end_s in (
-                ("data wait", waited_s, ready_s),
-                ("batch", ready_s, now_s),
+                (DATA_WAIT, waited_s, ready_s),
+                (BATCH, ready_s, now_s),
             ):
                 span = Span(self._rank, name, name, start_s, end_s - start_s)
                 self._spans.append(span)
-        if self._rank == 0 and now_s - self._said_s > PROGRESS_EVERY_S:
+        if self._reports() and now_s - self._said_s > PROGRESS_EVERY_S:
             self._said_s = now_s
             print(json.dumps({"done": self._progress_samples()}), flush=True)
 
@@ -299,17 +268,25 @@ class Contender:
         limit_s = self.spec.max_seconds
         return limit_s is not None and self._train_s + segment_s >= limit_s
 
+    def _reports(self) -> bool:
+        """Whether this rank evaluates and tells how far it is: rank 0, or alone."""
+        return self._rank == 0 or self.spec.kind == "solo"
+
     def _evaluate(self) -> None:
-        """The held-out loss, on rank 0; the others wait in the next part."""
-        if self._rank == 0:
-            loss = self._workload.evaluate(self._model)
-            self._curve.append((self._train_s, float(self._done_samples), loss))
-            print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
+        """The held-out loss; other ranks wait in the next part."""
+        if not self._reports():
+            return
+        began_s = time.monotonic()
+        loss = self._workload.evaluate(self._model)
+        took_s = time.monotonic() - began_s
+        self._spans.append(Span(self._rank, EVALUATION, EVALUATION, began_s, took_s))
+        self._curve.append((self._train_s, float(self._done_samples), loss))
+        print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
 
     def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
         run = session.current_run()
         reports = [] if run is None else run.reports
-        spans = self._spans if run is None else run.worker.spans
+        spans = self._spans if run is None else [*self._spans, *run.worker.spans]
         path = Path(self.spec.out) / f"spans-{self._rank}.jsonl"
         path.write_text(spans_to_jsonl(spans))
         return {
@@ -322,17 +299,23 @@ class Contender:
             "windows": sum(report.windows for report in reports),
             "sync_s": sum(report.sync_s for report in reports),
             "busy_s": [sum(times) for times in zip(*(r.busy_s for r in reports))],
+            "parameters": sum(p.numel() for p in self._model.parameters()),
             "shares": list(reports[-1].shares) if reports else [],
             "anchor": reports[-1].anchor if reports else None,
         }
 
 
 def main(path: str) -> None:
-    """Runs the contender that the file describes; writes ``result-RANK.json``."""
+    """Runs the contender that the file describes; writes ``result-RANK.json``.
+
+    What a rank says on standard error goes to ``stderr-RANK.txt``: who started it may
+    have a progress bar there, and shows the end of the file when the rank fails.
+    """
     spec = ContenderSpec.from_json(Path(path).read_text())
-    contender = Contender(spec)
-    result = contender.run()
     rank = read_placement().rank
+    with (Path(spec.out) / f"stderr-{rank}.txt").open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    result = Contender(spec).run()
     (Path(spec.out) / f"result-{rank}.json").write_text(json.dumps(result))
     session.shutdown()
 

@@ -59,7 +59,9 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     world_size = _int(environment, "WORLD_SIZE", 1)
     rank = _int(environment, "RANK", 0)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}")
+        raise ConfigError(
+            f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}"
+        )
     speed = environment.get("ELCHE_SPEED")
     local_rank = _int(environment, "LOCAL_RANK", rank)
     if speed is not None:

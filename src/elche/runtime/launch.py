@@ -186,9 +186,7 @@ async def _read_lines(
         take(rank, line.decode(errors="replace").rstrip("\n"))
 
 
-async def _end(
-    processes: Sequence[asyncio.subprocess.Process], grace_s: float
-) -> None:
+async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
     """Terminates what still runs, and kills what does not end in time."""
     running = [process for process in processes if process.returncode is None]
     for process in running:

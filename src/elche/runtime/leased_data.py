@@ -235,6 +235,6 @@ def _load_seeded(dataset: Any, keys: Sequence[Any], seeds: Sequence[int]) -> lis
 
 
 def _numpy_random() -> Any:
-    """numpy's global generator, if the program uses numpy at all."""
+    """Numpy's global generator, if the program uses numpy at all."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random

@@ -65,7 +65,7 @@ class SingleLoader(_LoaderLike):
             yield data if self._device.type == "cpu" else to_device(data, self._device)
 
     def _seeded(self) -> Iterator[Any]:
-        keys, sizes = enumerate_batches(self._loader)
+        keys, sizes = enumerate_batches(self._loader, self._epoch)
         positions = EpochPositions(keys, sizes, self._epoch, self._seed)
         if self._feed is None:
             self._feed = BatchFeed(self._loader, torch.Generator(), lambda: None)

@@ -69,16 +69,19 @@ class EpochPositions:
         )
 
 
-def enumerate_batches(loader: DataLoader[Any]) -> tuple[list[Any], BatchSizes]:
+def enumerate_batches(
+    loader: DataLoader[Any], epoch: int
+) -> tuple[list[Any], BatchSizes]:
     """Draws an epoch from the user's batch sampler (or sampler).
 
-    Draws the seed that a DataLoader draws first, so that the order is the one that a
-    plain loop over this loader would see.
+    Draws the seed that a DataLoader draws first (but persistent workers only once), so
+    that the order is the one that a plain loop over this loader would see.
 
     Raises:
         ConfigError: the sampler yields nothing.
     """
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if epoch == 0 or not loader.persistent_workers:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if loader.batch_sampler is None:
         batches = [[key] for key in loader.sampler]
     else:

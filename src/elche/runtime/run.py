@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from elche.comm.buffers import BufferAverager
 from elche.comm.process_group import broadcast_tensors
 from elche.comm.reducer import GradientReducer
 from elche.config import RunConfig
+from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
     BeginEpoch,
     EndEpoch,
@@ -23,7 +25,6 @@ from elche.coordination.messages import (
     Failed,
     Welcome,
 )
-from elche.coordination.ledger import BatchSizes
 from elche.errors import CommunicationError, ElcheError
 from elche.runtime.agreement import describe, join_event, min_share_samples
 from elche.runtime.cadence_epoch import CadenceEpoch
@@ -69,7 +70,7 @@ class Run:
         self._feed: BatchFeed[Any] | None = None
         self._batch_cost = CostEstimate()
         self._epoch = -1
-        self._iteration: Iterator[Any] | None = None
+        self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._under_way: SyncEpoch | CadenceEpoch | None = None
         self._samples_before = 0
         self._pending_error: ElcheError | None = None
@@ -145,11 +146,11 @@ class Run:
         """Opens the next epoch on all ranks and hands out this rank's part."""
         if self._closed:
             raise CommunicationError("this run has ended; call elche.setup again")
-        if self._iteration is not None:
-            self._iteration.close()  # type: ignore[attr-defined]
+        self._end_iteration()
         self.check()
-        self._iteration = self._run_epoch()
-        return self._iteration
+        iteration = self._run_epoch()
+        self._iteration = weakref.ref(iteration)
+        return iteration
 
     def close(self, farewell: Event) -> None:
         """Leaves the run. May be called twice."""
@@ -157,13 +158,20 @@ class Run:
             return
         if isinstance(farewell, Failed):
             self._closed = True
-        elif self._iteration is not None:
-            self._iteration.close()  # type: ignore[attr-defined]
+        else:
+            self._end_iteration()
         self._closed = True
         if self._reducer is not None:
             self._reducer.detach()
         self._feed = None
         self.worker.close(farewell)
+
+    def _end_iteration(self) -> None:
+        """Ends an epoch that the loop has left but still holds an iterator of."""
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None:
+            iteration.close()
+        self._iteration = None
 
     def _attach(self) -> None:
         """Builds what the policy needs, and gives this rank its own randomness."""
@@ -203,7 +211,7 @@ class Run:
         if self._under_way is not None:
             self._under_way.refill()
 
-    def _run_epoch(self) -> Iterator[Any]:
+    def _run_epoch(self) -> Generator[Any, None, None]:
         positions = self._open_epoch()
         assert self._feed is not None
         self._feed.start()
@@ -225,7 +233,7 @@ class Run:
         worker = self.worker
         keys, sizes = None, None
         if worker.rank == 0:
-            keys, sizes = enumerate_batches(self._loader)
+            keys, sizes = enumerate_batches(self._loader, self._epoch)
         worker.send(
             EpochOpened(
                 rank=worker.rank,

@@ -15,7 +15,14 @@ import torch
 
 from elche.comm.control_channel import ControlChannel
 from elche.comm.process_group import Group
-from elche.coordination.messages import Abort, Event, Instruction, Welcome
+from elche.coordination.messages import (
+    Abort,
+    Event,
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+    Welcome,
+)
 from elche.errors import (
     CommunicationError,
     DeadlineError,
@@ -89,9 +96,7 @@ class Worker:
             self._raise_if_abort(instruction)
             handle(instruction)
 
-    def receive(
-        self, handle: Callable[[Instruction], None], waiting_for: str
-    ) -> None:
+    def receive(self, handle: Callable[[Instruction], None], waiting_for: str) -> None:
         """Waits for one instruction and handles it."""
         instruction = self._channel.receive(self.timeout_s, waiting_for)
         self._raise_if_abort(instruction)
@@ -102,8 +107,16 @@ class Worker:
         self._channel.wait_readable(timeout_s)
 
     def expect(self, kind: type[Wanted], waiting_for: str) -> Wanted:
-        """Waits for an instruction of one kind; nothing else may come first."""
-        instruction = self._channel.receive(self.timeout_s, waiting_for)
+        """Waits for an instruction of one kind.
+
+        Grants of an epoch that the loop has left are passed over; nothing else may
+        come first.
+        """
+        instruction: Instruction | None = None
+        while instruction is None or isinstance(
+            instruction, (GrantSteps, GrantBatches)
+        ):
+            instruction = self._channel.receive(self.timeout_s, waiting_for)
         self._raise_if_abort(instruction)
         if not isinstance(instruction, kind):
             raise ProtocolError(

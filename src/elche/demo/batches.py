@@ -1,0 +1,68 @@
+"""The order of samples that all contenders share, and a batch split among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+
+def split_edges(batch_size: int, shares: Sequence[float]) -> list[int]:
+    """Where each rank's part of a batch begins and ends: ``len(shares) + 1`` edges."""
+    total = sum(shares)
+    return [round(batch_size * sum(shares[:r]) / total) for r in range(len(shares) + 1)]
+
+
+class SegmentSampler(Sampler[int]):
+    """One shuffled order of the whole set, handed out in consecutive parts.
+
+    Each iteration yields the next part, so a run of several parts sees every sample
+    once, whoever trains it.
+    """
+
+    def __init__(self, num_samples: int, segments: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(num_samples, generator=generator)
+        self._parts = order.tensor_split(segments)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        part = self._parts[self._next % len(self._parts)]
+        self._next += 1
+        return iter(part.tolist())
+
+    def __len__(self) -> int:
+        return len(self._parts[self._next % len(self._parts)])
+
+
+class SplitBatches(Sampler[list[int]]):
+    """Each rank's part of every global batch, by fixed shares."""
+
+    def __init__(
+        self,
+        sampler: SegmentSampler,
+        batch_size: int,
+        shares: Sequence[float],
+        rank: int,
+    ) -> None:
+        edges = split_edges(batch_size, shares)
+        self._part = slice(edges[rank], edges[rank + 1])
+        self._sampler = sampler
+        self._batch_size = batch_size
+
+    @property
+    def part_size(self) -> int:
+        """Samples of this rank in every batch."""
+        return self._part.stop - self._part.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self._sampler:
+            batch.append(index)
+            if len(batch) == self._batch_size:
+                yield batch[self._part]
+                batch = []
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch_size

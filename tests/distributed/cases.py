@@ -1,0 +1,288 @@
+"""What ranks run in the distributed tests, and the same work in one plain process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import elche
+from elche import session
+
+
+class Numbered(Dataset[Any]):
+    """Samples that carry their own index, and a draw of each generator."""
+
+    def __init__(self, length: int, features: int = 6, dtype: str = "float32") -> None:
+        generator = torch.Generator().manual_seed(7)
+        kind = getattr(torch, dtype)
+        self.x = torch.randn(length, features, generator=generator).to(kind)
+        self.y = torch.randint(3, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        draw = torch.rand(()).item() + random.random()
+        return self.x[index], self.y[index], index, draw
+
+
+class EveryOther(Sampler[int]):
+    """A user's own sampler: even positions, backwards."""
+
+    def __init__(self, length: int) -> None:
+        self.indices = list(range(0, length, 2))[::-1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Uneven(Sampler[list[int]]):
+    """A user's own batch sampler: batches of growing size."""
+
+    def __init__(self, length: int) -> None:
+        edges, at, size = [], 0, 1
+        while at < length:
+            edges.append(list(range(at, min(length, at + size))))
+            at += size
+            size = size % 5 + 1
+        self.batches = edges
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train, in one process or on several."""
+
+    samples: int = 100
+    batch_size: int = 16
+    epochs: int = 2
+    dtype: str = "float32"
+    optimizer: str = "sgd"
+    model: str = "mlp"
+    shuffle: bool = True
+    drop_last: bool = False
+    sampler: str | None = None
+    num_workers: int = 0
+    persistent_workers: bool = False
+    loop: str = "plain"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    """Model, optimizer and loader, the same at every call."""
+    torch.manual_seed(3)
+    random.seed(3)
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "mlp": lambda: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)),
+        "norm": lambda: nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        ),
+        "unused": lambda: _Unused(),
+        "tied": lambda: _Tied(),
+    }
+    model = layers[task.model]().to(getattr(torch, task.dtype))
+    optimizer: torch.optim.Optimizer
+    if task.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    dataset = Numbered(task.samples, dtype=task.dtype)
+    order = torch.Generator().manual_seed(11)
+    workers: dict[str, Any] = {"num_workers": task.num_workers, "generator": order}
+    if task.num_workers:
+        workers["persistent_workers"] = task.persistent_workers
+    if task.sampler == "uneven":
+        loader = DataLoader(dataset, batch_sampler=Uneven(task.samples), **workers)
+    elif task.sampler == "every-other":
+        loader = DataLoader(
+            dataset, task.batch_size, sampler=EveryOther(task.samples), **workers
+        )
+    else:
+        loader = DataLoader(
+            dataset,
+            task.batch_size,
+            shuffle=task.shuffle,
+            drop_last=task.drop_last,
+            **workers,
+        )
+    return model, optimizer, loader
+
+
+class _Unused(nn.Module):
+    """One parameter that nothing uses, and one that only odd samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.never = nn.Parameter(torch.ones(4))
+        self.sometimes = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        chosen = x[:, 0] > 0.5
+        if bool(chosen.any()):
+            out = out.clone()
+            out[chosen] = out[chosen] + self.sometimes(x[chosen])
+        return out
+
+
+class _Tied(nn.Module):
+    """A weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.second(torch.tanh(self.first(x))))
+        return out
+
+
+@dataclass
+class Trace:
+    """What a process saw and holds at the end."""
+
+    rank: int = 0
+    orders: list[list[int]] = field(default_factory=list)
+    batch_sizes: list[list[int]] = field(default_factory=list)
+    draws: dict[tuple[int, int], float] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    length: int = 0
+    shares: list[tuple[float, ...]] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    mask: float = 0.0
+
+
+def plain(task: Task) -> Trace:
+    """The task in this process, by plain PyTorch alone."""
+    model, optimizer, loader = build(task)
+    return _loop(task, model, optimizer, loader)
+
+
+def shared(task: Task) -> Trace:
+    """The task on this rank of a run."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    trace = _loop(task, model, optimizer, loader)
+    run = session.current_run()
+    if run is not None:
+        trace.shares = [report.shares for report in run.reports]
+        trace.windows = [report.windows for report in run.reports]
+        trace.anchors = [report.anchor for report in run.reports]
+    trace.rank = elche.rank()
+    trace.mask = float(torch.rand(()))
+    elche.shutdown()
+    return trace
+
+
+def _loop(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> Trace:
+    trace = Trace(length=len(loader))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    for epoch in range(task.epochs):
+        order: list[int] = []
+        sizes: list[int] = []
+        for number, (x, y, index, draw) in enumerate(loader):
+            run = session.current_run()
+            if run is None or run.samples_in_hand:
+                order += index.tolist()
+                sizes.append(len(x))
+                for i, value in zip(index.tolist(), draw.tolist(), strict=True):
+                    trace.draws[epoch, i] = value
+            trace.progress.append(session.progress_samples())
+            loss = F.cross_entropy(model(x), y)
+            _step(task.loop, number, loss, model, optimizer, scaler)
+            if task.loop == "break" and number == 2:
+                break
+        trace.orders.append(order)
+        trace.batch_sizes.append(sizes)
+    trace.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return trace
+
+
+def _step(
+    kind: str,
+    number: int,
+    loss: torch.Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """One step of the user's loop, in its variants."""
+    if kind == "accumulate":
+        (loss / 2).backward()
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    elif kind == "accumulate-in-place":
+        (loss / 2).backward()
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    elif kind == "clip":
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    elif kind == "scaler":
+        _scaled_step(number, loss, model, optimizer, scaler)
+    else:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _scaled_step(
+    number: int,
+    loss: torch.Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """A GradScaler loop; on the last rank one step overflows, so all must skip it."""
+    if number == 1 and elche.rank() == elche.world_size() - 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Relative L2 difference of all float tensors of two states."""
+    a = torch.cat([v.double().flatten() for v in one.values()])
+    b = torch.cat([v.double().flatten() for v in other.values()])
+    return float((a - b).norm() / b.norm())
+
+
+def identical(states: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether all states are equal to the bit."""
+    first = states[0]
+    return all(
+        first.keys() == state.keys()
+        and all(torch.equal(first[name], state[name]) for name in first)
+        for state in states
+    )

@@ -1,0 +1,178 @@
+"""Policy `sync` is single-device training on the union batch, whatever the shares."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task, Trace, difference, identical, plain, shared
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+FOUR_TO_ONE = [
+    {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},
+    {"ELCHE_SPEED": "0.25", "ELCHE_MS_PER_SAMPLE": "0.2"},
+]
+
+
+def _positions(traces: list[Trace], epoch: int) -> list[int]:
+    return sorted(index for trace in traces for index in trace.orders[epoch])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "bound"),
+    [
+        ("float32", "sgd", 1e-6),
+        ("float32", "adamw", 1e-6),
+        ("float64", "sgd", 1e-13),
+        ("float64", "adamw", 1e-13),
+    ],
+)
+def test_unequal_shares_equal_one_process(
+    ranks2: RankPool, dtype: str, optimizer: str, bound: float
+) -> None:
+    task = Task(
+        samples=1600,
+        batch_size=32,
+        epochs=1,
+        dtype=dtype,
+        optimizer=optimizer,
+        options={"policy": "sync", "speed_hints": (1.0, 0.25)},
+    )
+    reference = plain(task)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    assert len(reference.batch_sizes[0]) == 50
+    assert traces[0].shares[0][0] > 0.7
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= bound
+
+
+@pytest.mark.parametrize("loop", ["accumulate", "accumulate-in-place", "clip"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_loops_behave_as_in_one_process(
+    ranks3: RankPool, loop: str, optimizer: str
+) -> None:
+    task = Task(
+        samples=96,
+        dtype="float64",
+        loop=loop,
+        optimizer=optimizer,
+        options={"policy": "sync"},
+    )
+    reference = plain(task)
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= 1e-12
+
+
+def test_scaler_skips_together(ranks2: RankPool) -> None:
+    task = Task(samples=96, loop="scaler", options={"policy": "sync"})
+    reference = plain(task)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= 1e-6
+
+
+def test_break_behaves_as_in_one_process(ranks2: RankPool) -> None:
+    task = Task(
+        samples=160,
+        dtype="float64",
+        loop="break",
+        epochs=3,
+        shuffle=False,
+        options={"policy": "sync"},
+    )
+    reference = plain(task)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= 1e-12
+    for epoch in range(3):
+        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
+
+
+@pytest.mark.parametrize("model", ["unused", "tied"])
+def test_unused_and_tied_parameters(ranks3: RankPool, model: str) -> None:
+    task = Task(
+        samples=50,
+        batch_size=4,
+        dtype="float64",
+        model=model,
+        optimizer="adamw",
+        options={"policy": "sync"},
+    )
+    reference = plain(task)
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= 1e-12
+
+
+def test_small_buckets_change_nothing(ranks2: RankPool) -> None:
+    task = Task(dtype="float64", options={"policy": "sync", "bucket_cap_mb": 1e-5})
+    reference = plain(task)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert difference(traces[0].state, reference.state) <= 1e-12
+
+
+TASKS = [
+    Task(samples=101, batch_size=16),
+    Task(samples=101, batch_size=16, drop_last=True),
+    Task(samples=7, batch_size=2),
+    Task(samples=60, batch_size=8, sampler="every-other"),
+    Task(samples=60, sampler="uneven"),
+    Task(samples=64, batch_size=8, shuffle=False, num_workers=2),
+    Task(samples=64, batch_size=8, num_workers=1, persistent_workers=True),
+]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_every_position_once_in_the_users_order(ranks3: RankPool, task: Task) -> None:
+    reference = plain(task)
+    task = dataclasses.replace(task, options={"policy": "sync"})
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    for epoch in range(task.epochs):
+        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
+        steps = [iter(trace.orders[epoch]) for trace in traces]
+        assert all(steps)
+    assert {trace.length for trace in traces} == {reference.length}
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= 1e-5
+
+
+def test_batch_norm_buffers_stay_equal(ranks3: RankPool) -> None:
+    task = Task(samples=101, batch_size=8, model="norm", options={"policy": "sync"})
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    state = traces[0].state
+    assert int(state["1.num_batches_tracked"]) == 2 * 13
+    assert float(state["1.running_var"].min()) > 0
+
+
+def test_progress_is_the_same_on_every_rank(ranks2: RankPool) -> None:
+    task = Task(samples=64, batch_size=16, options={"policy": "sync"})
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert traces[0].progress == traces[1].progress == [0, 16, 32, 48, 64, 80, 96, 112]
+
+
+def test_augmentation_draws_by_position(ranks2: RankPool) -> None:
+    options = {"policy": "sync", "seed": 5}
+    task = Task(samples=40, batch_size=8, epochs=2, options=options)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    alone = shared(task)
+    drawn = traces[0].draws | traces[1].draws
+    assert drawn.keys() == alone.draws.keys()
+    ours = [sorted(v for (e, _), v in drawn.items() if e == epoch) for epoch in (0, 1)]
+    other = [
+        sorted(v for (e, _), v in alone.draws.items() if e == epoch) for epoch in (0, 1)
+    ]
+    assert ours == other
+    assert ours[0] != ours[1]
+
+
+def test_ranks_draw_different_masks(ranks3: RankPool) -> None:
+    traces = ranks3.run(
+        shared, Task(options={"policy": "sync"}), case_setup=serve_in_thread
+    )
+    assert len({trace.mask for trace in traces}) == 3

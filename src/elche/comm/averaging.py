@@ -1,15 +1,15 @@
 """Parameter averaging at the end of a window.
 
-Each rank sends its weighted drift from the common parameters θ_k, and with it, if asked,
-the tensors of its optimizer's state, in one message per dtype. Both travel through a host
-buffer that is made once, so CPU and CUDA ranks meet with the same arithmetic. The sum is
-out of place: until it has arrived the rank's own parameters and θ_k are untouched, so a
-reduction that fails can be redone or replaced by another rank's result. Cost: two model
-copies (θ_k and the message), one more for an outer momentum, and one per averaged state
-tensor.
+Each rank sends its weighted drift from the common parameters θ_k, and with it, if
+asked, the tensors of its optimizer's state, in one message per dtype. Both travel
+through a host buffer that is made once, so CPU and CUDA ranks meet with the same
+arithmetic. The sum is out of place: until it has arrived the rank's own parameters and
+θ_k are untouched, so a reduction that fails can be redone or replaced by another rank's
+result. Cost: two model copies (θ_k and the message), one more for an outer momentum,
+and one per averaged state tensor.
 
-Float buffers that changed (BatchNorm statistics) are overwritten by their plain mean over
-the ranks that trained, never through a drift; counters by the sum of increments.
+Float buffers that changed (BatchNorm statistics) are overwritten by their plain mean
+over the ranks that trained, never through a drift; counters by the sum of increments.
 """
 
 from __future__ import annotations

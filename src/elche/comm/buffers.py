@@ -20,8 +20,8 @@ class BufferWatch:
     """Tells which buffers of a model were written since the last mark.
 
     torch's batch norm writes its running statistics without raising their version, so
-    versions alone do not tell: buffers of tracking norm layers in training mode count as
-    written, and small buffers on the CPU are compared by value.
+    versions alone do not tell: buffers of tracking norm layers in training mode count
+    as written, and small buffers on the CPU are compared by value.
 
     Args:
         model: the model; its present buffers are looked up at every call.

@@ -3,8 +3,8 @@
 The drift Δ_r = θ_k − θ_r of a rank is what its local steps added, with the sign of a
 gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averaging).
 ``nesterov`` takes a step of Nesterov momentum along the mean drift, as DiLoCo
-(arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker than
-DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
+(arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker
+than DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
 (`docs/decisions.md`, "outer step").
 """
 

@@ -75,7 +75,7 @@ class Group:
         Raises:
             CommunicationError: the ranks did not come together in time.
         """
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen)]
         options._threads = 2

@@ -151,7 +151,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.pending = set(range(len(bucket.parameters)))
             bucket.ready = set()
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._finish)
 
     def _launch_next(self) -> None:

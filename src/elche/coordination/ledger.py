@@ -202,9 +202,8 @@ class EpochLedger:
             places.extend(part)
         at = 0
         for start, stop in sorted(places):
-            assert start == at and stop > start, (
-                f"batch {at}: expected once, places are {sorted(places)}"
-            )
+            assert start == at, f"batch {at}: expected once, in {sorted(places)}"
+            assert stop > start, f"an empty range in {sorted(places)}"
             at = stop
         assert at == self.sizes.num_batches, (
             f"batches {at}..{self.sizes.num_batches - 1} are nowhere"

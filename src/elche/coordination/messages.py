@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Union
 
 from elche.errors import ProtocolError
@@ -275,32 +274,32 @@ class Abort:
     kind: str = "remote"
 
 
-Event = Union[
-    Join,
-    EpochOpened,
-    StepsDone,
-    BatchDone,
-    WindowClosed,
-    WindowReduced,
-    EpochLeft,
-    BarrierReached,
-    Failed,
-    Left,
-    Disconnected,
-    Tick,
-]
-Instruction = Union[
-    Welcome,
-    BeginEpoch,
-    GrantSteps,
-    GrantBatches,
-    OpenWindow,
-    CloseWindow,
-    Reduce,
-    EndEpoch,
-    BarrierPassed,
-    Abort,
-]
+Event = (
+    Join
+    | EpochOpened
+    | StepsDone
+    | BatchDone
+    | WindowClosed
+    | WindowReduced
+    | EpochLeft
+    | BarrierReached
+    | Failed
+    | Left
+    | Disconnected
+    | Tick
+)
+Instruction = (
+    Welcome
+    | BeginEpoch
+    | GrantSteps
+    | GrantBatches
+    | OpenWindow
+    | CloseWindow
+    | Reduce
+    | EndEpoch
+    | BarrierPassed
+    | Abort
+)
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)

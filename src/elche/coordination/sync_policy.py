@@ -109,8 +109,8 @@ class SyncPolicy(Policy):
             others = sorted(set(range(self._world_size)) - set(self._left))
             return (
                 f"ranks {others} to leave epoch {self._epoch}, as ranks "
-                f"{sorted(self._left)} did after step {min(self._left.values())}; under "
-                "policy 'sync' a loop must be left at the same step on every rank"
+                f"{sorted(self._left)} did after step {min(self._left.values())}; "
+                "under policy 'sync' a loop must be left at the same step on every rank"
             )
         silent = [rank for rank, reports in self._reports.items() if not reports]
         return f"steps of ranks {silent} in epoch {self._epoch}"

@@ -246,7 +246,7 @@ class _BackwardPass:
 
 
 def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = tensor.register_hook(hook)
     return handle
 
 

@@ -1,8 +1,8 @@
 """What this process is in the run: read from the environment that its launcher set.
 
-`elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` and
-elche starts its coordinator beside rank 0; a plain ``python script.py`` sets nothing and
-is a run of one rank.
+`elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
+and elche starts its coordinator beside rank 0; a plain ``python script.py`` sets
+nothing and is a run of one rank.
 """
 
 from __future__ import annotations

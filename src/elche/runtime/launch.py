@@ -167,7 +167,7 @@ async def _supervise(
         if stopped in done or not done:
             break
         for task in done:
-            rank = waits.pop(task)  # type: ignore[arg-type]
+            rank = waits.pop(task)
             if processes[rank].returncode and math.isinf(deadline_s):
                 deadline_s = time.monotonic() + GRACE_S
     stopped.cancel()

@@ -1,9 +1,10 @@
 """The user's DataLoader, driven by leases instead of its own sampler.
 
 A torch DataLoader draws index batches ahead of their use, cannot be told to wait, and
-ends for good when its sampler does. So the sampler here never blocks: where no lease has
-come yet it yields an empty batch, which costs nothing, comes out as :data:`NO_BATCH`, and
-lets the loader draw again. Dataset, collate function, workers and pinning are the user's.
+ends for good when its sampler does. So the sampler here never blocks: where no lease
+has come yet it yields an empty batch, which costs nothing, comes out as
+:data:`NO_BATCH`, and lets the loader draw again. Dataset, collate function, workers and
+pinning are the user's.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class LeasedCollate:
     single: bool = False
 
     def __call__(self, data: Any) -> Any:
+        """Collates what the dataset gave."""
         if data is NO_BATCH:
             return NO_BATCH
         return self.collate(data[0] if self.single else data)

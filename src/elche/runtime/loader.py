@@ -34,8 +34,8 @@ class RunLoader(_LoaderLike):
     """Hands out this rank's part of each epoch of a run.
 
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
-    rank gets whole batches, as many as its speed allows, so a loop body runs a different
-    number of times on each rank. ``len()`` is the single-process length.
+    rank gets whole batches, as many as its speed allows, so a loop body runs a
+    different number of times on each rank. ``len()`` is the single-process length.
     """
 
     def __init__(self, loader: DataLoader[Any], run: Run) -> None:

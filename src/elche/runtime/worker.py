@@ -1,7 +1,8 @@
 """A worker's shell: carries out instructions, decides nothing.
 
-One per rank, in the training thread. Everything happens where the loop asks for the next
-batch; messages are sent one way and read without waiting, except in the named waits.
+One per rank, in the training thread. Everything happens where the loop asks for the
+next batch; messages are sent one way and read without waiting, except in the named
+waits.
 """
 
 from __future__ import annotations

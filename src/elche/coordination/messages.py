@@ -309,6 +309,11 @@ FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)
 }
 
+_HINTS: dict[str, dict[str, Any]] = {
+    name: typing.get_type_hints(kind)
+    for name, kind in (*FROM_WORKERS.items(), *FROM_COORDINATOR.items())
+}
+
 
 def to_wire(message: Event | Instruction) -> dict[str, Any]:
     """A message as plain values that msgpack carries."""
@@ -332,7 +337,7 @@ def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
     kind = known.get(str(wire.get("type")))
     if kind is None:
         raise ProtocolError(f"unknown message type {wire.get('type')!r}")
-    hints = _hints(kind)
+    hints = _HINTS[kind.__name__]
     if set(wire) - {"type"} != set(hints):
         raise ProtocolError(
             f"{kind.__name__}: expected fields {sorted(hints)}, got {sorted(wire)}"
@@ -342,11 +347,6 @@ def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
         for name, hint in hints.items()
     }
     return kind(**values)
-
-
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _checked(where: str, value: Any, hint: Any) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 from elche import __version__
 from elche.config import POLICIES
-from elche.errors import ElcheError
+from elche.errors import ConfigError, ElcheError
 
 
 class _Friendly(click.Group):
@@ -37,6 +40,21 @@ def _numbers(
     if not all(0 < number < float("inf") for number in numbers):
         raise click.BadParameter(f"expected positive numbers, got {text!r}")
     return numbers
+
+
+@contextlib.contextmanager
+def _as_command() -> Iterator[None]:
+    """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
+    from elche.demo.report import log_to_stderr
+
+    try:
+        with log_to_stderr():
+            yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted; all ranks have ended", err=True)
+        sys.exit(130)
 
 
 @click.group(cls=_Friendly)
@@ -100,6 +118,34 @@ def run(
             err=True,
         )
     sys.exit(result.exit_code)
+
+
+@main.command()
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="File or directory to learn; default: the standard library's sources.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("elche-demo"),
+    show_default=True,
+    help="Directory for the table, the picture and the trace.",
+)
+@click.option(
+    "--seconds",
+    type=float,
+    default=20.0,
+    show_default=True,
+    help="Training time of both devices together; the demo takes about ten times it.",
+)
+def demo(text: Path | None, out: Path, seconds: float) -> None:
+    """Train a small GPT on two unequal devices: alone, with PyTorch, with elche."""
+    from elche.demo.demo import DemoConfig, run_demo
+
+    with _as_command():
+        run_demo(DemoConfig(out=out, text=text, seconds=seconds))
 
 
 if __name__ == "__main__":

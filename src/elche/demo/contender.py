@@ -1,8 +1,9 @@
 """One contender of a comparison, as the program that every rank of it runs.
 
-All contenders share one loop, one data order, one learning rate rule and one emulation;
-they differ in what `Contender` prepares. The clock of a run is rank 0's (a rank alone has
-its own) and stands still while the held-out set is evaluated, for every contender alike.
+All contenders share one loop, one data order, one learning rate rule and one
+emulation; they differ in what `Contender` prepares. The clock of a run is rank 0's (a
+rank alone has its own) and stands still while the held-out set is evaluated, for every
+contender alike.
 """
 
 from __future__ import annotations
@@ -298,7 +299,9 @@ class Contender:
             "overrun_s": emulation.overrun_s if emulation else 0.0,
             "windows": sum(report.windows for report in reports),
             "sync_s": sum(report.sync_s for report in reports),
-            "busy_s": [sum(times) for times in zip(*(r.busy_s for r in reports))],
+            "busy_s": [
+                sum(times) for times in zip(*(r.busy_s for r in reports), strict=True)
+            ],
             "parameters": sum(p.numel() for p in self._model.parameters()),
             "shares": list(reports[-1].shares) if reports else [],
             "anchor": reports[-1].anchor if reports else None,

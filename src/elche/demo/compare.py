@@ -1,0 +1,234 @@
+"""Runs contenders one after the other on the same devices, and reads their results."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elche.demo.contender import ContenderSpec
+from elche.errors import ConfigError, RemoteRankError
+from elche.monitor.trace import Span, spans_from_jsonl
+from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
+
+BATCH_SIZE = 32
+MS_PER_SAMPLE = 1.25
+STDERR_TAIL_LINES = 25
+
+OnProgress = Callable[[int, float], None]
+"""Called with a rank and the samples that it, or the run, has trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a comparison runs on: emulated devices, or real ones.
+
+    Attributes:
+        speeds: relative speeds of emulated devices; empty for real ones.
+        names: real devices, such as ``("cuda:0", "cpu")``; empty for emulated ones.
+        ms_per_sample: an emulated device's time per sample at speed 1.
+
+    Raises:
+        ConfigError: on both or neither, or a speed or time that is not positive.
+    """
+
+    speeds: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+    ms_per_sample: float = MS_PER_SAMPLE
+
+    def __post_init__(self) -> None:
+        if bool(self.speeds) == bool(self.names):
+            raise ConfigError("expected either speeds of emulated devices, or devices")
+        for value in (*self.speeds, self.ms_per_sample):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(
+                    "expected positive speeds and milliseconds per sample, such as"
+                    f" --speeds 1,0.25 --ms-per-sample 1.25; got {value!r}"
+                )
+
+    @property
+    def count(self) -> int:
+        """How many devices."""
+        return len(self.speeds or self.names)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether they are emulated."""
+        return bool(self.speeds)
+
+    @property
+    def nominal_samples_per_s(self) -> tuple[float, ...]:
+        """Declared samples per second of each emulated device."""
+        return tuple(1e3 / self.ms_per_sample * speed for speed in self.speeds)
+
+    def only(self, index: int) -> Devices:
+        """One of them."""
+        return replace(
+            self,
+            speeds=self.speeds[index : index + 1],
+            names=self.names[index : index + 1],
+        )
+
+
+@dataclass(frozen=True)
+class ContenderRun:
+    """What one contender's run left.
+
+    Attributes:
+        name: the contender.
+        ranks: what each rank wrote, see `Contender`.
+        spans: what all ranks did, if asked for.
+    """
+
+    name: str
+    ranks: tuple[dict[str, Any], ...]
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+
+    def rate(self, rank: int = 0) -> float:
+        """Samples per second, of the run or of a rank that trains alone."""
+        result = self.ranks[rank]
+        return float(result["samples"] / result["train_s"])
+
+    def curve(self, rank: int = 0) -> list[tuple[float, float, float]]:
+        """Evaluations: seconds, samples, loss."""
+        return [(at, samples, loss) for at, samples, loss in self.ranks[rank]["curve"]]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device names by rank."""
+        return tuple(str(result["device"]) for result in self.ranks)
+
+    @property
+    def overrun_share(self) -> float:
+        """Time by which real compute exceeded the emulated one, relative to that.
+
+        Of the rank where it is largest; 0 on real devices.
+        """
+        return max(
+            float(result["overrun_s"] / result["nominal_s"])
+            if result["nominal_s"]
+            else 0.0
+            for result in self.ranks
+        )
+
+
+def run_contender(
+    name: str,
+    spec: ContenderSpec,
+    devices: Devices,
+    on_progress: OnProgress = lambda rank, done: None,
+    keep_spans: bool = False,
+) -> ContenderRun:
+    """Trains one contender, a process per device, and returns its results.
+
+    Args:
+        name: what to call it.
+        spec: what to train; its ``out`` is replaced by a temporary directory.
+        devices: a rank on each of them.
+        on_progress: told how far the run is.
+        keep_spans: read the timeline as well.
+
+    Raises:
+        RemoteRankError: a rank failed; with the end of what it wrote.
+        KeyboardInterrupt: the user ended it; all ranks have ended.
+    """
+
+    def on_line(rank: int, line: str) -> None:
+        done = _done(line)
+        if done is None:
+            sys.stderr.write(line + "\n")
+        else:
+            on_progress(rank, done)
+
+    with tempfile.TemporaryDirectory(prefix="elche-") as folder:
+        out = Path(folder)
+        (out / "spec.json").write_text(replace(spec, out=folder).to_json())
+        result = launch(
+            LaunchConfig(
+                command=python_command(
+                    "-m", "elche.demo.contender", str(out / "spec.json")
+                ),
+                devices=devices.names or None,
+                speeds=devices.speeds or None,
+                ms_per_sample=devices.ms_per_sample,
+                environment={"OMP_NUM_THREADS": "1"} if devices.emulated else {},
+                on_line=on_line,
+            )
+        )
+        _check(name, result, out)
+        return _read(name, out, devices.count, keep_spans)
+
+
+def whole_batches(samples: float, segments: int = 1) -> int:
+    """A number of samples near this that makes equal segments of whole batches."""
+    unit = BATCH_SIZE * segments
+    return max(1, round(samples / unit)) * unit
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    return {
+        "cores": os.cpu_count() or 1,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def devices_in_words(names: Sequence[str]) -> str:
+    """Device names in a row, such as ``A and B``."""
+    return " and ".join(names) if len(names) < 3 else ", ".join(names)
+
+
+def _done(line: str) -> float | None:
+    """Samples that a contender's line reports; None for any other line."""
+    try:
+        return float(json.loads(line)["done"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _check(name: str, result: LaunchResult, out: Path) -> None:
+    if not result.exit_code:
+        return
+    interrupted = 128 + signal.SIGINT
+    if result.reason == "interrupted" or interrupted in result.exit_codes:
+        raise KeyboardInterrupt
+    failed = [
+        rank
+        for rank, code in enumerate(result.exit_codes)
+        if code and rank not in result.terminated
+    ] or [rank for rank, code in enumerate(result.exit_codes) if code]
+    codes = [result.exit_codes[rank] for rank in failed]
+    lines = [f"the contender {name} failed: ranks {failed} ended with codes {codes}"]
+    if result.reason:
+        lines[0] += f": {result.reason.splitlines()[0]}"
+    for rank in failed:
+        lines += [f"--- the last that rank {rank} said ---", *_said_last(out, rank)]
+    raise RemoteRankError("\n".join(lines), failed[0])
+
+
+def _said_last(out: Path, rank: int) -> list[str]:
+    path = out / f"stderr-{rank}.txt"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return lines[-STDERR_TAIL_LINES:] or ["(nothing)"]
+
+
+def _read(name: str, out: Path, count: int, keep_spans: bool) -> ContenderRun:
+    ranks = tuple(
+        json.loads((out / f"result-{rank}.json").read_text()) for rank in range(count)
+    )
+    spans: list[Span] = []
+    for rank in range(count if keep_spans else 0):
+        spans += spans_from_jsonl((out / f"spans-{rank}.jsonl").read_text())
+    return ContenderRun(name, ranks, tuple(spans))

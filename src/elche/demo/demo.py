@@ -1,0 +1,172 @@
+"""``elche demo``: one model on two unequal devices, alone, with PyTorch, with elche."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batches
+from elche.demo.contender import ContenderSpec
+from elche.demo.models import build_workload
+from elche.demo.outcome import Outcome
+from elche.demo.report import print_table
+from elche.errors import ConfigError
+from elche.monitor.progress import ProgressReporter, open_progress
+
+logger = logging.getLogger(__name__)
+
+MODEL = "gpt"
+SEGMENTS = 8
+SPEEDS = (1.0, 0.25)
+DEFAULT_SECONDS = 20.0
+# Real devices: a first look at their speeds, and how long the slower one may take.
+PROBE_S = 4.0
+SLOWEST_S = 90.0
+PROBE_SAMPLES = 32_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What the demo does.
+
+    Attributes:
+        out: directory for table, picture and trace; made if absent.
+        text: file or directory to learn; None for the standard library's sources.
+        seconds: how long both devices together would train, at their summed speed.
+
+    Raises:
+        ConfigError: the seconds are not positive.
+    """
+
+    out: Path
+    text: Path | None = None
+    seconds: float = DEFAULT_SECONDS
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
+
+    def command(self) -> str:
+        """The command line that does the same."""
+        words = ["elche", "demo", "--out", str(self.out)]
+        if self.text is not None:
+            words += ["--text", str(self.text)]
+        if self.seconds != DEFAULT_SECONDS:
+            words += ["--seconds", f"{self.seconds:g}"]
+        return shlex.join(words)
+
+
+def choose_devices() -> Devices:
+    """Two unequal accelerators, one beside the CPU, or two emulated devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    for index, name in enumerate(names):
+        if name != names[0]:
+            return Devices(names=("cuda:0", f"cuda:{index}"))
+    if count == 1:
+        return Devices(names=("cuda:0", "cpu"))
+    return Devices(speeds=SPEEDS)
+
+
+def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
+    """Checks text and directory, and decides how many samples to train on.
+
+    Returns:
+        Samples of every contender, and where the text comes from.
+
+    Raises:
+        ConfigError: the text cannot be learnt, or the directory not be made.
+    """
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {config.out}: {error}") from error
+    if devices.emulated:
+        total = config.seconds * sum(devices.nominal_samples_per_s)
+        samples = whole_batches(total, SEGMENTS)
+        return samples, build_workload(MODEL, 0, samples, config.text).source
+    build_workload(MODEL, 0, PROBE_SAMPLES, config.text)
+    probe = run_contender(
+        "probe", _spec(config, PROBE_SAMPLES, kind="solo", max_seconds=PROBE_S), devices
+    )
+    rates = [probe.rate(rank) for rank in range(devices.count)]
+    total = min(config.seconds * sum(rates), SLOWEST_S * min(rates))
+    samples = whole_batches(total, SEGMENTS)
+    return samples, build_workload(MODEL, 0, samples, config.text).source
+
+
+def run_demo(config: DemoConfig) -> None:
+    """The command: trains, shows the table and what it means, and writes files.
+
+    Raises:
+        ConfigError: something is wrong with the settings; nothing was trained.
+        RemoteRankError: a contender failed.
+    """
+    devices = choose_devices()
+    samples, source = prepare(config, devices)
+    logger.info("learning %s, %d samples per contender", source, samples)
+    with open_progress() as progress:
+        runs = run_contenders(config, devices, samples, progress)
+    outcome = Outcome(devices, runs)
+    facts = {"samples": samples, "text": source, "command": config.command()}
+    files = outcome.write(config.out, facts)
+    print_table(outcome.table, f"{outcome.title}, {samples} samples each")
+    for sentence in outcome.sentences:
+        click.echo(f"\n{sentence}")
+    click.echo(f"\nWritten: {', '.join(str(path) for path in files)}")
+    click.echo(f"\n{outcome.emulated}")
+
+
+def _spec(config: DemoConfig, samples: int, **settings: Any) -> ContenderSpec:
+    return ContenderSpec(
+        model=MODEL,
+        samples=samples,
+        out="",
+        segments=SEGMENTS,
+        text=str(config.text) if config.text is not None else None,
+        **settings,
+    )
+
+
+def run_contenders(
+    config: DemoConfig, devices: Devices, samples: int, progress: ProgressReporter
+) -> dict[str, ContenderRun]:
+    """All contenders; the devices alone run at the same time, each on its own."""
+    alone = [f"alone on device {index}" for index in range(devices.count)]
+    plan: list[tuple[str, list[str], dict[str, Any]]] = [
+        ("solo", alone, {"kind": "solo"}),
+        ("ddp", ["PyTorch's DDP"], {"kind": "ddp"}),
+        ("elche-cadence", ["elche cadence"], {"kind": "elche", "policy": "cadence"}),
+        ("elche-sync", ["elche sync"], {"kind": "elche", "policy": "sync"}),
+    ]
+    runs = {}
+    for name, tasks, settings in plan:
+        for task in tasks:
+            progress.start(task, samples)
+        runs[name] = run_contender(
+            name,
+            _spec(config, samples, **settings),
+            devices,
+            partial(_show, progress, tasks),
+            keep_spans=name == "elche-cadence",
+        )
+        for rank, task in enumerate(tasks):
+            progress.update(task, samples)
+            progress.finish(task, f"{runs[name].rate(rank):.0f} samples/s")
+    return runs
+
+
+def _show(
+    progress: ProgressReporter, tasks: Sequence[str], rank: int, done: float
+) -> None:
+    if rank < len(tasks):
+        progress.update(tasks[rank], done)

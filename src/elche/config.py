@@ -41,7 +41,7 @@ class RunConfig:
             averaging in a run that is known to have fewer than 100 windows.
         outer_lr: outer learning rate; None picks it by world size.
         outer_momentum: momentum of the outer Nesterov step.
-        bucket_cap_mb: most megabytes of gradients reduced in one message.
+        bucket_cap_mb: most mebibytes of gradients reduced in one message.
         timeout_s: deadline of every wait for another rank.
     """
 
@@ -58,7 +58,7 @@ class RunConfig:
     outer: str = "auto"
     outer_lr: float | None = None
     outer_momentum: float = 0.5
-    bucket_cap_mb: float = 4.0
+    bucket_cap_mb: float = 1.0
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

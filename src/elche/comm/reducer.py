@@ -2,9 +2,9 @@
 
 Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
 the group sums, which gives the gradient of the mean over the union batch of N samples,
-whatever the shares. Buckets are filled in the order in which gradients appear (nearly
-the reverse of definition) and reduced as soon as they are full, so that all but the
-last overlap with backward. A bucket also carries one flag per parameter: a parameter
+whatever the shares. Buckets are filled in the order in which gradients appear (guessed
+as the reverse of definition, then as observed in the first backward) and reduced as
+soon as they are full, so that all but the last overlap with backward. A bucket also carries one flag per parameter: a parameter
 that no rank used keeps ``grad=None``.
 
 Reductions are out of place. A rank's own gradients stay untouched until every bucket
@@ -63,7 +63,7 @@ class GradientReducer:
     """Reduces the gradients of one model in every backward of a step.
 
     Args:
-        named_parameters: the model's trainable parameters with their names.
+        parameters: the model's trainable parameters, each once, as defined.
         group: the process group.
         bucket_cap_bytes: most bytes of gradients in one message.
         buffers: averages the model's buffers after the gradients, if it has any.
@@ -71,19 +71,19 @@ class GradientReducer:
 
     def __init__(
         self,
-        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        parameters: Sequence[nn.Parameter],
         group: Group,
         bucket_cap_bytes: int,
         buffers: BufferAverager | None = None,
     ) -> None:
         self._group = group
         self._buffers = buffers
-        self._buckets = _make_buckets(named_parameters, bucket_cap_bytes)
-        self._place = {
-            id(parameter): (bucket, index)
-            for bucket in self._buckets
-            for index, parameter in enumerate(bucket.parameters)
-        }
+        self._parameters = list(parameters)
+        self._cap_bytes = bucket_cap_bytes
+        self._buckets: list[_Bucket] = []
+        self._place: dict[int, tuple[_Bucket, int]] = {}
+        self._observed: dict[int, None] | None = {}
+        self._given: dict[int, torch.Tensor | None] = {}
         self._handles: list[Any] = []
         self._scale: float | None = None
         self._active_ranks = 0
@@ -102,12 +102,25 @@ class GradientReducer:
         ]
 
     def attach(self) -> None:
-        """Allocates buckets and hooks every parameter."""
+        """Allocates buckets and hooks every parameter.
+
+        Raises:
+            ConfigError: there is no parameter.
+        """
+        if not self._parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        self._build(self._parameters[::-1])
+        for parameter in self._parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(hook)
+
+    def _build(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes buckets for parameters in the order in which gradients appear."""
+        self._buckets = make_buckets(parameters, self._cap_bytes)
         for bucket in self._buckets:
             bucket.allocate()
-            for parameter in bucket.parameters:
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                self._handles.append(hook)
+            for index, parameter in enumerate(bucket.parameters):
+                self._place[id(parameter)] = bucket, index
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
@@ -135,6 +148,8 @@ class GradientReducer:
             return
         if not self._in_backward:
             self._begin_backward()
+        if self._observed is not None:
+            self._observed.setdefault(id(parameter))
         bucket, index = self._place[id(parameter)]
         bucket.pending.discard(index)
         bucket.ready.add(index)
@@ -185,36 +200,50 @@ class GradientReducer:
         if self._buffers is not None:
             self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
         self.wait_s += time.perf_counter() - started_s
+        self._hand_out()
+        if self._observed is not None:
+            self._rebuild(list(self._observed))
+
+    def _hand_out(self) -> None:
+        """Gives every parameter that any rank used its mean gradient.
+
+        A rank without samples drops gradients of its own that nobody else has.
+        """
         kept: list[torch.Tensor | None] = []
         for bucket in self._buckets:
-            numel = len(bucket.parameters)
-            used = bucket.buffers[self._side][-numel:].tolist()
+            used = bucket.buffers[self._side][-len(bucket.parameters) :].tolist()
             for index, parameter in enumerate(bucket.parameters):
-                kept.append(parameter.grad)
-                if used[index] or parameter.grad is not None:
-                    parameter.grad = bucket.views[self._side][index]
+                own = parameter.grad
+                kept.append(own)
+                held = own is not None and (
+                    self._scale != 0.0 or own is self._given.get(id(parameter))
+                )
+                mean = bucket.views[self._side][index] if used[index] or held else None
+                parameter.grad = self._given[id(parameter)] = mean
         self._kept = kept
 
+    def _rebuild(self, observed: list[int]) -> None:
+        """Orders buckets as gradients appeared on rank 0 in the first backward."""
+        places = {id(parameter): at for at, parameter in enumerate(self._parameters)}
+        seen = [places[key] for key in observed]
+        order = seen + [at for at in range(len(places)) if at not in set(seen)]
+        message = torch.tensor(order, dtype=torch.int64)
+        self._group.broadcast(message, "agreeing on the order of gradients")
+        self._observed = None
+        self._build([self._parameters[at] for at in message.tolist()])
 
-def _make_buckets(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], cap_bytes: int
-) -> list[_Bucket]:
-    """Buckets in reverse order of definition, one dtype and device each.
 
-    Nothing hides the bucket that is reduced last, so the parameters defined first
-    (up to a quarter of the cap, at least one) get one of their own.
+def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[_Bucket]:
+    """Buckets of parameters in the given order, one dtype and device each.
+
+    Nothing hides the bucket that is reduced last, so the last parameters (up to a
+    quarter of the cap, at least one) get one of their own.
     """
-    if not named_parameters:
-        raise ConfigError("the model has no parameter that requires a gradient")
-    parameters = [parameter for _, parameter in named_parameters]
-    head, head_bytes = 1, _bytes(parameters[0])
-    while head < len(parameters) and head_bytes <= cap_bytes // 4:
-        head_bytes += _bytes(parameters[head])
-        head += int(head_bytes <= cap_bytes // 4)
-    return [
-        *_fill(parameters[: head - 1 : -1], cap_bytes),
-        *_fill(parameters[head - 1 :: -1], max(cap_bytes // 4, 1)),
-    ]
+    tail, tail_bytes = len(parameters) - 1, _bytes(parameters[-1])
+    while tail > 0 and tail_bytes + _bytes(parameters[tail - 1]) <= cap_bytes // 4:
+        tail -= 1
+        tail_bytes += _bytes(parameters[tail])
+    return [*_fill(parameters[:tail], cap_bytes), *_fill(parameters[tail:], cap_bytes)]
 
 
 def _fill(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[_Bucket]:

@@ -176,8 +176,8 @@ class Run:
     def _attach(self) -> None:
         """Builds what the policy needs, and gives this rank its own randomness."""
         trainable = [
-            (name, parameter)
-            for name, parameter in self._model.named_parameters()
+            parameter
+            for parameter in self._model.parameters()
             if parameter.requires_grad
         ]
         group = self.worker.group
@@ -185,13 +185,13 @@ class Run:
             self._reducer = GradientReducer(
                 trainable,
                 group,
-                int(self.config.bucket_cap_mb * 1e6),
+                int(self.config.bucket_cap_mb * 2**20),
                 BufferAverager.for_model(self._model, group),
             )
             self._reducer.attach()
         else:
             self._averager = ParameterAverager(
-                [parameter for _, parameter in trainable],
+                trainable,
                 self._model,
                 self._optimizer,
                 group,

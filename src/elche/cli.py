@@ -148,5 +148,55 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
         run_demo(DemoConfig(out=out, text=text, seconds=seconds))
 
 
+@main.group()
+def bench() -> None:
+    """Measure ways of training against each other."""
+
+
+@bench.command()
+@click.option(
+    "--speeds",
+    required=True,
+    callback=_numbers,
+    help="Relative speeds of the emulated devices, such as 1,0.25.",
+)
+@click.option(
+    "--policy", type=click.Choice(("all", *POLICIES)), default="all", show_default=True
+)
+@click.option("--model", default="mlp", show_default=True, help="mlp, cnn or gpt.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=40.0,
+    show_default=True,
+    help="Training time of all devices together, per contender.",
+)
+@click.option("--seeds", type=int, default=1, show_default=True, help="Repetitions.")
+@click.option(
+    "--ms-per-sample",
+    type=float,
+    default=1.25,
+    show_default=True,
+    help="Time per sample of an emulated device of speed 1.",
+)
+@click.option("--contenders", help="Run only these, such as solo-0,ddp.")
+@click.option(
+    "--time-capped/--samples-equal",
+    help="Nobody trains longer than --seconds, losses are not compared; default:"
+    " the same samples for all.",
+)
+@click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> None:
+    """Compare PyTorch and elche on unequal emulated devices."""
+    from elche.demo.bench import BenchConfig, run_bench
+
+    wanted = tuple(contenders.split(",")) if contenders else ()
+    with _as_command():
+        config = BenchConfig(contenders=wanted, **settings)
+        code = run_bench(config, json_path)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     main()

@@ -24,6 +24,8 @@ from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_comm
 BATCH_SIZE = 32
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
+MOST_OVERRUN = 0.02
+"""Above this share of overrun an emulation was not honest."""
 
 OnProgress = Callable[[int, float], None]
 """Called with a rank and the samples that it, or the run, has trained on."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elche.demo.compare import ContenderRun, Devices, devices_in_words
+from elche.demo.compare import (
+    MOST_OVERRUN,
+    ContenderRun,
+    Devices,
+    devices_in_words,
+)
 from elche.monitor.table import ContenderResult
 
 EQUAL_WITHIN = 0.02
 """A single run does not tell differences below this apart."""
-
-MOST_OVERRUN = 0.02
-"""Above this share the emulation was not honest."""
 
 
 def sentences(table: Sequence[ContenderResult], target_loss: float | None) -> list[str]:

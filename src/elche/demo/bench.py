@@ -1,0 +1,271 @@
+"""``elche bench hetero``: what each way of training delivers on unequal devices."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elche.config import POLICIES
+from elche.demo.batches import split_edges
+from elche.demo.compare import (
+    BATCH_SIZE,
+    MS_PER_SAMPLE,
+    ContenderRun,
+    Devices,
+    machine,
+    run_contender,
+    whole_batches,
+)
+from elche.demo.contender import ContenderSpec
+from elche.demo.models import WORKLOADS
+from elche.demo.report import check_writable, print_table, to_json_text
+from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
+from elche.errors import ConfigError
+from elche.monitor.progress import ProgressReporter, open_progress
+
+DEFAULT_SECONDS = 40.0
+REJECTED_CODE = 3
+STANDARD_PARAMETERS = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What is measured, and how long.
+
+    Attributes:
+        speeds: relative speeds of the emulated devices, two or more.
+        policy: of elche: ``"all"``, or one of them.
+        model: a workload's name.
+        seconds: every contender trains as many samples as all devices together
+            deliver in this time; runs alone that only measure speed end after it.
+        seeds: repetitions, each with parameters, data and order of its own.
+        ms_per_sample: time of one sample on a device of speed 1.
+        contenders: the only ones to run; empty for all.
+        time_capped: nobody trains longer than about `seconds`, and losses are not
+            compared.
+        allow_noise: do not reject a run whose control is below `MIN_CONTROL`.
+
+    Raises:
+        ConfigError: a setting is wrong; says what to write instead.
+    """
+
+    speeds: tuple[float, ...]
+    policy: str = "all"
+    model: str = "mlp"
+    seconds: float = DEFAULT_SECONDS
+    seeds: int = 1
+    ms_per_sample: float = MS_PER_SAMPLE
+    contenders: tuple[str, ...] = ()
+    time_capped: bool = False
+    allow_noise: bool = False
+
+    def __post_init__(self) -> None:
+        devices = Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
+        if not 2 <= devices.count <= BATCH_SIZE:
+            raise ConfigError(
+                f"expected 2 to {BATCH_SIZE} --speeds, such as 1,0.25; got"
+                f" {devices.count}"
+            )
+        if self.policy not in ("all", *POLICIES):
+            raise ConfigError(
+                f"unknown policy {self.policy!r}; choose all or one of {POLICIES}"
+            )
+        if self.model not in WORKLOADS:
+            raise ConfigError(
+                f"unknown model {self.model!r}; choose one of {WORKLOADS}"
+            )
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
+        if self.seeds < 1:
+            raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
+        unknown = sorted(set(self.contenders) - set(self.all_names))
+        if unknown:
+            raise ConfigError(
+                f"unknown contender {unknown[0]!r}; choose among"
+                f" {', '.join(self.all_names)}"
+            )
+        edges = split_edges(BATCH_SIZE, self.speeds)
+        if "ddp-split" in self.names and len(set(edges)) < len(edges):
+            raise ConfigError(
+                f"a batch of {BATCH_SIZE} split by the speeds {self.speeds} leaves a"
+                " device without a sample; leave ddp-split out with --contenders"
+            )
+
+    @property
+    def devices(self) -> Devices:
+        """The emulated devices."""
+        return Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Contenders that these settings know, in order."""
+        alone = [f"solo-{index}" for index in range(len(self.speeds))]
+        policies = POLICIES if self.policy == "all" else (self.policy,)
+        ours = [f"elche-{policy}" for policy in policies]
+        return (*alone, CONTROL, "ddp", "ddp-split", *ours)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Contenders that are run, in order."""
+        wanted = self.contenders or self.all_names
+        return tuple(name for name in self.all_names if name in wanted)
+
+    @property
+    def samples(self) -> int:
+        """Samples that a contender trains on."""
+        return whole_batches(self.seconds * sum(self.devices.nominal_samples_per_s))
+
+    def spec(self, name: str, seed: int) -> ContenderSpec:
+        """What a contender trains."""
+        samples, settings = self.samples, dict[str, Any]()
+        if name == CONTROL or name.startswith("solo-"):
+            settings["kind"] = "solo"
+            if self.time_capped or name != "solo-0":
+                settings["max_seconds"] = self.seconds
+        elif name.startswith("elche-"):
+            settings |= {"kind": "elche", "policy": name.removeprefix("elche-")}
+        else:
+            shares = self.speeds if name == "ddp-split" else ()
+            settings |= {"kind": name, "shares": shares}
+        if self.time_capped and name == "ddp":
+            equal = min(self.devices.nominal_samples_per_s) * self.devices.count
+            samples = whole_batches(self.seconds * equal)
+        return ContenderSpec(
+            model=self.model, samples=samples, out="", seed=seed, **settings
+        )
+
+    def run_on(self, name: str) -> Devices:
+        """What a contender runs on: one device for those alone, else all."""
+        if name.startswith("solo-"):
+            return self.devices.only(int(name.removeprefix("solo-")))
+        return self.devices
+
+    def command(self) -> str:
+        """The command line that measures the same."""
+        speeds = ",".join(f"{speed:g}" for speed in self.speeds)
+        words = ["elche", "bench", "hetero", "--speeds", speeds]
+        words += ["--policy", self.policy, "--model", self.model]
+        words += ["--seconds", f"{self.seconds:g}", "--seeds", str(self.seeds)]
+        words += ["--ms-per-sample", f"{self.ms_per_sample:g}"]
+        if self.contenders:
+            words += ["--contenders", ",".join(self.contenders)]
+        words += ["--time-capped"] * self.time_capped
+        words += ["--allow-noise"] * self.allow_noise
+        return shlex.join([*words, "--json", "-"])
+
+
+def run_bench(config: BenchConfig, json_path: str | None) -> int:
+    """The command: measures, prints the table, writes the JSON.
+
+    Args:
+        config: what to measure.
+        json_path: file to write, ``-`` for standard output, None for neither.
+
+    Returns:
+        The exit code: 0, or `REJECTED_CODE` if the control failed.
+
+    Raises:
+        ConfigError: the file cannot be written; nothing was measured.
+        RemoteRankError: a contender failed.
+    """
+    if json_path is not None and json_path != "-":
+        check_writable(Path(json_path))
+    with open_progress() as progress:
+        runs = _run_all(config, progress)
+    verdict = Verdict(
+        runs, config.devices.count, config.time_capped, config.allow_noise
+    )
+    speeds = ", ".join(f"{speed:g}" for speed in config.speeds)
+    title = (
+        f"{config.model} on emulated devices of speeds {speeds}"
+        f" ({config.ms_per_sample:g} ms per sample at speed 1),"
+        f" {config.samples} samples, {config.seeds} seeds"
+    )
+    stream = sys.stderr if json_path == "-" else sys.stdout
+    print_table(verdict.table, title, stream)
+    click.echo("\n" + "\n".join(verdict.remarks), file=stream)
+    if json_path is not None:
+        text = to_json_text(_values(config, verdict, runs))
+        if json_path == "-":
+            click.echo(text, nl=False)
+        else:
+            Path(json_path).write_text(text)
+            click.echo(f"\nWritten: {json_path}")
+    return REJECTED_CODE if verdict.rejected else 0
+
+
+def _run_all(
+    config: BenchConfig, progress: ProgressReporter
+) -> dict[str, list[ContenderRun]]:
+    """For every seed all contenders in turn; each seed begins with another one."""
+    runs: dict[str, list[ContenderRun]] = {name: [] for name in config.names}
+    for seed in range(config.seeds):
+        first = seed % len(config.names)
+        for name in config.names[first:] + config.names[:first]:
+            task = f"{name}, seed {seed}" if config.seeds > 1 else name
+            runs[name].append(_run_one(config, name, seed, task, progress))
+    return runs
+
+
+def _run_one(
+    config: BenchConfig, name: str, seed: int, task: str, progress: ProgressReporter
+) -> ContenderRun:
+    spec, devices = config.spec(name, seed), config.run_on(name)
+    total = float(spec.samples)
+    if spec.max_seconds is not None:
+        total = min(total, spec.max_seconds * devices.nominal_samples_per_s[0])
+    progress.start(task, total)
+
+    def on_progress(rank: int, done: float) -> None:
+        if rank == 0:
+            progress.update(task, min(done, total))
+
+    run = run_contender(name, spec, devices, on_progress)
+    progress.update(task, total)
+    ranks = len(run.ranks) if name == CONTROL else 1
+    rate = sum(run.rate(rank) for rank in range(ranks))
+    progress.finish(task, f"{rate:.0f} samples/s")
+    return run
+
+
+def _values(
+    config: BenchConfig, verdict: Verdict, runs: dict[str, list[ContenderRun]]
+) -> dict[str, Any]:
+    """The benchmark's JSON."""
+    parameters = next(iter(runs.values()))[0].ranks[0]["parameters"]
+    windows = verdict.cadence_windows
+    return {
+        "contenders": verdict.contenders(),
+        "speeds": list(config.speeds),
+        "emulated": True,
+        "command": config.command(),
+        "model": config.model,
+        "parameters": parameters,
+        "batch_size": BATCH_SIZE,
+        "ms_per_sample": config.ms_per_sample,
+        "samples": config.samples,
+        "seconds": config.seconds,
+        "seeds": list(range(config.seeds)),
+        "gate": {
+            "standard": (
+                config.ms_per_sample == MS_PER_SAMPLE
+                and parameters >= STANDARD_PARAMETERS
+                and (windows is None or windows >= MIN_WINDOWS)
+            ),
+            "control": CONTROL,
+            "control_efficiency": verdict.control,
+            "min_control_efficiency": MIN_CONTROL,
+            "min_windows": MIN_WINDOWS,
+            "allow_noise": config.allow_noise,
+            "reason": verdict.reason,
+            "warnings": verdict.warnings,
+        },
+        "machine": machine(),
+        "rejected": verdict.rejected,
+    }

@@ -1,0 +1,70 @@
+"""A user's script, as the process tests run it: `python scripts.py CASE [POLICY]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+
+
+def _train(case: str, policy: str) -> None:
+    torch.manual_seed(0)
+    wide = case == "model" and elche.rank() == 1
+    model = nn.Linear(4, 3 if wide else 2)
+    rate = 0.1 * (1 + elche.rank()) if case == "settings" else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    data = TensorDataset(torch.randn(0 if case == "empty" else 160, 4))
+    loader = DataLoader(data, batch_size=4)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, policy="nonsense" if case == "policy" else policy
+    )
+    for epoch in range(2):
+        for number, (x,) in enumerate(loader):
+            if elche.rank() == elche.world_size() - 1 and epoch + number == 5:
+                _fail(case)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        elche.barrier()
+    print(f"done {elche.rank()} of {elche.world_size()}", flush=True)
+
+
+def _fail(case: str) -> None:
+    if case == "raise":
+        raise ValueError("a fault in user code")
+    if case == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "exit":
+        sys.exit(7)
+
+
+def _trainer(case: str, policy: str) -> None:
+    data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    loss = nn.CrossEntropyLoss(reduction="none" if case == "loss" else "mean")
+    trainer = elche.Trainer(
+        lambda: nn.Linear(4, 2),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss,
+        dataset=data,
+        eval_dataset=data,
+        batch_size=8,
+        epochs=2,
+        policy=policy,
+        seed=1,
+    )
+    result = trainer.fit()
+    total = sum(float(value.double().sum()) for value in result.model_state.values())
+    print(f"state {total:.12f} samples {result.report.samples}", flush=True)
+    print(f"eval {result.history[-1].eval_loss:.12f}", flush=True)
+
+
+if __name__ == "__main__":
+    wanted, chosen = sys.argv[1], (sys.argv[2:] or ["sync"])[0]
+    run = _trainer if wanted in ("trainer", "loss") else _train
+    run(wanted, chosen)

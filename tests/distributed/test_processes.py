@@ -1,0 +1,150 @@
+"""Whole runs as a user starts them: exits, codes, messages, nobody left hanging."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = str(Path(__file__).with_name("scripts.py"))
+ELCHE = [sys.executable, "-m", "elche.cli"]
+ENDS_WITHIN_S = 45.0
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        own.pop(name, None)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        env={**own, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    ("case", "codes", "says"),
+    [
+        ("raise", {1}, "ValueError: a fault in user code"),
+        ("kill", {137}, "rank 1 is gone: its connection ended"),
+        ("exit", {7}, r"rank 1 has left while others were"),
+        ("model", {1}, r"weight: rank 0 has \[2, 4\] float32, rank 1 has \[3, 4\]"),
+        ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
+        ("empty", {1}, "the dataset is empty; expected at least one sample"),
+        ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
+        ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
+    ],
+)
+def test_failures_end_every_rank_with_a_reason(
+    policy: str, case: str, codes: set[int], says: str
+) -> None:
+    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, case, policy)
+    assert ended.returncode in codes | {1}
+    assert ended.returncode != 0
+    assert re.search(says, ended.stderr), ended.stderr
+    assert "done" not in ended.stdout
+    assert "elche run: ranks [0, 1] ended with codes" in ended.stderr
+
+
+def test_a_failing_rank_shows_its_traceback_on_the_others() -> None:
+    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "raise")
+    assert "--- traceback of rank 1 ---" in ended.stderr
+    assert ended.stderr.count("in _fail") == 2
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_torchrun(policy: str) -> None:
+    ended = _run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        SCRIPT,
+        "ok",
+        policy,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done") == 2
+
+
+def test_plain_python_is_one_rank() -> None:
+    ended = _run(sys.executable, SCRIPT, "ok")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "done 0 of 1\n"
+    assert ended.stderr.startswith("elche: CPU")
+
+
+def test_speeds_are_named_and_labelled_emulated() -> None:
+    ended = _run(
+        *ELCHE, "run", "--speeds", "1,0.25", "--ms-per-sample", "0.1", SCRIPT, "ok"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (
+        "elche: 2 devices, unequal: 1 x CPU emulated at speed 1, 1 x CPU emulated at "
+        "speed 0.25; policy sync" in ended.stderr
+    )
+
+
+def test_policy_of_the_command_line_serves_scripts_that_name_none() -> None:
+    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", "cadence")
+    assert ended.returncode == 0, ended.stderr
+    assert "policy cadence" in ended.stderr
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
+    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", policy)
+    assert ended.returncode == 0, ended.stderr
+    states = re.findall(r"state (\S+) samples (\d+)", ended.stdout)
+    assert len(states) == 2
+    assert len(set(states)) == 1
+    assert states[0][1] == "128"
+    assert len(set(re.findall(r"eval (\S+)", ended.stdout))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--speeds", "1,-1"], 2, "expected positive numbers, got '1,-1'"),
+        (["--speeds", "1,x"], 2, "expected numbers like 1,0.25, got '1,x'"),
+        (["--devices", "cuda:99"], 1, "device 'cuda:99' does not exist"),
+        (["--devices", "abacus"], 1, "unknown device 'abacus'"),
+        (["--nproc", "0"], 1, "expected --nproc of at least 1, got 0"),
+        (["--nproc", "2", "--speeds", "1,1"], 1, "expected one of --nproc"),
+        (["--policy", "nonsense"], 2, "'nonsense' is not one of"),
+    ],
+)
+def test_bad_options(arguments: list[str], code: int, says: str) -> None:
+    ended = _run(*ELCHE, "run", *arguments, SCRIPT, "ok")
+    assert ended.returncode == code, ended.stderr
+    assert says in ended.stderr
+
+
+def _exits(times: int) -> None:
+    for number in range(times):
+        policy = ("sync", "cadence")[number % 2]
+        ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "ok", policy)
+        assert ended.returncode == 0, f"run {number}: {ended.stderr}"
+        assert "terminate called" not in ended.stderr
+        assert ended.stdout.count("done") == 2, f"run {number}: {ended.stdout}"
+
+
+def test_exits_are_clean() -> None:
+    _exits(4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_exits_are_clean_50_times_in_a_row() -> None:
+    _exits(50)

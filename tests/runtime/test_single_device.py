@@ -1,0 +1,89 @@
+"""One device: nothing is wrapped, and nothing is paid."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche.errors import ConfigError
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Linear(4, 2)
+    data = TensorDataset(torch.randn(64, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 1)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = _parts()
+    returned = elche.setup(*parts)
+    assert all(a is b for a, b in zip(parts, returned, strict=True))
+    assert not parts[0]._forward_hooks
+    assert all(not p._post_accumulate_grad_hooks for p in parts[0].parameters())
+    assert capsys.readouterr().err == "elche: CPU\n"
+    assert (elche.rank(), elche.world_size(), elche.is_main_process()) == (0, 1, True)
+    elche.barrier()
+
+
+def test_a_step_costs_at_most_ten_microseconds() -> None:
+    """Paired passes over the same loader; the median difference per step."""
+
+    def pass_s(model: nn.Module, optimizer: Any, loader: Any) -> float:
+        started_s = time.perf_counter()
+        for (x,) in loader:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.perf_counter() - started_s
+
+    plain, ours = _parts(), elche.setup(*_parts())
+    pass_s(*plain), pass_s(*ours)
+    differences = [pass_s(*ours) - pass_s(*plain) for _ in range(31)]
+    assert statistics.median(differences) / 64 <= 10e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "m"}, "expected model to be a torch.nn.Module"),
+        ({"optimizer": 3}, "expected a torch.optim.Optimizer"),
+        ({"loader": [1]}, "expected a torch.utils.data.DataLoader"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], says: str) -> None:
+    model, optimizer, loader = _parts()
+    given = {"model": model, "optimizer": optimizer, "loader": loader} | change
+    with pytest.raises(ConfigError, match=says):
+        elche.setup(**given)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'polcy'; known are: anchor"):
+        elche.setup(*_parts(), polcy="sync")
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, _, loader = _parts()
+    _, other, _ = _parts()
+    with pytest.raises(ConfigError, match="holds none of the model's parameters"):
+        elche.setup(model, other, loader)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="0: sparse gradients cannot be reduced"):
+        elche.setup(model, optimizer, _parts()[2])

@@ -34,9 +34,7 @@ def positions(plan: Plan) -> Counter[tuple[int, int]]:
     )
 
 
-def trained_positions(
-    record: Record, run: int, epoch: int
-) -> Counter[tuple[int, int]]:
+def trained_positions(record: Record, run: int, epoch: int) -> Counter[tuple[int, int]]:
     """How often each (batch, sample of it) was trained on."""
     return Counter(
         (batch, at)

@@ -30,11 +30,11 @@ TICK_S = 0.5
 MAX_EVENTS = 400_000
 
 
-class Deadlock(AssertionError):
+class DeadlockError(AssertionError):
     """Nothing will ever happen again, but a worker waits."""
 
 
-class Aborted(Exception):
+class AbortedError(Exception):
     """A worker has read an Abort."""
 
 
@@ -152,6 +152,7 @@ class Record:
         default_factory=lambda: defaultdict(dict)
     )
     aborts: dict[int, Abort] = field(default_factory=dict)
+    aborted_s: dict[int, float] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
 
@@ -175,9 +176,7 @@ class Simulation:
         script: makes a rank's script; see `simulated_worker.script`.
     """
 
-    def __init__(
-        self, plan: Plan, script: Callable[[Simulation, int], Script]
-    ) -> None:
+    def __init__(self, plan: Plan, script: Callable[[Simulation, int], Script]) -> None:
         self.plan = plan
         self.core = Coordinator(plan.world_size)
         self.record = Record()
@@ -194,7 +193,7 @@ class Simulation:
         """Simulates until every worker has ended.
 
         Raises:
-            Deadlock: a worker waits for ever.
+            DeadlockError: a worker waits for ever.
         """
         for worker in self.workers:
             self._at(self._jittered_start(), lambda w=worker: self._resume(w))
@@ -209,9 +208,9 @@ class Simulation:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
         else:
-            raise Deadlock(f"no end after {MAX_EVENTS} events\n{self._where()}")
+            raise DeadlockError(f"no end after {MAX_EVENTS} events\n{self._where()}")
         if any(worker.alive for worker in self.workers):
-            raise Deadlock(self._where())
+            raise DeadlockError(self._where())
         return self.record
 
     def send(self, event: Event) -> None:
@@ -225,7 +224,8 @@ class Simulation:
         instruction = worker.inbox.pop(0)
         if isinstance(instruction, Abort):
             self.record.aborts[worker.rank] = instruction
-            raise Aborted
+            self.record.aborted_s[worker.rank] = self.now_s
+            raise AbortedError
         return instruction
 
     def _jittered_start(self) -> float:
@@ -284,7 +284,7 @@ class Simulation:
         except StopIteration:
             self.record.finished.add(worker.rank)
             worker.alive = False
-        except Aborted:
+        except AbortedError:
             worker.alive = False
             self._travel("up", worker.rank, lambda: self._lost(worker.rank))
 
@@ -293,6 +293,9 @@ class Simulation:
         if isinstance(wait, Sleep):
             self._wake(worker, wait.duration_s)
         elif isinstance(wait, Meet):
+            if any(isinstance(item, Abort) for item in worker.inbox):
+                self._resume(worker)
+                return
             there = self._meetings.setdefault(wait.key, set())
             there.add(worker.rank)
             if len(there) == self.plan.world_size:
@@ -334,4 +337,3 @@ class Simulation:
         ]
         story = "\n".join(self.core.story()[-40:])
         return "\n".join([f"at {self.now_s:.3f} s", *lines, "story:", story])
-

@@ -83,9 +83,7 @@ def simulate(plan: Plan) -> Record:
 class Feed:
     """`BatchFeed` over a DataLoader with so many batches prefetched."""
 
-    def __init__(
-        self, rank: Rank, epoch: int, refill: Callable[[], Script]
-    ) -> None:
+    def __init__(self, rank: Rank, epoch: int, refill: Callable[[], Script]) -> None:
         self._rank = rank
         self._empty = rank.record.empty_draws[rank.run, epoch]
         self._refill = refill
@@ -196,11 +194,16 @@ class Rank:
         self.record.last_work_s[key][self.rank] = self.now_s
 
     def _expect(self, kind: type[Any]) -> Script:
+        """Waits for an instruction of one kind, passing over grants left behind."""
+        got: list[Instruction] = []
+
         def handle(instruction: Instruction) -> Script:
-            assert isinstance(instruction, kind), f"{kind.__name__}: {instruction}"
+            got.append(instruction)
             yield from ()
 
-        yield from self.receive(handle, kind.__name__)
+        while not got or isinstance(got[-1], (GrantSteps, GrantBatches)):
+            yield from self.receive(handle, kind.__name__)
+        assert isinstance(got[-1], kind), f"{kind.__name__}: {got[-1]}"
 
 
 class SyncEpoch:

@@ -1,0 +1,411 @@
+"""Joins, claims and messages out of turn, event by event."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elche.coordination.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    BarrierPassed,
+    BarrierReached,
+    BatchDone,
+    BeginEpoch,
+    CloseWindow,
+    EndEpoch,
+    EpochLeft,
+    EpochOpened,
+    Event,
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+    Join,
+    Left,
+    OpenWindow,
+    StepsDone,
+    Tick,
+    Welcome,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.state import Coordinator
+from tests.coordination.simulated import Device, Plan
+from tests.coordination.simulated_worker import join_of
+
+
+def plan_of(policy: str, world_size: int = 2, **config: Any) -> Plan:
+    return Plan(devices=(Device(),) * world_size, policy=policy, config=config)
+
+
+def joined(plan: Plan) -> Coordinator:
+    core = Coordinator(plan.world_size)
+    for rank in range(plan.world_size):
+        core.handle(join_of(plan, rank), 0.0)
+    core.check()
+    return core
+
+
+def opened(plan: Plan) -> tuple[Coordinator, list[Instruction]]:
+    core = joined(plan)
+    told: list[Instruction] = []
+    for rank in reversed(range(plan.world_size)):
+        sizes = plan.sizes if rank == 0 else None
+        told += core.handle(EpochOpened(rank=rank, epoch=0, sizes=sizes), 0.0)
+    core.check()
+    return core, told
+
+
+def reason_of(told: list[Instruction], world_size: int) -> str:
+    """The reason of an abort that goes to every rank."""
+    assert [type(message) for message in told] == [Abort] * world_size
+    assert [message.rank for message in told] == list(range(world_size))
+    (reason,) = {message.reason for message in told if isinstance(message, Abort)}
+    return reason
+
+
+def batch_done(rank: int, batch: int, **changes: Any) -> BatchDone:
+    done = BatchDone(
+        rank=rank,
+        epoch=0,
+        batch=batch,
+        samples=8,
+        busy_s=0.1,
+        data_wait_s=0.0,
+        warm=True,
+    )
+    return replace(done, **changes)
+
+
+def steps_done(rank: int, start: int, stop: int, **changes: Any) -> StepsDone:
+    done = StepsDone(
+        rank=rank,
+        epoch=0,
+        start=start,
+        stop=stop,
+        samples=4 * (stop - start),
+        busy_s=0.1,
+        data_wait_s=0.0,
+        sync_wait_s=0.0,
+        warm=True,
+    )
+    return replace(done, **changes)
+
+
+def closed(rank: int, window: int) -> WindowClosed:
+    return WindowClosed(rank=rank, epoch=0, window=window, state="", changed_buffers=())
+
+
+def test_all_ranks_are_welcomed_in_whatever_order_they_join() -> None:
+    plan = plan_of("sync", 3)
+    core = Coordinator(3)
+    assert core.handle(join_of(plan, 2), 0.0) == []
+    assert core.handle(join_of(plan, 0), 0.0) == []
+    told = core.handle(join_of(plan, 1), 0.0)
+    assert [type(message) for message in told] == [Welcome] * 3
+    assert {message.rank for message in told} == {0, 1, 2}
+
+
+def changed(plan: Plan, rank: int, what: str) -> Join:
+    other = {
+        "policy": replace(plan, policy="cadence"),
+        "timeout_s": replace(plan, config={"timeout_s": 9.0}),
+        "epochs": replace(plan, epochs=7),
+    }.get(what, plan)
+    changes: dict[str, Any] = {
+        "tensor name": {"tensors": (("bias", "[3, 4]", "float32"),)},
+        "tensor shape": {"tensors": (("weight", "[3, 5]", "float32"),)},
+        "tensor dtype": {"tensors": (("weight", "[3, 4]", "float64"),)},
+        "tensor missing": {"tensors": ()},
+        "version": {"version": PROTOCOL_VERSION + 1},
+        "world size": {"world_size": 5},
+    }.get(what, {})
+    return join_of(other, rank, **changes)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("policy", ["config.policy", '"sync"', '"cadence"', "rank 1"]),
+        ("timeout_s", ["config.timeout_s", "300.0", "9.0", "rank 1"]),
+        ("epochs", ["epochs", "1", "7", "rank 1"]),
+        ("tensor name", ["bias", "weight", "(absent)", "same model"]),
+        ("tensor shape", ["weight", "[3, 4]", "[3, 5]", "rank 1"]),
+        ("tensor dtype", ["weight", "float32", "float64"]),
+        ("tensor missing", ["weight", "(absent)"]),
+        ("version", ["rank 1", f"protocol {PROTOCOL_VERSION + 1}", "install"]),
+        ("world size", ["world size", "rank 1", "5", "2"]),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_name(what: str, said: list[str]) -> None:
+    plan = plan_of("sync")
+    core = Coordinator(2)
+    told = core.handle(join_of(plan, 0), 0.0)
+    told = core.handle(changed(plan, 1, what), 0.0)
+    reason = reason_of(told, 2)
+    for words in said:
+        assert words in reason
+    core.check()
+
+
+def test_a_world_size_that_is_not_the_coordinators_is_refused() -> None:
+    """DEFECT: joins are compared with each other, not with the coordinator's size."""
+    core = Coordinator(2)
+    plan = plan_of("sync")
+    told = core.handle(join_of(plan, 0, world_size=3), 0.0)
+    told += core.handle(join_of(plan, 1, world_size=3), 0.0)
+    assert Abort in {type(message) for message in told}
+
+
+def test_a_second_join_of_a_rank_is_refused() -> None:
+    core = Coordinator(2)
+    core.handle(join_of(plan_of("sync"), 0), 0.0)
+    told = core.handle(join_of(plan_of("sync"), 0), 0.0)
+    assert "rank 0 cannot join (again)" in reason_of(told, 2)
+
+
+def test_a_hint_per_rank_too_many_is_refused_as_a_setting() -> None:
+    """DEFECT: comes as a protocol error with a story, not as a wrong setting."""
+    plan = plan_of("sync", speed_hints=(1.0, 0.5, 0.5))
+    core = Coordinator(2)
+    core.handle(join_of(plan, 0), 0.0)
+    told = core.handle(join_of(plan, 1), 0.0)
+    assert "speed_hints" in reason_of(told, 2)
+    assert "story" not in reason_of(told, 2)
+    assert {message.kind for message in told} != {"protocol"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_after_all_have_left_the_same_ranks_may_begin_another_run(policy: str) -> None:
+    plan = plan_of(policy)
+    core = joined(plan)
+    for rank in range(2):
+        assert core.handle(Left(rank=rank), 1.0) == []
+    assert core.is_finished
+    assert core.handle(join_of(plan, 1), 2.0) == []
+    told = core.handle(join_of(plan, 0), 2.0)
+    assert [type(message) for message in told] == [Welcome] * 2
+    assert {m.generation for m in told if isinstance(m, Welcome)} == {1}
+    for rank in range(2):
+        sizes = plan.sizes if rank == 0 else None
+        told = core.handle(EpochOpened(rank=rank, epoch=0, sizes=sizes), 3.0)
+    assert [m.rank for m in told if isinstance(m, BeginEpoch)] == [0, 1]
+
+
+def test_a_rank_may_join_the_next_run_before_another_has_left_this_one() -> None:
+    """DEFECT: "cannot join (again)": two `elche.setup` in one script race.
+
+    `elche.setup` sends Left and then Join; nothing makes it wait for other ranks.
+    """
+    plan = plan_of("sync")
+    core = joined(plan)
+    core.handle(Left(rank=0), 1.0)
+    told = core.handle(join_of(plan, 0), 1.0)
+    told += core.handle(Left(rank=1), 1.1)
+    told += core.handle(join_of(plan, 1), 1.1)
+    assert [type(message) for message in told] == [Welcome] * 2
+
+
+@pytest.mark.parametrize("batch", [3, 39, 40, -1, 10**9])
+def test_a_claim_of_batches_never_leased_ends_the_run_with_its_story(
+    batch: int,
+) -> None:
+    core, _ = opened(plan_of("cadence"))
+    reason = reason_of(core.handle(batch_done(1, batch), 1.0), 2)
+    assert f"1 claims batches {batch}..{batch}" in reason
+    assert "story:" in reason
+    assert "GrantBatches(rank=1" in reason
+    core.check()
+
+
+def test_a_batch_claimed_twice_ends_the_run() -> None:
+    core, told = opened(plan_of("cadence"))
+    batch = next(m.start for m in told if isinstance(m, GrantBatches) and m.rank == 0)
+    told = core.handle(batch_done(0, batch), 1.0)
+    assert Abort not in {type(message) for message in told}
+    assert "claims batches" in reason_of(core.handle(batch_done(0, batch), 2.0), 2)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 2), (5, 6), (-1, 0)])
+def test_a_claim_of_steps_never_granted_ends_the_run(start: int, stop: int) -> None:
+    core, told = opened(plan_of("sync"))
+    assert any(isinstance(m, GrantSteps) for m in told)
+    reason = reason_of(core.handle(steps_done(1, start, stop), 1.0), 2)
+    assert f"rank 1 reports steps {start}..{stop - 1}" in reason
+    assert "story:" in reason
+
+
+def test_steps_reported_beyond_all_grants_end_the_run() -> None:
+    core, told = opened(plan_of("sync"))
+    grants = [m for m in told if isinstance(m, GrantSteps) and m.rank == 1]
+    for grant in grants:
+        assert core.handle(steps_done(1, grant.start, grant.stop), 1.0) == []
+    last = grants[-1].stop
+    reason = reason_of(core.handle(steps_done(1, last, last + 1), 1.0), 2)
+    assert "reports steps it was not granted" in reason
+
+
+WRONG_IN_CADENCE: list[Event] = [
+    closed(0, 5),
+    WindowReduced(rank=0, epoch=0, window=0, sync_s=0.1),
+    EpochLeft(rank=0, epoch=3, step=0),
+    batch_done(0, 0, epoch=1),
+    steps_done(0, 0, 1),
+    EpochOpened(rank=0, epoch=0),
+]
+WRONG_IN_SYNC: list[Event] = [
+    closed(0, 0),
+    WindowReduced(rank=0, epoch=0, window=0, sync_s=0.1),
+    EpochLeft(rank=0, epoch=3, step=0),
+    batch_done(0, 0),
+    steps_done(0, 0, 1, epoch=4),
+    EpochOpened(rank=0, epoch=0),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "event"),
+    [("cadence", e) for e in WRONG_IN_CADENCE] + [("sync", e) for e in WRONG_IN_SYNC],
+)
+def test_a_message_out_of_turn_ends_the_run_with_its_story(
+    policy: str, event: Event
+) -> None:
+    core, _ = opened(plan_of(policy))
+    reason = reason_of(core.handle(event, 1.0), 2)
+    assert "story:" in reason
+    assert type(event).__name__ in reason
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        EpochOpened(rank=0, epoch=0, sizes=((8, 2),)),
+        batch_done(0, 0),
+        steps_done(0, 0, 1),
+        closed(0, 0),
+        EpochLeft(rank=0, epoch=0, step=0),
+    ],
+)
+def test_nothing_may_be_said_before_all_have_joined(event: Event) -> None:
+    core = Coordinator(2)
+    core.handle(join_of(plan_of("sync"), 0), 0.0)
+    assert "before all ranks have joined" in reason_of(core.handle(event, 1.0), 2)
+
+
+NONSENSE: list[tuple[str, Event]] = [
+    ("cadence", batch_done(7, 0)),
+    ("cadence", closed(7, 0)),
+    ("cadence", EpochLeft(rank=7, epoch=0, step=0)),
+    ("sync", steps_done(7, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("policy", "event"), NONSENSE)
+def test_a_rank_that_does_not_exist_ends_the_run(policy: str, event: Event) -> None:
+    """DEFECT: IndexError or KeyError leaves `handle`."""
+    core, _ = opened(plan_of(policy))
+    reason_of(core.handle(event, 1.0), 2)
+
+
+@pytest.mark.parametrize("drift_weights", ["equal", "samples", "sqrt"])
+@pytest.mark.parametrize("samples", [-8, 0, 7, 10**9])
+def test_samples_that_the_batch_does_not_have_end_the_run(
+    drift_weights: str, samples: int
+) -> None:
+    """DEFECT: samples are taken on trust; -8 and 0 raise ValueError, ZeroDivision."""
+    plan = replace(plan_of("cadence", 1, drift_weights=drift_weights), sizes=((8, 1),))
+    core, _ = opened(plan)
+    told = core.handle(batch_done(0, 0, samples=samples), 1.0)
+    told += core.handle(closed(0, 0), 1.0)
+    assert Abort in {type(message) for message in told}
+
+
+@pytest.mark.parametrize("samples", [-4, 0, 3, 8, 10**9])
+def test_samples_that_are_not_the_ranks_share_end_the_run(samples: int) -> None:
+    """DEFECT: under sync, too, samples are taken on trust."""
+    core, told = opened(plan_of("sync"))
+    assert GrantSteps(rank=0, epoch=0, start=0, stop=1, shares=(4, 4)) in told
+    told = core.handle(steps_done(0, 0, 1, samples=samples), 1.0)
+    told += core.handle(steps_done(1, 0, 1), 1.0)
+    assert Abort in {type(message) for message in told}
+
+
+@pytest.mark.parametrize("busy_s", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_times_that_are_none_end_the_run(policy: str, busy_s: float) -> None:
+    core, told = opened(plan_of(policy))
+    if policy == "sync":
+        told = core.handle(steps_done(0, 0, 1, busy_s=busy_s), 1.0)
+        told += core.handle(steps_done(1, 0, 1), 1.0)
+    else:
+        first = {m.rank: m.start for m in reversed(told) if type(m) is GrantBatches}
+        told = core.handle(batch_done(0, first[0], busy_s=busy_s), 1.0)
+        told += core.handle(closed(0, 0), 1.0)
+        told += core.handle(closed(1, 0), 1.0)
+    assert Abort in {type(message) for message in told}
+
+
+def test_settings_that_cannot_be_read_end_the_run() -> None:
+    """DEFECT: TypeError or JSONDecodeError leaves `handle`."""
+    for settings in ((("config.surprise", "1"),), (("config.policy", "{"),)):
+        core = Coordinator(1)
+        told = core.handle(join_of(plan_of("sync", 1), 0, settings=settings), 0.0)
+        assert Abort in {type(message) for message in told}
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_an_epoch_without_batches_ends_at_once_or_is_refused(policy: str) -> None:
+    """DEFECT: sync grants nothing and never ends; only the deadline does."""
+    core, told = opened(replace(plan_of(policy), sizes=()))
+    for window in [m.window for m in told if isinstance(m, OpenWindow)][:1]:
+        for rank in (0, 1):
+            told += core.handle(closed(rank, window), 1.0)
+    assert {EndEpoch, Abort} & {type(message) for message in told}
+
+
+def test_a_barrier_is_passed_by_all_or_ends_with_the_missing_named() -> None:
+    core = joined(plan_of("sync", 3))
+    assert core.handle(BarrierReached(rank=2, name="a"), 1.0) == []
+    assert core.handle(BarrierReached(rank=0, name="a"), 1.0) == []
+    told = core.handle(BarrierReached(rank=1, name="a"), 1.0)
+    assert [type(message) for message in told] == [BarrierPassed] * 3
+    core.handle(BarrierReached(rank=1, name="b"), 2.0)
+    assert core.handle(Tick(), 300.0) == []
+    told = core.handle(Tick(), 303.0)
+    assert "ranks [0, 2] at barrier 'b'" in reason_of(told, 3)
+
+
+def test_a_barrier_that_a_rank_cannot_reach_any_more_ends_the_run() -> None:
+    """DEFECT: who has left is looked at when epochs are opened, not at barriers."""
+    core = joined(plan_of("sync"))
+    core.handle(Left(rank=0), 1.0)
+    assert "left" in reason_of(core.handle(BarrierReached(rank=1, name="a"), 2.0), 2)
+
+
+def test_the_draining_close_goes_to_all_ranks_and_gives_their_leases_back() -> None:
+    core, told = opened(plan_of("cadence", 3))
+    told = core.handle(EpochLeft(rank=1, epoch=0, step=0), 1.0)
+    closes = [m for m in told if isinstance(m, CloseWindow)]
+    assert [(m.rank, m.drain) for m in closes] == [(0, True), (2, True)]
+    for rank in range(3):
+        told = core.handle(closed(rank, 0), 2.0)
+        core.check()
+    assert [type(message) for message in told] == [EndEpoch] * 3
+
+
+def test_after_an_abort_every_newcomer_is_told() -> None:
+    core = joined(plan_of("sync", 3))
+    core.handle(EpochOpened(rank=1, epoch=4), 1.0)
+    for event in (
+        join_of(plan_of("sync", 3), 2),
+        EpochOpened(rank=2, epoch=0),
+        BarrierReached(rank=2, name="a"),
+    ):
+        (told,) = core.handle(event, 2.0)
+        assert isinstance(told, Abort)
+        assert told.rank == 2
+        assert "opens epoch 4, expected 0" in told.reason
+    assert core.handle(Tick(), 1e9) == []

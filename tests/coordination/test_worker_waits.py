@@ -1,0 +1,193 @@
+"""The real worker's epochs against a scripted shell: what they wait for, and when.
+
+The simulated workers of this directory wait only when there is nothing to do; these
+tests hold the real ones to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elche.cadence.throughput import CostEstimate
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    BatchDone,
+    CloseWindow,
+    EndEpoch,
+    Event,
+    GrantBatches,
+    Instruction,
+    OpenWindow,
+    WindowClosed,
+)
+from elche.runtime.cadence_epoch import CadenceEpoch
+from elche.runtime.positions import EpochPositions
+
+
+class NeedlessWaitError(AssertionError):
+    """The worker would sleep although there is work, or an order, at hand."""
+
+
+class Shell:
+    """Hands out a script of instructions; refuses to sleep when it is exhausted."""
+
+    rank = 0
+    is_cold = False
+
+    def __init__(self) -> None:
+        self.inbox: deque[Instruction] = deque()
+        self.sent: list[Event] = []
+        self.placement = self
+        self.device = self
+        self.type = "cpu"
+
+    def send(self, event: Event) -> None:
+        self.sent.append(event)
+
+    def take_all(self, handle: Callable[[Instruction], None]) -> None:
+        while self.inbox:
+            handle(self.inbox.popleft())
+
+    def receive(self, handle: Callable[[Instruction], None], waiting_for: str) -> None:
+        if not self.inbox:
+            raise NeedlessWaitError(waiting_for)
+        handle(self.inbox.popleft())
+
+    def sleep_until_told(self, timeout_s: float) -> None:
+        if not self.inbox:
+            raise NeedlessWaitError(f"{timeout_s:.1f} s")
+
+    def span(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody looks."""
+
+    def pace_device(self) -> None:
+        """Nothing to pace."""
+
+
+class ScriptedFeed:
+    """A loader that prefetches; ``when_empty`` is what comes in when it runs dry."""
+
+    def __init__(self, shell: Shell, prefetched: int) -> None:
+        self.shell = shell
+        self.prefetched = prefetched
+        self.when_empty: list[list[Instruction]] = []
+        self.refill: Callable[[], None]
+        self.queued: deque[int] = deque()
+        self.drawn: deque[int | None] = deque()
+
+    def push(self, batch: int, _: object) -> None:
+        self.queued.append(batch)
+
+    def discard(self) -> None:
+        self.queued.clear()
+        self.drawn = deque(None for _ in self.drawn)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+    def next(self) -> tuple[int, str] | None:
+        while len(self.drawn) < self.prefetched + 1:
+            if not self.queued:
+                if self.when_empty:
+                    self.shell.inbox.extend(self.when_empty.pop(0))
+                self.refill()
+            self.drawn.append(self.queued.popleft() if self.queued else None)
+        batch = self.drawn.popleft()
+        return None if batch is None else (batch, "data")
+
+
+class Averager:
+    def state_layout(self) -> str:
+        return ""
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        return ()
+
+
+def open_window(window: int, wall_s: float | None) -> OpenWindow:
+    return OpenWindow(
+        rank=0,
+        epoch=0,
+        window=window,
+        wall_s=wall_s,
+        max_batches=None,
+        committed_samples=0,
+        planned_samples=8,
+        planned_batches=1,
+    )
+
+
+def grant(batch: int) -> GrantBatches:
+    return GrantBatches(rank=0, epoch=0, start=batch, stop=batch + 1)
+
+
+def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, CadenceEpoch]:
+    shell = Shell()
+    feed = ScriptedFeed(shell, prefetched)
+    positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
+    epoch = CadenceEpoch(
+        shell,  # type: ignore[arg-type]
+        feed,  # type: ignore[arg-type]
+        positions,
+        Averager(),  # type: ignore[arg-type]
+        CostEstimate(),
+        lambda error: None,
+    )
+    feed.refill = epoch.refill
+    return shell, feed, epoch
+
+
+@pytest.mark.parametrize("wall_s", [None, 60.0])
+@pytest.mark.parametrize("prefetched", [1, 4])
+def test_a_lease_behind_empty_batches_is_trained_on_without_another_message(
+    wall_s: float | None, prefetched: int
+) -> None:
+    # DEFECT: after an empty batch the worker sleeps until the next instruction or the
+    # window's end, although leases are queued behind it: with loader workers a run
+    # hangs until its deadline (wall_s None) or loses whole windows.
+    shell, feed, epoch = epoch_of(prefetched)
+    shell.inbox.extend([open_window(0, wall_s)])
+    feed.when_empty = [[], [grant(3)]]
+    batches = epoch.batches()
+    assert next(batches) == "data"
+    with pytest.raises(NeedlessWaitError, match=r"lease|s"):
+        next(batches)
+    assert [e.batch for e in shell.sent if isinstance(e, BatchDone)] == [3]
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("wall_s", [None, 60.0])
+def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
+    wall_s: float | None, drain: bool
+) -> None:
+    # DEFECT: the order is read by the loader's refill, and then the worker waits for
+    # "another lease" (for ever) or the window's end without looking at it.
+    shell, feed, epoch = epoch_of(0)
+    shell.inbox.append(open_window(0, wall_s))
+    feed.when_empty = [[CloseWindow(rank=0, epoch=0, window=0, drain=drain)]]
+    with pytest.raises(NeedlessWaitError, match="other ranks to end the window"):
+        next(epoch.batches())
+    assert [type(event) for event in shell.sent] == [WindowClosed]
+
+
+def test_the_end_of_the_epoch_ends_the_loop() -> None:
+    shell, _, epoch = epoch_of(2)
+    shell.inbox.append(
+        EndEpoch(
+            rank=0,
+            epoch=0,
+            samples=(80,),
+            busy_s=(1.0,),
+            data_wait_s=(0.0,),
+            sync_s=0.1,
+            windows=3,
+            anchor=1,
+            shares=(1.0,),
+        )
+    )
+    assert list(epoch.batches()) == []
+    assert shell.sent == []

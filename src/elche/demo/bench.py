@@ -185,8 +185,10 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
     title = (
         f"{config.model} on emulated devices of speeds {speeds}"
         f" ({config.ms_per_sample:g} ms per sample at speed 1),"
-        f" {config.samples} samples, {config.seeds} seeds"
+        f" {config.samples} samples"
     )
+    if config.seeds > 1:
+        title += f", {config.seeds} seeds"
     stream = sys.stderr if json_path == "-" else sys.stdout
     print_table(verdict.table, title, stream)
     click.echo("\n" + "\n".join(verdict.remarks), file=stream)

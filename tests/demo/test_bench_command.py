@@ -1,0 +1,248 @@
+"""`elche bench hetero`: settings, statistics, rejection, and a short real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from elche.cli import main
+from elche.demo import bench
+from elche.demo.bench import BenchConfig, run_bench
+from elche.demo.compare import ContenderRun
+from elche.demo.verdict import Verdict
+from tests.demo.fake_runs import rank_result, run_of
+
+HETERO = ["bench", "hetero"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails a test that starts a contender without being marked for it."""
+    if request.node.get_closest_marker("distributed") is None:
+
+        def refuse(*args: Any) -> None:
+            raise AssertionError("a contender was started")
+
+        monkeypatch.setattr(bench, "run_contender", refuse)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--speeds 1,-1", "expected positive numbers"),
+        ("--speeds 1,nan", "expected positive numbers"),
+        ("--speeds fast", "expected numbers like"),
+        ("--speeds 1", "expected 2 to 32"),
+        ("--speeds 1,0.5 --model none", "unknown model 'none'"),
+        ("--speeds 1,0.5 --policy none", "'none' is not one of"),
+        ("--speeds 1,0.5 --contenders ddp,none", "unknown contender 'none'"),
+        (
+            "--speeds 1,0.5 --policy sync --contenders elche-cadence",
+            "unknown contender",
+        ),
+        ("--speeds 1,0.5 --seconds 0", "expected positive --seconds"),
+        ("--speeds 1,0.5 --seconds nan", "expected positive --seconds"),
+        ("--speeds 1,0.5 --seeds 0", "--seeds of at least 1"),
+        ("--speeds 1,0.5 --ms-per-sample 0", "positive speeds and milliseconds"),
+        ("--speeds 1,0.001", "leave ddp-split out"),
+        ("--speeds 1,0.5 --json /", "cannot write /"),
+        ("--speeds 1,0.5 --json /no/such/folder/x.json", "cannot write /no/such"),
+        ("", "Missing option '--speeds'"),
+    ],
+)
+def test_bad_settings_end_with_code_2(options: str, message: str) -> None:
+    result = CliRunner().invoke(main, [*HETERO, *options.split()])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_checked_file_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bench.json"
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_contender", interrupted)
+    options = ["--speeds", "1,0.5", "--json", str(path)]
+    result = CliRunner().invoke(main, [*HETERO, *options])
+    assert result.exit_code == 130
+    assert "interrupted" in result.output
+    assert not path.exists()
+
+
+def test_the_same_samples_for_all_but_the_capped() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), seconds=10)
+    specs = {name: config.spec(name, seed=3) for name in config.names}
+    assert {spec.samples for spec in specs.values()} == {9984}  # whole batches
+    assert {spec.seed for spec in specs.values()} == {3}
+    capped = [name for name, spec in specs.items() if spec.max_seconds is not None]
+    assert capped == ["solo-1", "indep"]
+    assert config.run_on("solo-1").speeds == (0.25,)
+    assert specs["ddp"].shares == ()
+    assert specs["ddp-split"].shares == (1.0, 0.25)
+    assert config.names[-2:] == ("elche-sync", "elche-cadence")
+
+
+def test_time_capped_gives_ddp_what_it_can_do_in_time() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), seconds=10, time_capped=True)
+    assert config.spec("ddp", 0).samples == 4000
+    assert config.spec("solo-0", 0).max_seconds == 10
+
+
+def fake_results(
+    config: BenchConfig, control: float = 1.0, cadence_loss: float = 2.0
+) -> dict[str, list[ContenderRun]]:
+    """Devices of 800 and 200 samples/s, seeds that differ by one per cent."""
+    runs: dict[str, list[ContenderRun]] = {name: [] for name in config.names}
+    for seed in range(config.seeds):
+        quick = 1 + seed / 100
+        both = {
+            "ddp": 400 * quick,
+            "ddp-split": 900 * quick,
+            "elche-sync": 940 * quick,
+            "elche-cadence": 970 * quick,
+        }
+        for name in config.names:
+            if name == "indep":
+                rates = [800 * quick * control, 200 * quick * control]
+            elif name.startswith("solo-"):
+                rates = [(800.0, 200.0)[int(name[-1])] * quick]
+            else:
+                rates = [both[name]] * 2
+            last = cadence_loss + seed / 1000 if name == "elche-cadence" else 2.0
+            ranks = [
+                rank_result(rate, (4.0, last), windows=250 if "elche" in name else 0)
+                for rate in rates
+            ]
+            runs[name].append(run_of(name, *ranks))
+    return runs
+
+
+def verdict_of(config: BenchConfig, **settings: Any) -> Verdict:
+    return Verdict(fake_results(config, **settings), config.devices.count)
+
+
+def test_efficiency_is_paired_by_seed() -> None:
+    verdict = verdict_of(BenchConfig(speeds=(1.0, 0.25), seeds=3))
+    values = verdict.contenders()
+    assert values["elche-cadence"]["efficiency"] == pytest.approx(0.97)
+    assert values["elche-cadence"]["per_seed"]["efficiency"] == pytest.approx(
+        [0.97] * 3
+    )
+    assert values["ddp"]["efficiency"] == pytest.approx(0.4)
+    assert values["solo-0"]["samples_per_s"] == pytest.approx(808)
+    assert values["solo-0"]["samples_per_s_spread"] == pytest.approx(16 / 808)
+    assert verdict.control == pytest.approx(1.0)
+    assert not verdict.rejected
+    assert verdict.warnings == []
+
+
+def test_a_loss_is_compared_only_where_all_samples_were_trained() -> None:
+    values = verdict_of(BenchConfig(speeds=(1.0, 0.25))).contenders()
+    without = [name for name in values if values[name]["eval_loss"] is None]
+    assert without == ["solo-1", "indep"]
+
+
+def test_the_interval_of_paired_losses() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), seeds=2)
+    values = verdict_of(config, cadence_loss=2.02).contenders()
+    interval = values["elche-cadence"]["eval_loss_against_solo-0"]
+    half = 12.7062 * 0.0005 / 2
+    assert interval["mean"] == pytest.approx(0.01025)
+    assert interval["high"] - interval["mean"] == pytest.approx(half, rel=1e-3)
+    assert "eval_loss_against_solo-0" not in values["ddp"]
+    one_seed = verdict_of(BenchConfig(speeds=(1.0, 0.25))).contenders()
+    assert "eval_loss_against_solo-0" not in one_seed["elche-cadence"]
+
+
+def test_without_all_devices_alone_there_is_no_efficiency() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), contenders=("solo-0", "elche-cadence"))
+    verdict = verdict_of(config)
+    assert verdict.contenders()["solo-0"]["efficiency"] is None
+    assert any("no control" in warning for warning in verdict.warnings)
+
+
+@pytest.mark.parametrize(("allow_noise", "code"), [(False, 3), (True, 0)])
+def test_a_noisy_run_is_rejected(
+    allow_noise: bool,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), allow_noise=allow_noise)
+    runs = fake_results(config, control=0.9)
+    monkeypatch.setattr(bench, "run_contender", lambda name, *args: runs[name][0])
+    path = tmp_path / "bench.json"
+    assert run_bench(config, str(path)) == code
+    values = json.loads(path.read_text())
+    assert values["rejected"] is not allow_noise
+    assert values["gate"]["control_efficiency"] == pytest.approx(0.9)
+    assert "the machine was busy" in values["gate"]["reason"]
+    shown = capsys.readouterr().out
+    assert ("REJECTED" in shown) is not allow_noise
+    assert "90.0% of the sum" in shown
+    assert "Emulated" in shown
+
+
+def test_few_windows_and_overruns_are_said() -> None:
+    cadence = rank_result(windows=199, overrun_s=1.0)
+    runs = {"elche-cadence": [run_of("elche-cadence", cadence, cadence)]}
+    said = "\n".join(Verdict(runs, 2).warnings)
+    assert "had 199 windows; the standard gate wants 200" in said
+    assert "exceeded the emulated time by 10.0%" in said
+
+
+@pytest.mark.distributed
+def test_a_short_run_prints_nothing_but_json() -> None:
+    options = "--speeds 1,0.5 --seconds 0.3 --seeds 2 --contenders solo-0,elche-sync"
+    command = [sys.executable, "-m", "elche.cli", *HETERO, *options.split()]
+    done = subprocess.run(
+        [*command, "--json", "-"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert list(values["contenders"]) == ["solo-0", "elche-sync"]
+    assert values["speeds"] == [1.0, 0.5]
+    assert values["emulated"] is True
+    assert values["rejected"] is False
+    assert values["command"].startswith("elche bench hetero --speeds 1,0.5 ")
+    ours = values["contenders"]["elche-sync"]
+    assert ours["eval_loss_against_solo-0"]["mean"] == pytest.approx(0, abs=1e-3)
+    assert ours["windows"] == values["samples"] / 32
+    assert "hardware eff." not in done.stderr  # one device alone is missing
+    assert "elche-sync, seed 1: finished" in done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_an_interrupt_ends_all_ranks() -> None:
+    options = "--speeds 1,0.5 --seconds 100 --contenders elche-sync"
+    command = [sys.executable, "-m", "elche.cli", *HETERO, *options.split()]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline_s = time.monotonic() + 60
+    while len(started := children.read_text().split()) < 2:
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=40)
+    assert process.returncode == 130, said
+    assert "interrupted" in said
+    for pid in started:
+        with pytest.raises(ProcessLookupError, match="No such process"):
+            os.kill(int(pid), 0)

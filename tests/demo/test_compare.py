@@ -1,0 +1,106 @@
+"""Starting contenders, reading their results, and saying why one failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elche.demo import compare
+from elche.demo.batches import SegmentSampler, SplitBatches, split_edges
+from elche.demo.compare import Devices, run_contender, whole_batches
+from elche.demo.contender import ContenderSpec
+from elche.errors import ConfigError, RemoteRankError
+from elche.runtime.launch import LaunchResult
+from tests.demo.fake_runs import rank_result, run_of
+
+DEVICES = Devices(speeds=(1.0, 0.5), ms_per_sample=0.5)
+
+
+def test_devices_are_emulated_or_real() -> None:
+    with pytest.raises(ConfigError, match="either speeds"):
+        Devices()
+    with pytest.raises(ConfigError, match="either speeds"):
+        Devices(speeds=(1.0,), names=("cpu",))
+    assert Devices(names=("cuda:0", "cpu")).only(1).names == ("cpu",)
+    assert DEVICES.only(1).speeds == (0.5,)
+    assert DEVICES.nominal_samples_per_s == (2000.0, 1000.0)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_is_positive_and_finite(speed: float) -> None:
+    with pytest.raises(ConfigError, match="positive speeds"):
+        Devices(speeds=(1.0, speed))
+
+
+def test_samples_make_whole_batches_in_equal_segments() -> None:
+    assert whole_batches(1000) == 992
+    assert whole_batches(1000, segments=8) == 1024
+    assert whole_batches(1, segments=8) == 256
+
+
+def test_parts_of_a_batch_meet_and_cover_it() -> None:
+    shares = (1.0, 0.25, 0.4)
+    parts = [
+        list(SplitBatches(SegmentSampler(96, 1, seed=0), 32, list(shares), rank))
+        for rank in range(3)
+    ]
+    whole = list(iter(SegmentSampler(96, 1, seed=0)))
+    joined = [[sample for part in parts for sample in part[i]] for i in range(3)]
+    assert [sorted(batch) for batch in joined] == [
+        sorted(whole[i * 32 : i * 32 + 32]) for i in range(3)
+    ]
+    assert split_edges(32, (1.0, 0.25))[1:] == [26, 32]
+
+
+def test_overrun_is_that_of_the_worst_rank() -> None:
+    run = run_of("x", rank_result(overrun_s=0.1), rank_result(overrun_s=0.5))
+    assert run.overrun_share == pytest.approx(0.05)
+    assert run_of("x", rank_result(nominal_s=0.0)).overrun_share == 0.0
+
+
+def test_a_failure_names_contender_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = LaunchResult((0, 1), "rank 1 ended\nmore", ())
+    monkeypatch.setattr(compare, "launch", lambda config: result)
+    spec = ContenderSpec(kind="solo", model="mlp", samples=32, out="")
+    with pytest.raises(RemoteRankError, match=r"ddp failed: ranks \[1\].*rank 1 ended"):
+        run_contender("ddp", spec, DEVICES)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [LaunchResult((1, 1), "interrupted", (0, 1)), LaunchResult((130,), "", ())],
+)
+def test_an_interrupted_run_interrupts(
+    result: LaunchResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "launch", lambda config: result)
+    spec = ContenderSpec(kind="solo", model="mlp", samples=32, out="")
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        run_contender("solo-0", spec, DEVICES)
+
+
+@pytest.mark.distributed
+def test_devices_alone_side_by_side_each_train_everything() -> None:
+    spec = ContenderSpec(kind="solo", model="mlp", samples=128, out="", segments=2)
+    seen: set[int] = set()
+    run = run_contender(
+        "solo", spec, DEVICES, lambda rank, done: seen.add(rank), keep_spans=True
+    )
+    assert seen == {0, 1}
+    assert [rank["samples"] for rank in run.ranks] == [128, 128]
+    assert [point[1] for point in run.curve(1)] == [0, 64, 128]
+    assert [point[2] for point in run.curve(0)] == [point[2] for point in run.curve(1)]
+    assert {span.rank for span in run.spans} == {0, 1}
+
+
+@pytest.mark.distributed
+def test_a_failing_contender_shows_its_own_words() -> None:
+    spec = ContenderSpec(kind="solo", model="no such model", samples=32, out="")
+    with pytest.raises(
+        RemoteRankError, match="unknown model 'no such model'"
+    ) as caught:
+        run_contender("solo-0", spec, DEVICES.only(0))
+    assert "the contender solo-0 failed" in str(caught.value)

@@ -78,7 +78,7 @@ def test_an_interrupted_run_interrupts(
 ) -> None:
     monkeypatch.setattr(compare, "launch", lambda config: result)
     spec = ContenderSpec(kind="solo", model="mlp", samples=32, out="")
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         run_contender("solo-0", spec, DEVICES)
 
 

@@ -145,7 +145,7 @@ def test_a_rank_that_is_taken_cannot_be_taken_over(served: Served) -> None:
 def test_a_hello_of_a_rank_that_cannot_be_is_dropped(
     served: Served, rank: object
 ) -> None:
-    # DEFECT: any int is admitted.
+    # Once: any int is admitted.
     def intrude() -> None:
         with served.stranger() as stranger:
             nonce = nonce_of(stranger.recv(GREETING_BYTES, socket.MSG_WAITALL))
@@ -164,7 +164,7 @@ def test_a_hello_of_a_rank_that_cannot_be_is_dropped(
 def test_a_store_message_that_cannot_be_read_drops_the_connection(
     served: Served, message: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # DEFECT: KeyError or TypeError leaves data_received; asyncio logs a traceback.
+    # Once: KeyError or TypeError leaves data_received; asyncio logs a traceback.
     with closing(served.channel(0)) as channel:
         channel._send(message)
         with pytest.raises(CommunicationError, match="lost the coordinator"):
@@ -174,7 +174,7 @@ def test_a_store_message_that_cannot_be_read_drops_the_connection(
 
 
 def test_a_silent_stranger_does_not_outlive_the_server() -> None:
-    # DEFECT: only connections that said Hello are closed; asyncio warns of the rest.
+    # Once: only connections that said Hello are closed; asyncio warns of the rest.
     with serve_in_thread(2) as environments:
         host, _, port = environments[0]["ELCHE_COORDINATOR"].rpartition(":")
         stranger = socket.create_connection((host, int(port)), timeout=WAIT_S)
@@ -254,7 +254,7 @@ ABORT = Abort(rank=0, reason="rank 1 failed: ValueError: x", failed_rank=1)
 
 @pytest.mark.parametrize("how", ["receive", "poll"])
 def test_the_last_word_is_heard_although_the_coordinator_has_gone(how: str) -> None:
-    # DEFECT: the end of the stream is raised before what came ahead of it is handed
+    # Once: the end of the stream is raised before what came ahead of it is handed
     # out; the reason of an abort is lost when the launcher ends right after it.
     with one_connection() as (channel, far, codec):
         far.sendall(codec.encode(to_wire(ABORT)))
@@ -287,7 +287,7 @@ def test_a_closed_channel_says_so() -> None:
 
 @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
 def test_whoever_else_listens_there_is_no_coordinator(greeting: bytes) -> None:
-    # DEFECT: the socket is not closed on the way out (ResourceWarning).
+    # Once: the socket is not closed on the way out (ResourceWarning).
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -311,7 +311,7 @@ def test_nobody_listening_is_said() -> None:
 
 
 def test_a_process_with_many_open_files_can_wait() -> None:
-    # DEFECT: select() takes no descriptor from 1024 on; loaders and datasets open
+    # Once: select() takes no descriptor from 1024 on; loaders and datasets open
     # more than that.
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -186,7 +186,7 @@ def test_authentic_nonsense_is_refused(payload: bytes) -> None:
 
 
 def test_a_message_too_large_for_a_frame_is_refused_by_its_sender() -> None:
-    # DEFECT: it is sent, and the other side drops the connection without a reason.
+    # Once: it is sent, and the other side drops the connection without a reason.
     sender, _ = pair()
     with pytest.raises(ProtocolError, match=str(MAX_PAYLOAD_BYTES)):
         sender.encode({"a": bytes(MAX_PAYLOAD_BYTES + 1)})

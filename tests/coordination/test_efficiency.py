@@ -125,7 +125,7 @@ def test_shares_of_sync_converge_to_equal_times(
 def test_no_loader_of_sync_draws_in_vain_when_speeds_change(
     slower_by: float, prefetched: int
 ) -> None:
-    # DEFECT: from about 10 times slower steps on, the grants still out are counted
+    # Once: from about 10 times slower steps on, the grants still out are counted
     # in steps of the old length, and every loader runs dry once.
     device = Device(
         sample_s=0.00025,

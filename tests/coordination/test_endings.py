@@ -40,7 +40,7 @@ def test_a_break_at_one_step_on_all_ranks_lets_sync_go_on(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
-    """DEFECT: Left of one rank comes before EpochLeft of another: the run is aborted.
+    """Once: Left of one rank comes before EpochLeft of another: the run is aborted.
 
     `elche run` then reports a failure of a run that trained to its end.
     """

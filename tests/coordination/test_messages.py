@@ -137,7 +137,7 @@ def test_a_missing_field_is_refused(message: Any, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["more", b"more", b"rank"])
 def test_a_field_too_many_is_refused(name: str | bytes) -> None:
-    # DEFECT: a name of bytes (msgpack allows it) breaks the message: TypeError.
+    # Once: a name of bytes (msgpack allows it) breaks the message: TypeError.
     wire: dict[Any, Any] = to_wire(FROM_WORKERS["Left"](rank=0))
     wire[name] = 1
     with pytest.raises(ProtocolError, match="expected fields"):
@@ -150,7 +150,7 @@ def test_a_field_too_many_is_refused(name: str | bytes) -> None:
     ids=["list", "text", "bytes"],
 )
 def test_a_refusal_of_something_huge_is_short(value: Any) -> None:
-    # DEFECT: the refusal repeats the whole value, and is logged.
+    # Once: the refusal repeats the whole value, and is logged.
     for wire in ({"type": "Left", "rank": value}, {"type": value, "rank": 0}):
         with pytest.raises(ProtocolError, match=r"expected|unknown") as refused:
             from_wire(wire, FROM_WORKERS)

@@ -139,7 +139,7 @@ def test_a_rank_alone_trains_on_everything(policy: str) -> None:
 @given(plans("cadence"))
 @settings(max_examples=60, deadline=None)
 def test_without_el_che_every_window_is_a_batch_and_the_run_ends(plan: Plan) -> None:
-    # DEFECT: deadlock at the end of an epoch. Windows then end by count, so a rank
+    # Once: deadlock at the end of an epoch. Windows then end by count, so a rank
     # without a lease has no deadline; the others wait for it to close, and a lease
     # is looked at again only when a batch is done.
     config = {"max_anchor": 0, "timeout_s": 300.0}
@@ -148,7 +148,7 @@ def test_without_el_che_every_window_is_a_batch_and_the_run_ends(plan: Plan) -> 
 
 
 def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more() -> None:
-    # DEFECT: as above, in its shortest form.
+    # Once: as above, in its shortest form.
     plan = Plan(
         devices=(Device(sample_s=0.003), Device(sample_s=0.048)),
         config={"max_anchor": 0},

@@ -79,6 +79,10 @@ class ScriptedFeed:
         self.queued: deque[int] = deque()
         self.drawn: deque[int | None] = deque()
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queued) or any(batch is not None for batch in self.drawn)
+
     def push(self, batch: int, _: object) -> None:
         self.queued.append(batch)
 
@@ -146,7 +150,7 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, CadenceEpoch]:
 def test_a_lease_behind_empty_batches_is_trained_on_without_another_message(
     wall_s: float | None, prefetched: int
 ) -> None:
-    # DEFECT: after an empty batch the worker sleeps until the next instruction or the
+    # Once: after an empty batch the worker sleeps until the next instruction or the
     # window's end, although leases are queued behind it: with loader workers a run
     # hangs until its deadline (wall_s None) or loses whole windows.
     shell, feed, epoch = epoch_of(prefetched)
@@ -164,7 +168,7 @@ def test_a_lease_behind_empty_batches_is_trained_on_without_another_message(
 def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
     wall_s: float | None, drain: bool
 ) -> None:
-    # DEFECT: the order is read by the loader's refill, and then the worker waits for
+    # Once: the order is read by the loader's refill, and then the worker waits for
     # "another lease" (for ever) or the window's end without looking at it.
     shell, feed, epoch = epoch_of(0)
     shell.inbox.append(open_window(0, wall_s))

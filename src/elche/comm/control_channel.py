@@ -41,6 +41,8 @@ class ControlChannel:
         self._inbox: deque[Instruction] = deque()
         self._stored: dict[str, bytes] = {}
         self._closed = False
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     @staticmethod
     def connect(
@@ -51,6 +53,7 @@ class ControlChannel:
         Raises:
             CommunicationError: nobody answers there, or something else does.
         """
+        connection: socket.socket | None = None
         try:
             connection = socket.create_connection(address, timeout=timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -62,6 +65,8 @@ class ControlChannel:
                 greeting += part
             codec = FrameCodec(key, nonce_of(greeting), is_server=False)
         except (OSError, ProtocolError) as error:
+            if connection is not None:
+                connection.close()
             raise CommunicationError(
                 f"rank {rank} cannot reach the coordinator at {address[0]}:"
                 f"{address[1]}: {error}; was the script started by `elche run` or "
@@ -146,17 +151,21 @@ class ControlChannel:
         """Reads what is there, waiting for the first byte at most ``timeout_s``."""
         if self._closed:
             raise CommunicationError("the control channel is closed")
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        ready = self._poll.poll(timeout_s * 1e3)
         while ready:
+            failure: OSError | None = None
             try:
                 data = self._socket.recv(_CHUNK_BYTES)
             except OSError as error:
-                raise self._gone(error) from error
+                data, failure = b"", error
             if not data:
-                raise self._gone(None)
+                # What came before the end (the reason of it, say) counts first.
+                if self._inbox:
+                    return
+                raise self._gone(failure) from failure
             for message in self._codec.feed(data):
                 self._take(message)
-            ready, _, _ = select.select([self._socket], [], [], 0.0)
+            ready = self._poll.poll(0.0)
 
     def _read_quietly(self) -> None:
         try:

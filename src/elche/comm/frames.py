@@ -49,8 +49,16 @@ class FrameCodec:
         self._buffer = bytearray()
 
     def encode(self, message: dict[str, Any]) -> bytes:
-        """A message as a frame."""
+        """A message as a frame.
+
+        Raises:
+            ProtocolError: it is too large for the other side.
+        """
         payload: bytes = msgpack.packb(message, use_bin_type=True)
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(
+                f"a message of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}"
+            )
         tag = self._tag(self._directions[0], self._sent, payload)
         self._sent += 1
         return _LENGTH.pack(len(payload)) + tag + payload

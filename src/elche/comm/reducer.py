@@ -4,8 +4,8 @@ Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / 
 the group sums, which gives the gradient of the mean over the union batch of N samples,
 whatever the shares. Buckets are filled in the order in which gradients appear (guessed
 as the reverse of definition, then as observed in the first backward) and reduced as
-soon as they are full, so that all but the last overlap with backward. A bucket also carries one flag per parameter: a parameter
-that no rank used keeps ``grad=None``.
+soon as they are full, so that all but the last overlap with backward. A bucket also
+carries one flag per parameter: a parameter that no rank used keeps ``grad=None``.
 
 Reductions are out of place. A rank's own gradients stay untouched until every bucket
 has arrived, and are kept until the next backward's reduction; then ``p.grad`` becomes a

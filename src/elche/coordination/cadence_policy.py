@@ -142,6 +142,12 @@ class CadencePolicy(Policy):
         if state.closed is not None or event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} trains outside its window")
         self._ledger.train(event.rank, event.batch, event.batch + 1)
+        samples = self._ledger.sizes.run_of(event.batch)[0]
+        if event.samples != samples:
+            raise ProtocolError(
+                f"rank {event.rank} claims {event.samples} samples of batch "
+                f"{event.batch}, which has {samples}"
+            )
         state.batches += 1
         state.samples += event.samples
         if event.warm:
@@ -210,11 +216,12 @@ class CadencePolicy(Policy):
 
     def _close_idle(self) -> list[Instruction]:
         """Tells ranks that will get no more work in this epoch to close."""
-        if self._ledger.pooled and not self._draining:
-            return []
+        others_wait = any(state.closed is not None for state in self._ranks)
+        nothing_left = self._ledger.pooled == 0
         instructions: list[Instruction] = []
         for rank, state in enumerate(self._ranks):
-            idle = self._draining or not self._ledger.leased(rank)
+            starved = nothing_left or (others_wait and rank in self._hungry)
+            idle = self._draining or (starved and not self._ledger.leased(rank))
             if idle and state.closed is None and not state.told_to_close:
                 state.told_to_close = True
                 instructions.append(
@@ -239,7 +246,7 @@ class CadencePolicy(Policy):
             self._ledger.give_back(event.rank)
             self._ledger.abandon()
         if any(other.closed is None for other in self._ranks):
-            return Outcome()
+            return Outcome(self._close_idle())
         return self._end_window(now_s)
 
     def _end_window(self, now_s: float) -> Outcome:
@@ -249,14 +256,20 @@ class CadencePolicy(Policy):
         if not any(state.batches for state in self._ranks):
             if self._final:
                 return Outcome(self._end_epoch(), epoch_over=True)
-            return Outcome(self._open_window() + self._close_idle())
+            return Outcome(self._next_window(now_s))
         self._measure()
         instructions = self._reduce()
         self._progress_samples += self._ledger.stage()
         self._reducing = dict.fromkeys(range(self._world_size))
         if not self._final:
-            instructions += self._open_window() + self._close_idle()
+            instructions += self._next_window(now_s)
         return Outcome(instructions)
+
+    def _next_window(self, now_s: float) -> list[Instruction]:
+        instructions = self._open_window()
+        for rank in sorted(self._hungry):
+            instructions += self._top_up(rank, now_s)
+        return instructions + self._close_idle()
 
     def _measure(self) -> None:
         """Feeds El Che with delivered times; partial windows do not move the anchor."""

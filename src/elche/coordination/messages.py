@@ -336,11 +336,12 @@ def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
         raise ProtocolError(f"expected a mapping, got {type(wire).__name__}")
     kind = known.get(str(wire.get("type")))
     if kind is None:
-        raise ProtocolError(f"unknown message type {wire.get('type')!r}")
+        raise ProtocolError(f"unknown message type {_brief(wire.get('type'))}")
     hints = _HINTS[kind.__name__]
     if set(wire) - {"type"} != set(hints):
         raise ProtocolError(
-            f"{kind.__name__}: expected fields {sorted(hints)}, got {sorted(wire)}"
+            f"{kind.__name__}: expected fields {sorted(hints)}, got "
+            f"{_brief(sorted(map(str, wire)))}"
         )
     values = {
         name: _checked(f"{kind.__name__}.{name}", wire[name], hint)
@@ -360,17 +361,25 @@ def _checked(where: str, value: Any, hint: Any) -> Any:
         return _checked(where, value, rest[0])
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ProtocolError(f"{where}: expected a list, got {value!r}")
+            raise ProtocolError(f"{where}: expected a list, got {_brief(value)}")
         parts = typing.get_args(hint)
         if len(parts) == 2 and parts[1] is Ellipsis:
             return tuple(_checked(where, item, parts[0]) for item in value)
         if len(value) != len(parts):
-            raise ProtocolError(f"{where}: expected {len(parts)} items, got {value!r}")
+            raise ProtocolError(
+                f"{where}: expected {len(parts)} items, got {_brief(value)}"
+            )
         return tuple(
             _checked(where, item, part) for item, part in zip(value, parts, strict=True)
         )
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
-        raise ProtocolError(f"{where}: expected {hint.__name__}, got {value!r}")
+        raise ProtocolError(f"{where}: expected {hint.__name__}, got {_brief(value)}")
     return value
+
+
+def _brief(value: object) -> str:
+    """A value for a message to people, however large it is."""
+    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:80])
+    return text if len(text) <= 100 else text[:97] + "..."

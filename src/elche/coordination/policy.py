@@ -88,6 +88,10 @@ class Policy(ABC):
         """How long the run may be silent now; shorter once ranks have fallen apart."""
         return math.inf
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the epoch early, and owes it nothing more."""
+        return False
+
     @abstractmethod
     def waiting_for(self) -> str:
         """Whom the run waits for now, in words."""

@@ -58,6 +58,7 @@ class Coordinator:
         self._opened: dict[int, EpochOpened] = {}
         self._barriers: dict[str, set[int]] = {}
         self._generation = -1
+        self._early_joins: list[Join] = []
         self._waiting_since_s: float | None = None
         self._story: deque[tuple[int, str]] = deque(maxlen=STORY_LINES)
         self.aborted: str | None = None
@@ -83,15 +84,18 @@ class Coordinator:
         out of turn) end the run with an :class:`Abort` to every rank, as does a
         decision that cannot be made; nothing is raised at the shell.
         """
+        if not isinstance(event, Tick) and not 0 <= event.rank < self._world_size:
+            self._tell(event.rank, f"{now_s:.3f} <- no such rank: {_short(event)}")
+            return []
         self._tell(event.rank, f"{now_s:.3f} <- {_short(event)}")
         if self.aborted is not None:
             return self._after_abort(event)
         try:
             handler = self._handlers.get(type(event), self._in_policy)
             instructions = handler(event, now_s)
-        except ElcheError as error:
-            story = self.story(event.rank)[-12:]
-            wrapped = TransitionError(str(error), story)
+        except Exception as error:
+            what = str(error) if isinstance(error, ElcheError) else repr(error)
+            wrapped = TransitionError(what, self.story(event.rank)[-12:])
             instructions = self._abort(str(wrapped), kind="protocol")
         if not isinstance(event, Tick):
             self._waiting_since_s = now_s
@@ -116,10 +120,17 @@ class Coordinator:
                 f"rank {event.rank} speaks protocol {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if self.is_finished:
-            self._forget()
-        if event.rank in self._joins or not 0 <= event.rank < self._world_size:
-            raise ProtocolError(f"rank {event.rank} cannot join (again)")
+        if event.rank in self._left:
+            self._early_joins.append(event)
+            return self._rejoin(now_s) if self.is_finished else []
+        if event.rank in self._joins:
+            raise ProtocolError(f"rank {event.rank} cannot join again")
+        if event.world_size != self._world_size:
+            return self._abort(
+                f"rank {event.rank} says the world size is {event.world_size}, the "
+                f"coordinator serves {self._world_size}",
+                kind="mismatch",
+            )
         self._joins[event.rank] = event
         if len(self._joins) < self._world_size:
             return []
@@ -129,6 +140,13 @@ class Coordinator:
             return self._abort(difference, kind="mismatch")
         settings = settings_of(joins[0])
         config = RunConfig(**settings.config)
+        hints = config.speed_hints
+        if hints is not None and len(hints) != self._world_size:
+            return self._abort(
+                f"expected a speed hint per rank ({self._world_size}), but "
+                f"speed_hints has {len(hints)}",
+                kind="mismatch",
+            )
         self._timeout_s = config.timeout_s
         members = [
             Member(join.rank, join.device, join.horizon_batches) for join in joins
@@ -141,12 +159,15 @@ class Coordinator:
             for rank in range(self._world_size)
         ]
 
-    def _forget(self) -> None:
+    def _rejoin(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
         self._joins.clear()
         self._left.clear()
         self._policy = None
         self._epoch = -1
+        self._in_epoch = False
+        early, self._early_joins = self._early_joins, []
+        return [told for join in early for told in self._join(join, now_s)]
 
     def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
         policy = self._running_policy()
@@ -166,7 +187,7 @@ class Coordinator:
         if self._in_epoch:
             raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
         runs = self._opened[0].sizes
-        if runs is None:
+        if not runs:
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
         self._opened = {}
         self._epoch += 1
@@ -193,6 +214,11 @@ class Coordinator:
         return outcome.instructions
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
+        if self._left:
+            return self._abort(
+                f"rank {event.rank} waits at barrier {event.name!r}, but ranks "
+                f"{sorted(self._left)} have left"
+            )
         there = self._barriers.setdefault(event.name, set())
         there.add(event.rank)
         if len(there) < self._world_size:
@@ -210,8 +236,12 @@ class Coordinator:
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         self._left.add(event.rank)
-        waiting = self._in_epoch or self._opened or self._barriers
-        if waiting and not self.is_finished:
+        if self.is_finished:
+            return self._rejoin(now_s) if self._early_joins else []
+        owes = self._in_epoch and not (
+            self._policy is not None and self._policy.has_left(event.rank)
+        )
+        if owes or self._opened or self._barriers:
             return self._abort(
                 f"rank {event.rank} has left while others were {self._doing()}"
             )

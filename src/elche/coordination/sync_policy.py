@@ -103,6 +103,10 @@ class SyncPolicy(Policy):
         """Ranks that left the epoch wait for the others only so long."""
         return BREAK_PATIENCE_S if self._left else math.inf
 
+    def has_left(self, rank: int) -> bool:
+        """A break owes nothing: there is no drift to commit."""
+        return rank in self._left
+
     def waiting_for(self) -> str:
         """Ranks that have not reported the oldest grant, or not left the epoch."""
         if self._left:
@@ -124,6 +128,11 @@ class SyncPolicy(Policy):
             raise ProtocolError(
                 f"rank {event.rank} reports steps {event.start}..{event.stop - 1}, "
                 f"granted were {grant.start}..{grant.stop - 1}"
+            )
+        samples = grant.shares[event.rank] * (grant.stop - grant.start)
+        if event.samples != samples:
+            raise ProtocolError(
+                f"rank {event.rank} claims {event.samples} samples, granted {samples}"
             )
         reports.append(event)
         self._totals.add(event.rank, event.samples, event.busy_s, event.data_wait_s)
@@ -153,7 +162,8 @@ class SyncPolicy(Policy):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         while self._ledger.pooled:
             ahead = self._ledger.leased(ALL_RANKS)
-            if ahead >= self._ahead_steps + 2 * (steps - 1):
+            oldest = self._grants[0].stop - self._grants[0].start if ahead else 1
+            if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
                 break
             start, stop = self._ledger.lease(ALL_RANKS, steps, equal_sizes=True)
             samples, _ = self._ledger.sizes.run_of(start)

@@ -168,18 +168,16 @@ class CadenceEpoch:
         """Nothing leased is left: sleep until told, or until the window's deadline."""
         window = self._window
         assert window is not None
+        if self._feed.has_work or self._close is not None:
+            return
         if window.wall_s is None:
             self._worker.receive(self._handle, "another lease")
             return
         left_s = self._opened_s + window.wall_s - time.monotonic()
         if left_s > 0:
             self._worker.sleep_until_told(left_s)
-        elif not self._close_pending():
+        else:
             self._close_window()
-
-    def _close_pending(self) -> bool:
-        self._worker.take_all(self._handle)
-        return self._close is not None or self.end is not None
 
     def _close_window(self) -> None:
         window = self._window

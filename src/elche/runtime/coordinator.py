@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 KEY_BYTES = 32
+HELLO_WITHIN_S = 10.0
+HELLO_BYTES = 1 << 16
 
 
 class CoordinatorServer:
@@ -48,6 +50,8 @@ class CoordinatorServer:
 
     def __init__(self, world_size: int, key: bytes) -> None:
         self.core = Coordinator(world_size)
+        self._world_size = world_size
+        self._strangers: dict[_Connection, float] = {}
         self._key = key
         self._connections: dict[int, _Connection] = {}
         self._store: dict[str, bytes] = {}
@@ -74,7 +78,7 @@ class CoordinatorServer:
                 await self._ticker
         if self._server is not None:
             self._server.close()
-        for connection in list(self._connections.values()):
+        for connection in (*self._connections.values(), *self._strangers):
             connection.close()
         await asyncio.sleep(0)
 
@@ -84,10 +88,19 @@ class CoordinatorServer:
         for instruction in self.core.handle(event, now_s):
             self._deliver(instruction)
 
+    def meet(self, connection: _Connection) -> None:
+        """A connection was made; it must say who it is within a few seconds."""
+        self._strangers[connection] = asyncio.get_running_loop().time()
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection has ended."""
+        self._strangers.pop(connection, None)
+
     def admit(self, rank: int, connection: _Connection) -> bool:
         """A connection says which rank it is."""
-        if rank in self._connections:
+        if not 0 <= rank < self._world_size or rank in self._connections:
             return False
+        self._strangers.pop(connection, None)
         self._connections[rank] = connection
         return True
 
@@ -123,6 +136,10 @@ class CoordinatorServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            now_s = asyncio.get_running_loop().time()
+            for stranger, since_s in list(self._strangers.items()):
+                if now_s - since_s > HELLO_WITHIN_S:
+                    stranger.drop("no Hello came")
             self.take(Tick())
 
 
@@ -135,22 +152,33 @@ class _Connection(asyncio.Protocol):
         self._codec = FrameCodec(key, self._nonce, is_server=True)
         self._transport: asyncio.Transport | None = None
         self._rank: int | None = None
+        self._unknown_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._server.meet(self)
         transport.write(MAGIC + self._nonce)
 
     def data_received(self, data: bytes) -> None:
+        self._unknown_bytes += len(data) if self._rank is None else 0
+        if self._unknown_bytes > HELLO_BYTES:
+            self.drop("expected a Hello, got a flood")
+            return
         try:
             for message in self._codec.feed(data):
                 self._take(message)
         except ProtocolError as error:
-            self._server.dropped += 1
-            logger.warning("dropped a connection of rank %s: %s", self._rank, error)
-            self.close()
+            self.drop(str(error))
+
+    def drop(self, reason: str) -> None:
+        """Closes a connection that does not keep to the protocol, and counts it."""
+        self._server.dropped += 1
+        logger.warning("dropped a connection of rank %s: %s", self._rank, reason)
+        self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._server.forget(self)
         if self._rank is not None:
             self._server.lost(self._rank, self)
             self._rank = None
@@ -167,13 +195,16 @@ class _Connection(asyncio.Protocol):
         kind = message.get("type") if isinstance(message, dict) else None
         if self._rank is None:
             rank = message.get("rank") if kind == "Hello" else None
-            if not isinstance(rank, int) or not self._server.admit(rank, self):
+            if type(rank) is not int or not self._server.admit(rank, self):
                 raise ProtocolError(f"expected a Hello of a new rank, got {message!r}")
             self._rank = rank
         elif kind == "StoreSet":
-            self._server.store_set(str(message["key"]), bytes(message["value"]))
+            key, value = message.get("key"), message.get("value")
+            if not isinstance(key, str) or not isinstance(value, bytes):
+                raise ProtocolError("expected StoreSet with a key and bytes")
+            self._server.store_set(key, value)
         elif kind == "StoreGet":
-            self._server.store_get(str(message["key"]), self)
+            self._server.store_get(str(message.get("key")), self)
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:

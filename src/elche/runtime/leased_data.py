@@ -123,6 +123,11 @@ class BatchFeed(Generic[Tag]):
         self._ended = False
         self._iterator = None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch is queued, or drawn and still to come out."""
+        return bool(self._queued) or any(tag is not None for tag in self._drawn)
+
     def push(self, tag: Tag, batch: IndexBatch) -> None:
         """Queues an index batch; it comes out of :meth:`next` with its tag."""
         self._queued.append((tag, batch))

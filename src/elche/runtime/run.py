@@ -25,7 +25,7 @@ from elche.coordination.messages import (
     Failed,
     Welcome,
 )
-from elche.errors import CommunicationError, ElcheError
+from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.agreement import describe, join_event, min_share_samples
 from elche.runtime.cadence_epoch import CadenceEpoch
 from elche.runtime.connect import connect
@@ -91,6 +91,12 @@ class Run:
             MismatchError: ranks disagree.
             CommunicationError: the ranks did not come together.
         """
+        hints = config.speed_hints
+        if hints is not None and len(hints) != placement.world_size:
+            raise ConfigError(
+                f"expected a speed hint per rank ({placement.world_size}), got "
+                f"{len(hints)}"
+            )
         settings = describe(config, model, optimizer, loader, epochs)
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)

@@ -125,7 +125,7 @@ class SyncEpoch:
                 if got[0].step != number:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
                 return got
-            if self._granted_until <= number:
+            if self._granted_until <= number and not self._feed.has_work:
                 self._worker.receive(self._handle, f"the grant of step {number}")
 
     def _handle(self, instruction: Instruction) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from elche.comm.buffers import BufferWatch
+from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.outer import OuterOptimizer
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
@@ -34,7 +35,7 @@ class _FlatGroup:
 
     parameters: list[nn.Parameter]
     base: torch.Tensor
-    message: torch.Tensor
+    exchange: Exchange
     base_views: list[torch.Tensor]
     message_views: list[torch.Tensor]
     outer: OuterOptimizer = field(default_factory=OuterOptimizer)
@@ -66,15 +67,15 @@ class ParameterAverager:
         self._group = group
         self._reset_state = reset_state
         self._groups: list[_FlatGroup] = []
-        self._state_messages: dict[torch.dtype, torch.Tensor] = {}
+        self._state_exchanges: dict[torch.dtype, tuple[int, Exchange]] = {}
         self._watch = BufferWatch(model)
         self._counters: dict[int, torch.Tensor] = {}
 
     @property
     def extra_bytes(self) -> int:
         """Host memory that averaging holds beside the model."""
-        held = [t for g in self._groups for t in (g.base, g.message)]
-        held += self._state_messages.values()
+        held = [flat.base for flat in self._groups for _ in range(3)]
+        held += [exchange.result(0) for _, exchange in self._state_exchanges.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @torch.no_grad()
@@ -85,14 +86,15 @@ class ParameterAverager:
             by_dtype.setdefault(_wire_dtype(parameter.dtype), []).append(parameter)
         for dtype, parameters in by_dtype.items():
             numel = sum(parameter.numel() for parameter in parameters)
-            base, message = torch.empty(2, numel, dtype=dtype)
+            base = torch.empty(numel, dtype=dtype)
+            exchange = open_exchange(self._group, numel, dtype, base.device)
             self._groups.append(
                 _FlatGroup(
                     parameters,
                     base,
-                    message,
+                    exchange,
                     _views(base, parameters),
-                    _views(message, parameters),
+                    _views(exchange.contribution(0), parameters),
                 )
             )
         self.rebase()
@@ -127,17 +129,16 @@ class ParameterAverager:
     def synchronise(self, plan: Reduce) -> None:
         """Carries out a reduction with all ranks; afterwards all hold the same."""
         weight = plan.weights[plan.rank]
-        for flat in self._groups:
-            self._send_drift(flat, weight)
+        drifts = [self._mean_drift(flat, weight) for flat in self._groups]
         states = self._state_tensors() if plan.include_state else []
         if states:
             self._average_state(states, weight)
         if plan.buffers:
             self._average_buffers(plan.buffers, plan.weights, plan.rank)
-        for flat in self._groups:
+        for flat, drift in zip(self._groups, drifts, strict=True):
             flat.outer.step(
                 flat.base,
-                flat.message,
+                drift,
                 kind=plan.outer,
                 lr=plan.outer_lr,
                 momentum=plan.outer_momentum,
@@ -148,9 +149,10 @@ class ParameterAverager:
             self._optimizer.state.clear()
         self._mark_buffers()
 
-    def _send_drift(self, flat: _FlatGroup, weight: float) -> None:
+    def _mean_drift(self, flat: _FlatGroup, weight: float) -> torch.Tensor:
+        message = flat.exchange.contribution(0)
         if weight == 0.0:
-            flat.message.zero_()
+            message.zero_()
         else:
             for view, base, parameter in zip(
                 flat.message_views, flat.base_views, flat.parameters, strict=True
@@ -159,8 +161,9 @@ class ParameterAverager:
                     torch.sub(base, parameter, out=view)
                 else:
                     view.copy_(parameter).neg_().add_(base)
-            flat.message.mul_(weight)
-        self._group.all_reduce(flat.message, "averaging parameters")
+            message.mul_(weight)
+        flat.exchange.begin(0)
+        return flat.exchange.finish("averaging parameters")
 
     def _state_tensors(self) -> list[torch.Tensor]:
         return [
@@ -175,19 +178,25 @@ class ParameterAverager:
             by_dtype.setdefault(_wire_dtype(state.dtype), []).append(state)
         for dtype, tensors in by_dtype.items():
             numel = sum(tensor.numel() for tensor in tensors)
-            message = self._state_messages.get(dtype)
-            if message is None or message.numel() != numel:
-                message = self._state_messages[dtype] = torch.empty(numel, dtype=dtype)
-            views = _views(message, tensors)
+            exchange = self._state_exchange(numel, dtype)
+            message = exchange.contribution(0)
             if weight == 0.0:
                 message.zero_()
             else:
-                for view, tensor in zip(views, tensors, strict=True):
+                for view, tensor in zip(_views(message, tensors), tensors, strict=True):
                     view.copy_(tensor)
                 message.mul_(weight)
-            self._group.all_reduce(message, "averaging optimizer state")
-            for view, tensor in zip(views, tensors, strict=True):
+            exchange.begin(0)
+            mean = exchange.finish("averaging optimizer state")
+            for view, tensor in zip(_views(mean, tensors), tensors, strict=True):
                 tensor.copy_(view)
+
+    def _state_exchange(self, numel: int, dtype: torch.dtype) -> Exchange:
+        made = self._state_exchanges.get(dtype)
+        if made is None or made[0] != numel:
+            made = numel, open_exchange(self._group, numel, dtype, torch.device("cpu"))
+            self._state_exchanges[dtype] = made
+        return made[1]
 
     def _average_buffers(
         self, indices: Sequence[int], weights: Sequence[float], rank: int

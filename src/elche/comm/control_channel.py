@@ -15,6 +15,7 @@ from typing import Any
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.coordination.messages import (
     FROM_COORDINATOR,
+    Abort,
     Event,
     Instruction,
     from_wire,
@@ -103,6 +104,11 @@ class ControlChannel:
                 )
             self._read(left_s)
         return self._inbox.popleft()
+
+    def find_abort(self) -> Abort | None:
+        """An order to end the run among what has come; the rest stays in line."""
+        self._read(0.0)
+        return next((m for m in self._inbox if isinstance(m, Abort)), None)
 
     def wait_readable(self, timeout_s: float) -> None:
         """Sleeps until an instruction is there, at most ``timeout_s``."""

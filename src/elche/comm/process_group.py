@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.control_channel import ControlChannel
+from elche.comm.exchange import wait_until
 from elche.errors import CommunicationError
 
 
@@ -60,6 +61,8 @@ class Group:
         self.world_size = world_size
         self._timeout_s = timeout_s
         self.on_failure: Callable[[str], Exception] = CommunicationError
+        self.check: Callable[[], None] = _nothing
+        self.shares_host = False
 
     @staticmethod
     def form(
@@ -105,6 +108,19 @@ class Group:
                 error
             )
 
+    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
+        """Waits for other ranks in shared memory.
+
+        Raises:
+            CommunicationError: the deadline passed; other errors say why the run ended.
+        """
+        wait_until(
+            ready,
+            self.check,
+            lambda: self.on_failure(f"{late()} within {self._timeout_s:g} s"),
+            self._timeout_s,
+        )
+
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums ``tensor`` over all ranks, in place."""
         self.wait(self.all_reduce_async(tensor), what)
@@ -118,6 +134,10 @@ class Group:
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None
+
+
+def _nothing() -> None:
+    """Nobody can end the run from outside."""
 
 
 def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> float:

@@ -27,36 +27,39 @@ import torch
 from torch import nn
 
 from elche.comm.buffers import BufferAverager
+from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
 from elche.errors import ConfigError
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Parameters reduced in one message, and their two buffers."""
+    """Parameters reduced in one message, with views of what is sent and summed."""
 
     parameters: list[nn.Parameter]
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    views: list[list[torch.Tensor]] = field(default_factory=list)
+    exchange: Exchange | None = None
+    sent: list[list[torch.Tensor]] = field(default_factory=list)
+    summed: list[list[torch.Tensor]] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
-    work: Any = None
 
-    def allocate(self) -> None:
-        """Makes both buffers: the gradients, then a flag per parameter."""
+    def open(self, group: Group) -> None:
+        """Makes the exchange: the gradients, then a flag per parameter."""
         first = self.parameters[0]
-        numel = sum(p.numel() for p in self.parameters)
-        for _ in range(2):
-            buffer = torch.zeros(
-                numel + len(self.parameters), dtype=first.dtype, device=first.device
-            )
-            at, views = 0, []
-            for parameter in self.parameters:
-                part = buffer[at : at + parameter.numel()]
-                views.append(_shaped_like(part, parameter))
-                at += parameter.numel()
-            self.buffers.append(buffer)
-            self.views.append(views)
+        numel = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        self.exchange = open_exchange(group, numel, first.dtype, first.device, sides=2)
+        for side in range(2):
+            self.sent.append(self._views(self.exchange.contribution(side)))
+            self.summed.append(self._views(self.exchange.result(side)))
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A view per parameter, shaped like it, and the flags."""
+        at, views = 0, []
+        for parameter in self.parameters:
+            part = flat[at : at + parameter.numel()]
+            views.append(_shaped_like(part, parameter))
+            at += parameter.numel()
+        return [*views, flat[at:]]
 
 
 class GradientReducer:
@@ -118,7 +121,7 @@ class GradientReducer:
         """Makes buckets for parameters in the order in which gradients appear."""
         self._buckets = make_buckets(parameters, self._cap_bytes)
         for bucket in self._buckets:
-            bucket.allocate()
+            bucket.open(self._group)
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
 
@@ -171,22 +174,23 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
-        self._next_bucket += 1
         assert self._scale is not None
-        buffer, views = bucket.buffers[self._side], bucket.views[self._side]
-        flags = buffer[-len(bucket.parameters) :]
+        assert bucket.exchange is not None
+        sent = bucket.sent[self._side]
+        flags = [0.0] * len(bucket.parameters)
         with torch.no_grad():
-            if self._scale == 0.0:
-                buffer.zero_()
             for index, parameter in enumerate(bucket.parameters):
-                if self._scale == 0.0:
-                    continue
-                if parameter.grad is None:
-                    views[index].zero_()
+                if parameter.grad is None or self._scale == 0.0:
+                    sent[index].zero_()
                 else:
-                    torch.mul(parameter.grad, self._scale, out=views[index])
-                flags[index] = float(index in bucket.ready)
-        bucket.work = self._group.all_reduce_async(buffer)
+                    torch.mul(parameter.grad, self._scale, out=sent[index])
+                    flags[index] = float(index in bucket.ready)
+            sent[-1].copy_(torch.tensor(flags))
+        bucket.exchange.begin(self._side)
+        for earlier in self._buckets[: self._next_bucket]:
+            if earlier.exchange is not None:
+                earlier.exchange.advance()
+        self._next_bucket += 1
 
     def _finish(self) -> None:
         """End of backward: reduce what is left, wait, and hand out the means."""
@@ -195,8 +199,8 @@ class GradientReducer:
             self._launch_next()
         started_s = time.perf_counter()
         for bucket in self._buckets:
-            self._group.wait(bucket.work, "the reduction of gradients")
-            bucket.work = None
+            assert bucket.exchange is not None
+            bucket.exchange.finish("the reduction of gradients")
         if self._buffers is not None:
             self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
         self.wait_s += time.perf_counter() - started_s
@@ -211,14 +215,15 @@ class GradientReducer:
         """
         kept: list[torch.Tensor | None] = []
         for bucket in self._buckets:
-            used = bucket.buffers[self._side][-len(bucket.parameters) :].tolist()
+            summed = bucket.summed[self._side]
+            used = summed[-1].tolist()
             for index, parameter in enumerate(bucket.parameters):
                 own = parameter.grad
                 kept.append(own)
                 held = own is not None and (
                     self._scale != 0.0 or own is self._given.get(id(parameter))
                 )
-                mean = bucket.views[self._side][index] if used[index] or held else None
+                mean = summed[index] if used[index] or held else None
                 parameter.grad = self._given[id(parameter)] = mean
         self._kept = kept
 

@@ -133,7 +133,7 @@ def _label(axes: Axes, x_label: str, y_label: str) -> None:
 
 def _zoom(axes: Axes, curves: Sequence[LossCurve]) -> None:
     """Show where contenders differ: not the steep start, nor the slowest's end."""
-    early = [curve.loss[len(curve.loss) // 10 :] for curve in curves]
+    early = [curve.loss[max(1, len(curve.loss) // 10) :] for curve in curves]
     finite = [[loss for loss in part if math.isfinite(loss)] for part in early]
     low = min((min(part) for part in finite if part), default=0.0)
     span = max((part[0] for part in finite if part), default=0.0) - low

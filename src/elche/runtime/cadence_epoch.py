@@ -103,7 +103,6 @@ class CadenceEpoch:
                 return
             if self._window is None:
                 self._worker.receive(self._handle, "the other ranks to end the window")
-                began_s = max(began_s, self._opened_s)
                 continue
             if self._is_over(time.monotonic()):
                 self._close_window()
@@ -114,9 +113,10 @@ class CadenceEpoch:
                 continue
             batch, data = got
             ready_s = time.monotonic()
+            began_s = max(began_s, self._opened_s)
             if self._worker.placement.device.type != "cpu":
                 data = to_device(data, self._worker.placement.device)
-            self._worker.span("data wait", "data wait", began_s)
+            self._worker.span("data wait", "data wait", began_s, ready_s)
             self._in_hand = (batch, began_s, ready_s)
             yield data
             self._batch_done()

@@ -106,7 +106,7 @@ class SyncEpoch:
             if self._worker.placement.device.type != "cpu":
                 data = to_device(data, self._worker.placement.device)
             self._reducer.begin_step(step.scale, step.active_ranks)
-            self._worker.span("data wait", "data wait", began_s)
+            self._worker.span("data wait", "data wait", began_s, ready_s)
             yield step, data
             self._reducer.end_step()
             self._worker.pace_device()

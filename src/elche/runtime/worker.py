@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from elche.comm.control_channel import ControlChannel
+from elche.comm.exchange import may_share
 from elche.comm.process_group import Group
 from elche.coordination.messages import (
     Abort,
@@ -82,6 +83,8 @@ class Worker:
             self.timeout_s,
         )
         self._group.on_failure = self._why_failed
+        self._group.check = self._check
+        self._group.shares_host = may_share(welcome.devices)
 
     def send(self, event: Event) -> None:
         """Sends an event to the coordinator; does not wait."""
@@ -135,15 +138,23 @@ class Worker:
         if len(self._events) > HOST_AHEAD_BATCHES:
             self._events.popleft().synchronize()
 
-    def span(self, name: str, category: str, start_s: float, **args: Any) -> None:
-        """Records what this rank did from ``start_s`` (monotonic) until now."""
+    def span(
+        self,
+        name: str,
+        category: str,
+        start_s: float,
+        end_s: float | None = None,
+        **args: Any,
+    ) -> None:
+        """Records what this rank did from ``start_s`` to ``end_s`` (now)."""
+        end_s = time.monotonic() if end_s is None else end_s
         self.spans.append(
             Span(
                 rank=self.rank,
                 name=name,
                 category=category,
                 start_s=start_s,
-                duration_s=time.monotonic() - start_s,
+                duration_s=max(0.0, end_s - start_s),
                 args=args,
             )
         )
@@ -160,6 +171,12 @@ class Worker:
                 self._group.close()
                 self._group = None
             self._channel.close()
+
+    def _check(self) -> None:
+        """Raises if the run was ended while this rank waits for others."""
+        abort = self._channel.find_abort()
+        if abort is not None:
+            self._raise_if_abort(abort)
 
     def _raise_if_abort(self, instruction: Instruction) -> None:
         if isinstance(instruction, Abort):

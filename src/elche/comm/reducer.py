@@ -104,6 +104,11 @@ class GradientReducer:
             for bucket in self._buckets
         ]
 
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of the buckets: what is sent and what is summed, twice each."""
+        return 4 * sum(self.bucket_sizes_bytes)
+
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter.
 

@@ -138,8 +138,9 @@ class Run:
             parts = [f"{self._devices.count(kind)} x {kind}" for kind in kinds]
             what = f"{count} devices, unequal: {', '.join(parts)}"
         line = f"elche: {what}; policy {self.config.policy}"
-        if self._averager is not None:
-            line += f", {self._averager.extra_bytes / 1e6:.1f} MB for averaging"
+        synchroniser = self._averager or self._reducer
+        if synchroniser is not None:
+            line += f", {synchroniser.extra_bytes / 1e6:.1f} MB for reductions"
         return line
 
     def check(self) -> None:

@@ -1,0 +1,70 @@
+"""The examples and the README's loop run as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.distributed
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=90, check=False, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_own_loop(policy: str) -> None:
+    ended = _run(
+        *(sys.executable, "-m", "elche.cli", "run", "--policy", policy),
+        *("--speeds", "1,0.5", "--ms-per-sample", "0.2", "examples/own_loop.py"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    shown = [float(text) for text in re.findall(r"([\d.]+)% of held-out", ended.stdout)]
+    assert len(shown) == 5
+    assert shown[-1] > 80
+
+
+def test_own_loop_alone() -> None:
+    ended = _run(sys.executable, "examples/own_loop.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("held-out digits right") == 5
+
+
+def test_trainer() -> None:
+    ended = _run(
+        *(sys.executable, "-m", "elche.cli", "run", "--nproc", "2"),
+        "examples/trainer.py",
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+def test_the_loop_in_the_readme(tmp_path: Path) -> None:
+    """The 12 lines of the README, on a model and data made here."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    loop = next(block for block in blocks if "elche.setup" in block)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "model = torch.nn.Linear(4, 3)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))\n"
+        "loader = DataLoader(data, batch_size=8, shuffle=True)\n"
+        "epochs = 2\n" + loop + "print('trained', elche.rank())\n"
+    )
+    ended = _run(
+        *(sys.executable, "-m", "elche.cli", "run", "--nproc", "2", str(script))
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("trained") == 2

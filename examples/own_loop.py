@@ -2,7 +2,7 @@
 
 python examples/own_loop.py                              one device
 elche run --nproc 2 examples/own_loop.py                 two CPU processes
-elche run --speeds 1,0.25 examples/own_loop.py           a device and one four times slower
+elche run --speeds 1,0.25 examples/own_loop.py           one of them four times slower
 elche run --devices cuda:0,cpu examples/own_loop.py      a GPU and the CPU
 """
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.coordination.messages import BarrierPassed, BarrierReached, Failed, Left
-from elche.errors import ConfigError, ElcheError, ProtocolError
+from elche.coordination.messages import Failed, Left
+from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_training
 from elche.runtime.connect import stop_coordinator
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -133,20 +133,16 @@ def barrier() -> None:
 
     Raises:
         RemoteRankError: another rank failed meanwhile.
-        ConfigError: there is no run yet: call `elche.setup` first.
+        ConfigError: there is no run yet, or this is the inside of a loop under
+            ``cadence``, where ranks run different numbers of batches.
     """
     if world_size() == 1:
         return
     run = _process.run
     if run is None:
         raise ConfigError("elche.barrier() needs a run: call elche.setup first")
-    run.check()
     _process.barriers += 1
-    name = f"barrier {_process.barriers}"
-    run.worker.send(BarrierReached(rank=run.worker.rank, name=name))
-    passed = run.worker.expect(BarrierPassed, f"all ranks at {name}")
-    if passed.name != name:
-        raise ProtocolError(f"expected to pass {name}, passed {passed.name}")
+    run.barrier(f"barrier {_process.barriers}")
 
 
 def current_run() -> Run | None:

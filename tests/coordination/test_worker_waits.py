@@ -24,7 +24,7 @@ from elche.coordination.messages import (
     OpenWindow,
     WindowClosed,
 )
-from elche.runtime.cadence_epoch import CadenceEpoch
+from elche.runtime.cadence_epoch import CadenceEpoch, CadenceHooks
 from elche.runtime.positions import EpochPositions
 
 
@@ -139,7 +139,7 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, CadenceEpoch]:
         positions,
         Averager(),  # type: ignore[arg-type]
         CostEstimate(),
-        lambda error: None,
+        CadenceHooks(lambda error: None, lambda: None),
     )
     feed.refill = epoch.refill
     return shell, feed, epoch

@@ -17,6 +17,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import secrets
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -29,6 +31,7 @@ SLEEP_S = 50e-6
 CHECK_EVERY_S = 0.05
 ALIGN_BYTES = 64
 ORDERED_MACHINES = ("x86_64", "AMD64")
+_TOKEN = struct.Struct("q")
 
 
 class Members(Protocol):
@@ -289,23 +292,15 @@ def _shared_memory(group: Members, message_bytes: int, sides: int) -> mmap.mmap 
     """
     world_size = group.world_size
     size = _aligned(8 * world_size) + _aligned(message_bytes) * sides * world_size
-    descriptor = -1
+    descriptor, token = -1, secrets.randbits(62)
     if group.rank == 0:
         descriptor = os.memfd_create("elche")
         os.ftruncate(descriptor, size)
-    where = torch.tensor([os.getpid(), descriptor], dtype=torch.int64)
+        os.pwrite(descriptor, _TOKEN.pack(token), size)
+    where = torch.tensor([os.getpid(), descriptor, token], dtype=torch.int64)
     group.broadcast(where, "sharing memory")
-    pid, number = where.tolist()
-    memory: mmap.mmap | None = None
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        try:
-            if os.fstat(opened).st_size == size:
-                memory = mmap.mmap(opened, size)
-        finally:
-            os.close(opened)
-    except OSError:
-        memory = None
+    pid, number, token = where.tolist()
+    memory = _map(pid, number, token, size)
     missing = torch.tensor([int(memory is None)])
     group.all_reduce(missing, "agreeing on shared memory")
     if descriptor >= 0:
@@ -314,6 +309,25 @@ def _shared_memory(group: Members, message_bytes: int, sides: int) -> mmap.mmap 
         group.shares_host = False
         return None
     return memory
+
+
+def _map(pid: int, descriptor: int, token: int, size: int) -> mmap.mmap | None:
+    """Maps the memory that another process holds; None if it is not that one.
+
+    The token tells it from a file that happens to be there on another host.
+    """
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.pread(opened, _TOKEN.size, size) != _TOKEN.pack(token):
+            return None
+        return mmap.mmap(opened, size)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -29,7 +29,7 @@ from torch import nn
 from elche.comm.buffers import BufferAverager
 from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
-from elche.errors import ConfigError
+from elche.errors import CommunicationError, ConfigError
 
 
 @dataclass(slots=True)
@@ -142,7 +142,15 @@ class GradientReducer:
         Args:
             scale: n_r / N; 0 for a rank without samples, which sends zeros.
             active_ranks: ranks that have samples in this step.
+
+        Raises:
+            CommunicationError: the backward pass before was broken off.
         """
+        if self._in_backward:
+            raise CommunicationError(
+                "a backward pass was broken off by an error that the loop caught; its "
+                "reduction cannot be completed, so the run cannot go on"
+            )
         self._scale = scale
         self._active_ranks = active_ranks
         self.wait_s = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from elche.cadence.throughput import CostEstimate
@@ -28,6 +29,19 @@ from elche.runtime.transfer import to_device
 from elche.runtime.worker import Worker
 
 
+@dataclass(frozen=True, slots=True)
+class CadenceHooks:
+    """What an epoch asks of its run.
+
+    Attributes:
+        on_error: told about an error that a `break` cannot raise.
+        check: called at the end of every window; raises if the run cannot go on.
+    """
+
+    on_error: Callable[[ElcheError], None]
+    check: Callable[[], None]
+
+
 class CadenceEpoch:
     """Trains on leases until each window's end, then joins its reduction.
 
@@ -37,7 +51,7 @@ class CadenceEpoch:
         positions: the epoch.
         averager: averages the parameters.
         batch_cost: this rank's delivered seconds per batch, kept over epochs.
-        on_error: told about an error that a `break` cannot raise.
+        hooks: where errors go, and what is checked.
     """
 
     def __init__(
@@ -47,14 +61,14 @@ class CadenceEpoch:
         positions: EpochPositions,
         averager: ParameterAverager,
         batch_cost: CostEstimate,
-        on_error: Callable[[ElcheError], None],
+        hooks: CadenceHooks,
     ) -> None:
         self._worker = worker
         self._feed = feed
         self._positions = positions
         self._averager = averager
         self._batch_cost = batch_cost
-        self._on_error = on_error
+        self._hooks = hooks
         self._window: OpenWindow | None = None
         self._close: CloseWindow | None = None
         self._plan: OpenWindow | None = None
@@ -93,7 +107,7 @@ class CadenceEpoch:
             try:
                 self._leave()
             except ElcheError as error:
-                self._on_error(error)
+                self._hooks.on_error(error)
 
     def _train(self) -> Iterator[Any]:
         began_s = time.monotonic()
@@ -182,6 +196,7 @@ class CadenceEpoch:
     def _close_window(self) -> None:
         window = self._window
         assert window is not None
+        self._hooks.check()
         self._window = None
         self._closed_s = time.monotonic()
         self._worker.send(

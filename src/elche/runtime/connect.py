@@ -70,6 +70,13 @@ def _find_under_torchrun(
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
             "torchrun"
         )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", placement.world_size))
+    if local < placement.world_size and "ELCHE_LISTEN" not in os.environ:
+        raise ConfigError(
+            f"{placement.world_size - local} ranks are on other hosts, but elche "
+            "listens on loopback; set ELCHE_LISTEN on every host to its own address "
+            "on a network that you trust (nothing is encrypted)"
+        )
     name = f"{host}:{port}"
     if name in _found:
         return _found[name]

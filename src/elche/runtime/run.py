@@ -18,16 +18,19 @@ from elche.comm.reducer import GradientReducer
 from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
+    BarrierPassed,
+    BarrierReached,
     BeginEpoch,
     EndEpoch,
     EpochOpened,
     Event,
     Failed,
+    Instruction,
     Welcome,
 )
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.agreement import describe, join_event, min_share_samples
-from elche.runtime.cadence_epoch import CadenceEpoch
+from elche.runtime.cadence_epoch import CadenceEpoch, CadenceHooks
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 from elche.runtime.leased_data import BatchFeed
@@ -69,6 +72,7 @@ class Run:
         self._averager: ParameterAverager | None = None
         self._feed: BatchFeed[Any] | None = None
         self._batch_cost = CostEstimate()
+        self._signature: list[tuple[int, bool]] = []
         self._epoch = -1
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._under_way: SyncEpoch | CadenceEpoch | None = None
@@ -149,6 +153,31 @@ class Run:
             error, self._pending_error = self._pending_error, None
             raise error
 
+    def barrier(self, name: str) -> None:
+        """Waits until every rank is here.
+
+        Raises:
+            ConfigError: inside a loop under ``cadence``.
+        """
+        self.check()
+        if isinstance(self._under_way, CadenceEpoch):
+            raise ConfigError(
+                "a barrier inside the loop would wait for ever: under policy "
+                "'cadence' ranks run different numbers of batches; call it between "
+                "epochs"
+            )
+        passed: list[BarrierPassed] = []
+
+        def handle(instruction: Instruction) -> None:
+            if isinstance(instruction, BarrierPassed):
+                passed.append(instruction)
+            elif isinstance(self._under_way, SyncEpoch):
+                self._under_way.handle(instruction)
+
+        self.worker.send(BarrierReached(rank=self.worker.rank, name=name))
+        while not passed:
+            self.worker.receive(handle, f"all ranks at {name}")
+
     def epoch(self) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part."""
         if self._closed:
@@ -180,13 +209,27 @@ class Run:
             iteration.close()
         self._iteration = None
 
-    def _attach(self) -> None:
-        """Builds what the policy needs, and gives this rank its own randomness."""
-        trainable = [
-            parameter
-            for parameter in self._model.parameters()
-            if parameter.requires_grad
-        ]
+    def check_parameters(self) -> None:
+        """Refuses a change of what is trained inside an epoch.
+
+        Raises:
+            ConfigError: parameters were frozen, unfrozen or added since it began.
+        """
+        if self._signature != self._current_signature():
+            raise ConfigError(
+                "parameters were frozen, unfrozen or added inside an epoch; do it "
+                "between epochs, on every rank"
+            )
+
+    def _current_signature(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for p in self._model.parameters()]
+
+    def _build(self) -> None:
+        """Builds what the policy needs for the parameters that are trained now."""
+        if self._reducer is not None:
+            self._reducer.detach()
+        self._signature = self._current_signature()
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
         group = self.worker.group
         if self.config.policy == "sync":
             self._reducer = GradientReducer(
@@ -205,6 +248,10 @@ class Run:
                 reset_state=self.config.optimizer_state == "reset",
             )
             self._averager.build()
+
+    def _attach(self) -> None:
+        """Builds what the run needs, and gives this rank its own randomness."""
+        self._build()
         rank = self.worker.rank
         if self.config.seed is None:
             separate_rank(rank)
@@ -249,6 +296,8 @@ class Run:
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
+        if self._signature != self._current_signature():
+            self._build()
         shared = share_keys(worker.group, keys)
         return EpochPositions(
             shared, BatchSizes(begin.sizes), self._epoch, self.config.seed
@@ -263,6 +312,7 @@ class Run:
                 positions,
                 self._reducer,
                 min_share_samples(self._model),
+                self.check_parameters,
             )
         assert self._averager is not None
         self._averager.rebase()
@@ -272,7 +322,7 @@ class Run:
             positions,
             self._averager,
             self._batch_cost,
-            self._keep_error,
+            CadenceHooks(self._keep_error, self.check_parameters),
         )
 
     def _keep_error(self, error: ElcheError) -> None:

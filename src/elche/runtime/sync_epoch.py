@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class SyncEpoch:
         positions: the epoch.
         reducer: reduces gradients during backward.
         min_share_samples: least samples that the model can train on.
+        check: called at every step; raises if the run cannot go on.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class SyncEpoch:
         positions: EpochPositions,
         reducer: GradientReducer,
         min_share_samples: int,
+        check: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._feed = feed
         self._positions = positions
         self._reducer = reducer
         self._min_share_samples = min_share_samples
+        self._check = check
         self._grants: deque[GrantSteps] = deque()
         self._granted_until = 0
         self._measured = _Measured()
@@ -81,7 +84,7 @@ class SyncEpoch:
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
-        self._worker.take_all(self._handle)
+        self._worker.take_all(self.handle)
 
     def batches(self) -> Iterator[Any]:
         """Yields this rank's batches; a break ends the epoch."""
@@ -105,6 +108,7 @@ class SyncEpoch:
             ready_s = time.monotonic()
             if self._worker.placement.device.type != "cpu":
                 data = to_device(data, self._worker.placement.device)
+            self._check()
             self._reducer.begin_step(step.scale, step.active_ranks)
             self._worker.span("data wait", "data wait", began_s, ready_s)
             yield step, data
@@ -115,7 +119,7 @@ class SyncEpoch:
             self._account(step, now_s - began_s, ready_s - began_s)
             began_s = now_s
         while self.end is None:
-            self._worker.receive(self._handle, "the end of the epoch")
+            self._worker.receive(self.handle, "the end of the epoch")
 
     def _next(self, number: int) -> tuple[Step, Any]:
         """The next batch; waits only if its grant has not come."""
@@ -126,9 +130,10 @@ class SyncEpoch:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
                 return got
             if self._granted_until <= number and not self._feed.has_work:
-                self._worker.receive(self._handle, f"the grant of step {number}")
+                self._worker.receive(self.handle, f"the grant of step {number}")
 
-    def _handle(self, instruction: Instruction) -> None:
+    def handle(self, instruction: Instruction) -> None:
+        """Takes a grant, or the end of the epoch."""
         if isinstance(instruction, EndEpoch):
             self.end = instruction
             return

@@ -11,6 +11,7 @@ from elche.errors import ConfigError
 POLICIES = ("sync", "cadence")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
 OPTIMIZER_STATES = ("average", "local", "reset")
+TRANSPORTS = ("auto", "gloo")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "average")
 
 
@@ -42,6 +43,8 @@ class RunConfig:
         outer_lr: outer learning rate; None picks it by world size.
         outer_momentum: momentum of the outer Nesterov step.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
+        transport: ``"auto"`` lets ranks of one host that compute on the CPU sum in
+            memory they share, and the others through gloo; ``"gloo"`` is gloo always.
         timeout_s: deadline of every wait for another rank.
     """
 
@@ -59,6 +62,7 @@ class RunConfig:
     outer_lr: float | None = None
     outer_momentum: float = 0.5
     bucket_cap_mb: float = 1.0
+    transport: str = "auto"
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -66,6 +70,7 @@ class RunConfig:
         _choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
         _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("outer", self.outer, OUTER_OPTIMIZERS)
+        _choice("transport", self.transport, TRANSPORTS)
         _whole("anchor", self.anchor, 1)
         _whole("min_anchor", self.min_anchor, 1)
         _whole("max_anchor", self.max_anchor, 0)

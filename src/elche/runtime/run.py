@@ -107,7 +107,7 @@ class Run:
         try:
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome)
+            worker.form_group(welcome, config.transport)
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_tensors(
                 worker.group, [t.detach() for t in tensors], "the first broadcast"

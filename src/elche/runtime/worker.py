@@ -72,7 +72,7 @@ class Worker:
             raise CommunicationError("the run has ended on this rank")
         return self._group
 
-    def form_group(self, welcome: Welcome) -> None:
+    def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
         self._group = Group.form(
             self._channel,
@@ -84,7 +84,7 @@ class Worker:
         )
         self._group.on_failure = self._why_failed
         self._group.check = self._check
-        self._group.shares_host = may_share(welcome.devices)
+        self._group.shares_host = transport == "auto" and may_share(welcome.devices)
 
     def send(self, event: Event) -> None:
         """Sends an event to the coordinator; does not wait."""

@@ -1,0 +1,116 @@
+"""What is trained may change between epochs, not inside one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.errors import ConfigError
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task, build, identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+def _freeze(policy: str, when: str) -> dict[str, torch.Tensor]:
+    """Trains with the first layer frozen, then freed."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    first: Any = model.get_submodule("0")
+    first.requires_grad_(False)
+    before = first.weight.detach().clone()
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    for epoch in range(2):
+        for number, (x, y, _, _) in enumerate(loader):
+            if when == "inside" and number == 1:
+                first.requires_grad_(True)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 0:
+            assert torch.equal(first.weight, before)
+            first.requires_grad_(True)
+    assert not torch.equal(first.weight, before)
+    elche.shutdown()
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_freed_between_epochs(ranks2: RankPool, policy: str) -> None:
+    states = ranks2.run(_freeze, policy, "between", case_setup=serve_in_thread)
+    assert identical(states)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None:
+    outcomes = ranks2.run(
+        _expect_refusal, policy, case_setup=serve_in_thread, timeout_s=30.0
+    )
+    assert outcomes == [True, True]
+
+
+def _expect_refusal(policy: str) -> bool:
+    with (
+        pytest.raises(ConfigError, match="frozen, unfrozen or added inside an epoch"),
+        session.failing_together(),
+    ):
+        _freeze(policy, "inside")
+    elche.shutdown()
+    return True
+
+
+def _barrier(policy: str) -> int:
+    """A barrier at every step of the loop."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    steps = 0
+    try:
+        for x, y, _, _ in loader:
+            elche.barrier()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    finally:
+        elche.barrier() if policy == "sync" else None
+        elche.shutdown()
+    return steps
+
+
+def test_barriers_in_a_loop_of_sync(ranks2: RankPool) -> None:
+    assert ranks2.run(_barrier, "sync", case_setup=serve_in_thread) == [8, 8]
+
+
+def test_a_barrier_in_a_loop_of_cadence_is_refused(ranks2: RankPool) -> None:
+    outcomes = ranks2.run(
+        _barrier, "cadence", case_setup=serve_in_thread, expect_failure=True
+    )
+    assert all(
+        "ranks run different numbers of batches" in o.error.text for o in outcomes
+    )
+
+
+def _two_runs(policy: str) -> float:
+    """Two trainings in one script, one after the other."""
+    total = 0.0
+    for _ in range(2):
+        model, optimizer, loader = build(Task(samples=32, batch_size=8))
+        model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+        for x, y, _, _ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        total += sum(float(p.detach().double().sum()) for p in model.parameters())
+    elche.shutdown()
+    return total
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_two_runs_in_one_script(ranks2: RankPool, policy: str) -> None:
+    totals = ranks2.run(_two_runs, policy, case_setup=serve_in_thread)
+    assert totals[0] == totals[1]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
     from elche.trainer import Trainer as Trainer
-    from elche.trainer import TrainResult as TrainResult
+    from elche.trainer_config import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,8 @@ _HOMES = {
         "shutdown",
         "world_size",
     ),
-    "elche.trainer": ("TrainResult", "Trainer"),
+    "elche.trainer": ("Trainer",),
+    "elche.trainer_config": ("TrainResult",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -41,6 +41,7 @@ LAYERS = {
     "elche.demo": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
     "elche.trainer": Layer.SURFACE,
+    "elche.trainer_config": Layer.SURFACE,
 }
 
 MAY_IMPORT = {

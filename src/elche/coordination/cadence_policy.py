@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elche.cadence.el_che import ElChe, ElCheConfig
-from elche.config import RunConfig, default_outer_lr
+from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes, EpochLedger
 from elche.coordination.messages import (
     BatchDone,
@@ -24,17 +24,15 @@ from elche.coordination.messages import (
     GrantBatches,
     Instruction,
     OpenWindow,
-    Reduce,
     WindowClosed,
     WindowReduced,
 )
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.reductions import ReductionPlanner
 from elche.errors import ProtocolError
 
 LOOKAHEAD_S = 0.05
 MAX_AHEAD = 64
-SETTLED_WINDOWS = 8
-FEW_WINDOWS = 100
 
 
 @dataclass(slots=True)
@@ -63,7 +61,6 @@ class CadencePolicy(Policy):
     ) -> None:
         self._config = config
         self._members = members
-        self._epochs = epochs
         self._world_size = len(members)
         self._el_che = ElChe(
             ElCheConfig(
@@ -76,9 +73,9 @@ class CadencePolicy(Policy):
                 speed_hints=config.speed_hints,
             )
         )
+        self._planner = ReductionPlanner(config, self._world_size, epochs)
         self._epoch = -1
         self._window = -1
-        self._windows_run = 0
         self._progress_samples = 0
         self._reducing: dict[int, float | None] = {}
         self._sync_s = 0.0
@@ -89,7 +86,6 @@ class CadencePolicy(Policy):
         self._hungry: set[int] = set()
         self._draining = False
         self._final = False
-        self._outer = config.outer
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Opens the epoch's first window with its first leases."""
@@ -258,7 +254,14 @@ class CadencePolicy(Policy):
                 return Outcome(self._end_epoch(), epoch_over=True)
             return Outcome(self._next_window(now_s))
         self._measure()
-        instructions = self._reduce()
+        instructions: list[Instruction] = [
+            *self._planner.plan(
+                [state.closed for state in self._ranks if state.closed is not None],
+                [state.samples for state in self._ranks],
+                self._ledger.sizes.num_batches,
+                self._el_che.total_batches,
+            )
+        ]
         self._progress_samples += self._ledger.stage()
         self._reducing = dict.fromkeys(range(self._world_size))
         if not self._final:
@@ -280,57 +283,6 @@ class CadencePolicy(Policy):
             0.0 if tail else self._sync_s * 1e3,
         )
 
-    def _reduce(self) -> list[Instruction]:
-        closed = [state.closed for state in self._ranks if state.closed is not None]
-        trained = [state for state in self._ranks if state.batches]
-        states = {
-            state.closed.state for state in trained if state.closed is not None
-        } | {report.state for report in closed}
-        include_state = (
-            self._config.optimizer_state == "average"
-            and len(states) == 1
-            and "" not in states
-        )
-        buffers = sorted({i for report in closed for i in report.changed_buffers})
-        outer = self._outer_kind()
-        lr = self._config.outer_lr or default_outer_lr(self._world_size)
-        return [
-            Reduce(
-                rank=rank,
-                epoch=self._epoch,
-                window=self._window,
-                weights=self._weights(),
-                include_state=include_state,
-                buffers=tuple(buffers),
-                outer=outer,
-                outer_lr=1.0 if outer == "average" else lr,
-                outer_momentum=self._config.outer_momentum,
-            )
-            for rank in range(self._world_size)
-        ]
-
-    def _weights(self) -> tuple[float, ...]:
-        """Drift weights: who did nothing weighs nothing; they sum to one."""
-        shape = {
-            "equal": lambda samples: float(samples > 0),
-            "samples": float,
-            "sqrt": math.sqrt,
-        }[self._config.drift_weights]
-        raw = [shape(state.samples) for state in self._ranks]
-        return tuple(weight / sum(raw) for weight in raw)
-
-    def _outer_kind(self) -> str:
-        """Nesterov, unless the run is known to be too short for its momentum."""
-        if self._config.outer != "auto":
-            return self._config.outer
-        if self._windows_run < SETTLED_WINDOWS:
-            self._outer = "nesterov"
-            if self._epochs is not None:
-                batches = self._ledger.sizes.num_batches * self._epochs
-                if batches < FEW_WINDOWS * self._el_che.total_batches:
-                    self._outer = "average"
-        return self._outer
-
     def _reduced(self, event: WindowReduced) -> Outcome:
         """A rank has adopted the mean; when all have, the window is committed."""
         if self._reducing.get(event.rank, 0.0) is not None:
@@ -342,7 +294,6 @@ class CadencePolicy(Policy):
         self._sync_s = max(costs_s)
         self._totals.sync_s += self._sync_s
         self._totals.windows += 1
-        self._windows_run += 1
         self._ledger.commit()
         if self._final:
             return Outcome(self._end_epoch(), epoch_over=True)

@@ -185,6 +185,11 @@ def bench() -> None:
     help="Nobody trains longer than --seconds, losses are not compared; default:"
     " the same samples for all.",
 )
+@click.option(
+    "--solo-seconds",
+    type=float,
+    help="Runs alone that only measure speed end after this; default: --seconds.",
+)
 @click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
 @click.option("--json", "json_path", help="File for the figures; - is standard output.")
 def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> None:

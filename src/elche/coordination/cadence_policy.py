@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elche.cadence.alignment import aligned_anchor
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes, EpochLedger
@@ -303,8 +304,9 @@ class CadencePolicy(Policy):
         """Opens the next window: by wall time once speeds are known."""
         self._window += 1
         self._ranks = [_RankWindow() for _ in self._members]
-        wall_ms = self._el_che.anchor_wall_ms if self._el_che.enabled else 0.0
-        counts = self._el_che.batch_counts
+        wall_ms = self._wall_ms()
+        stretch = wall_ms / self._el_che.anchor_wall_ms if wall_ms > 0 else 1.0
+        counts = [round(count * stretch) for count in self._el_che.batch_counts]
         samples, _ = self._ledger.sizes.runs[0] if self._ledger.sizes.runs else (0, 0)
         planned = min(sum(counts), self._ledger.sizes.num_batches) * samples
         return [
@@ -320,6 +322,22 @@ class CadencePolicy(Policy):
             )
             for rank in range(self._world_size)
         ]
+
+    def _wall_ms(self) -> float:
+        """Length of the window, 0 while it can only be counted.
+
+        An anchor that the user has not fixed may be stretched to one at which whole
+        batches of all ranks end together.
+        """
+        el_che = self._el_che
+        if not el_che.enabled or not el_che.is_calibrated:
+            return 0.0
+        wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
+        fixed = self._config.anchor >= self._config.max_anchor
+        if fixed or not all(cost > 0 for cost in costs_ms):
+            return wall_ms
+        anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
+        return wall_ms * anchor / el_che.anchor
 
     def _max_batches(self, rank: int, *, by_wall: bool) -> int | None:
         counts = self._el_che.batch_counts

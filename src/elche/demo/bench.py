@@ -49,6 +49,7 @@ class BenchConfig:
         contenders: the only ones to run; empty for all.
         time_capped: nobody trains longer than about `seconds`, and losses are not
             compared.
+        solo_seconds: runs alone that only measure speed end after this instead.
         allow_noise: do not reject a run whose control is below `MIN_CONTROL`.
 
     Raises:
@@ -63,6 +64,7 @@ class BenchConfig:
     ms_per_sample: float = MS_PER_SAMPLE
     contenders: tuple[str, ...] = ()
     time_capped: bool = False
+    solo_seconds: float | None = None
     allow_noise: bool = False
 
     def __post_init__(self) -> None:
@@ -82,6 +84,9 @@ class BenchConfig:
             )
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
+        solo = self.solo_seconds
+        if solo is not None and not (math.isfinite(solo) and solo > 0):
+            raise ConfigError(f"expected positive --solo-seconds, got {solo!r}")
         if self.seeds < 1:
             raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
         unknown = sorted(set(self.contenders) - set(self.all_names))
@@ -127,7 +132,7 @@ class BenchConfig:
         if name == CONTROL or name.startswith("solo-"):
             settings["kind"] = "solo"
             if self.time_capped or name != "solo-0":
-                settings["max_seconds"] = self.seconds
+                settings["max_seconds"] = self.solo_seconds or self.seconds
         elif name.startswith("elche-"):
             settings |= {"kind": "elche", "policy": name.removeprefix("elche-")}
         else:
@@ -156,6 +161,8 @@ class BenchConfig:
         if self.contenders:
             words += ["--contenders", ",".join(self.contenders)]
         words += ["--time-capped"] * self.time_capped
+        if self.solo_seconds is not None:
+            words += ["--solo-seconds", f"{self.solo_seconds:g}"]
         words += ["--allow-noise"] * self.allow_noise
         return shlex.join([*words, "--json", "-"])
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from elche.config import RunConfig
 from elche.coordination.messages import Failed, Left
 from elche.errors import ConfigError, ElcheError
-from elche.runtime.agreement import check_training
+from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.connect import stop_coordinator
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
@@ -40,6 +40,7 @@ class _Process:
     """What this process has under way."""
 
     run: Run | None = None
+    single: SingleLoader | None = None
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     hooked = False
@@ -60,8 +61,9 @@ def setup(
 ) -> tuple[Model, Optimizer, Any]:
     """Shares the training of ``model`` among the ranks of this run.
 
-    The loop below it stays plain PyTorch. On one device nothing changes but the
-    placement: the model is moved to the device, the loader moves batches there. On
+    The loop below it stays plain PyTorch; the loss is the mean over the batch, and its
+    backward runs before the next batch is asked for. On one device nothing changes but
+    the placement: the model is moved to the device, the loader moves batches there. On
     several, parameters and buffers are broadcast from rank 0, and the loader hands out
     this rank's share of the data.
 
@@ -87,6 +89,8 @@ def setup(
     shutdown()
     placement = read_placement()
     _process.placement = placement
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
     model.to(placement.device)
     if placement.speed is not None:
         _process.emulation = emulate(
@@ -99,7 +103,9 @@ def setup(
         _say(_single_line(placement))
         if config.seed is not None:
             seed_rank(config.seed, 0)
-        return model, optimizer, _single_loader(loader, placement, config)
+        _process.single = SingleLoader(loader, placement.device, config.seed)
+        return model, optimizer, _process.single
+    check_shared(model, optimizer, loader, config.policy)
     _watch_process()
     run = Run.start(placement, config, model, optimizer, loader, epochs)
     _process.run = run
@@ -159,9 +165,11 @@ def progress_samples() -> float:
     """Samples that the run has trained on, plus this window's planned ones so far.
 
     The same function of the run's progress on every rank, whatever its speed: what a
-    learning rate should follow. 0.0 on one device, where the loop's own count is exact.
+    learning rate should follow. The batch in hand does not count yet.
     """
-    return 0.0 if _process.run is None else _process.run.progress_samples
+    if _process.run is not None:
+        return _process.run.progress_samples
+    return 0.0 if _process.single is None else float(_process.single.samples_done)
 
 
 def shutdown() -> None:
@@ -176,6 +184,7 @@ def shutdown() -> None:
     if emulation is not None:
         emulation.remove()
     _process.barriers = 0
+    _process.single = None
 
 
 @contextlib.contextmanager
@@ -209,15 +218,6 @@ def _placement() -> Placement:
     if _process.placement is None:
         return read_placement()
     return _process.placement
-
-
-def _single_loader(
-    loader: DataLoader[Any], placement: Placement, config: RunConfig
-) -> Any:
-    """The user's own loader, unless batches must move or be seeded by position."""
-    if placement.device.type == "cpu" and config.seed is None:
-        return loader
-    return SingleLoader(loader, placement.device, config.seed)
 
 
 def _single_line(placement: Placement) -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from elche import session
 from elche.errors import ConfigError
-from elche.runtime.transfer import to_device
+from elche.runtime.transfer import batch_length, to_device
 from elche.trainer_config import (
     EpochRecord,
     RunReport,
@@ -264,20 +264,6 @@ class _Fitting:
             synchronisations=sum(end.windows for end in ends),
             anchor=ends[-1].anchor if ends else 1,
         )
-
-
-def batch_length(batch: Any) -> int:
-    """Samples of a batch: the leading dimension of the first tensor in it."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        for part in batch:
-            length = batch_length(part)
-            if length:
-                return length
-    return 0
 
 
 def _summed(values: list[float]) -> list[float]:

@@ -67,6 +67,13 @@ class TrainerConfig:
             ) from error
         if length == 0:
             raise ConfigError("the dataset is empty; expected at least one sample")
+        if self.drop_last and length < self.batch_size:
+            raise ConfigError(
+                f"drop_last leaves nothing of {length} samples in batches of "
+                f"{self.batch_size}"
+            )
+        if self.eval_dataset is not None and len(self.eval_dataset) == 0:  # type: ignore[arg-type]
+            raise ConfigError("eval_dataset is empty; expected a sample, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,6 +290,7 @@ class SyncEpoch:
                 data_wait_s=0.0,
                 sync_wait_s=measured[2],
                 warm=bool(measured[3]),
+                backward_passes=grant.stop,
             )
         )
         self._measured = [0, 0.0, 0.0, True]

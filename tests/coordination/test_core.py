@@ -91,6 +91,7 @@ def steps_done(rank: int, start: int, stop: int, **changes: Any) -> StepsDone:
         data_wait_s=0.0,
         sync_wait_s=0.0,
         warm=True,
+        backward_passes=stop,
     )
     return replace(done, **changes)
 

@@ -47,6 +47,9 @@ class BufferWatch:
         norms = self._training_norm_buffers()
         written = []
         for index, buffer in enumerate(self._model.buffers()):
+            if index >= len(self._marks):
+                written.append(index)
+                continue
             value = self._values[index]
             if (
                 (id(buffer), buffer._version) != self._marks[index]

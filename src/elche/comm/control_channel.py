@@ -6,6 +6,7 @@ waits, each of which has a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -140,8 +141,12 @@ class ControlChannel:
 
     def close(self) -> None:
         """Ends the connection. May be called twice."""
-        self._closed = True
-        self._socket.close()
+        if not self._closed:
+            self._closed = True
+            # Forked loader workers hold the socket too: closing alone ends nothing.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._closed:

@@ -14,6 +14,7 @@ the message is where the others read it as soon as it is written.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -294,9 +295,10 @@ def _shared_memory(group: Members, message_bytes: int, sides: int) -> mmap.mmap 
     size = _aligned(8 * world_size) + _aligned(message_bytes) * sides * world_size
     descriptor, token = -1, secrets.randbits(62)
     if group.rank == 0:
-        descriptor = os.memfd_create("elche")
-        os.ftruncate(descriptor, size)
-        os.pwrite(descriptor, _TOKEN.pack(token), size)
+        with contextlib.suppress(OSError):
+            descriptor = os.memfd_create("elche")
+            os.ftruncate(descriptor, size)
+            os.pwrite(descriptor, _TOKEN.pack(token), size)
     where = torch.tensor([os.getpid(), descriptor, token], dtype=torch.int64)
     group.broadcast(where, "sharing memory")
     pid, number, token = where.tolist()

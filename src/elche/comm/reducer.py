@@ -10,7 +10,9 @@ carries one flag per parameter: a parameter that no rank used keeps ``grad=None`
 Reductions are out of place. A rank's own gradients stay untouched until every bucket
 has arrived, and are kept until the next backward's reduction; then ``p.grad`` becomes a
 view of the reduced bucket. Two bucket sets take turns, so accumulating into that view
-reads one set while the other is reduced. Cost: two gradient copies beside ``p.grad``.
+reads one set while the other is reduced. Cost: two gradient copies beside ``p.grad``,
+or four where ranks sum in shared memory. A ``p.grad`` kept by reference is overwritten
+two backward passes later.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.
@@ -95,6 +97,7 @@ class GradientReducer:
         self._in_backward = False
         self._kept: list[torch.Tensor | None] = []
         self.wait_s = 0.0
+        self.backward_passes = 0
 
     @property
     def bucket_sizes_bytes(self) -> list[int]:
@@ -146,18 +149,27 @@ class GradientReducer:
         Raises:
             CommunicationError: the backward pass before was broken off.
         """
-        if self._in_backward:
-            raise CommunicationError(
-                "a backward pass was broken off by an error that the loop caught; its "
-                "reduction cannot be completed, so the run cannot go on"
-            )
+        self._refuse_broken_backward()
         self._scale = scale
         self._active_ranks = active_ranks
         self.wait_s = 0.0
 
     def end_step(self) -> None:
-        """Backward passes after this are the user's own and not reduced."""
+        """Backward passes after this are the user's own and not reduced.
+
+        Raises:
+            CommunicationError: the step's backward pass was broken off.
+        """
         self._scale = None
+        self._refuse_broken_backward()
+
+    def _refuse_broken_backward(self) -> None:
+        if self._in_backward:
+            self._in_backward = False
+            raise CommunicationError(
+                "a backward pass was broken off by an error that the loop caught; its "
+                "reduction cannot be completed, so the run cannot go on"
+            )
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._scale is None:
@@ -167,6 +179,12 @@ class GradientReducer:
         if self._observed is not None:
             self._observed.setdefault(id(parameter))
         bucket, index = self._place[id(parameter)]
+        if index in bucket.ready:
+            raise ConfigError(
+                "a parameter's gradient came twice in one backward pass, the second "
+                "time too late for the reduction; activation checkpointing needs "
+                "use_reentrant=False"
+            )
         bucket.pending.discard(index)
         bucket.ready.add(index)
         while (
@@ -177,6 +195,7 @@ class GradientReducer:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self.backward_passes += 1
         self._side = 1 - self._side
         self._next_bucket = 0
         for bucket in self._buckets:
@@ -198,7 +217,10 @@ class GradientReducer:
                 else:
                     torch.mul(parameter.grad, self._scale, out=sent[index])
                     flags[index] = float(index in bucket.ready)
-            sent[-1].copy_(torch.tensor(flags))
+            if all(flags):
+                sent[-1].fill_(1.0)
+            else:
+                sent[-1].copy_(torch.tensor(flags))
         bucket.exchange.begin(self._side)
         for earlier in self._buckets[: self._next_bucket]:
             if earlier.exchange is not None:

@@ -87,6 +87,7 @@ class CadencePolicy(Policy):
         self._hungry: set[int] = set()
         self._draining = False
         self._final = False
+        self._left: set[int] = set()
 
     def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
         """Opens the epoch's first window with its first leases."""
@@ -96,6 +97,7 @@ class CadencePolicy(Policy):
         self._last_done_s = [now_s] * self._world_size
         self._hungry = set()
         self._draining = self._final = False
+        self._left = set()
         self._reducing = {}
         instructions = self._open_window()
         granted = True
@@ -125,6 +127,10 @@ class CadencePolicy(Policy):
         if not self._final:
             for rank, state in enumerate(self._ranks):
                 assert state.batches == self._ledger.trained(rank), f"rank {rank}"
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's loop has left the epoch early."""
+        return rank in self._left
 
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
@@ -352,6 +358,7 @@ class CadencePolicy(Policy):
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         self._draining = True
+        self._left.add(event.rank)
         self._ledger.abandon()
         self._ranks[event.rank].told_to_close = True
         return self._close_idle()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elche.errors import ProtocolError, TransitionError
@@ -25,8 +25,11 @@ class BatchSizes:
     """Batch sizes of an epoch, as runs of (samples, number of batches)."""
 
     runs: tuple[Range, ...]
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        ends = tuple(accumulate(count for _, count in self.runs))
+        object.__setattr__(self, "_ends", ends)
         if any(samples < 1 or count < 1 for samples, count in self.runs):
             raise ProtocolError(f"expected runs of at least 1 sample, got {self.runs}")
 
@@ -53,11 +56,10 @@ class BatchSizes:
 
     def run_of(self, batch: int) -> tuple[int, int]:
         """Size of a batch, and the first batch after its run of equal sizes."""
-        ends = list(accumulate(count for _, count in self.runs))
-        run = bisect_right(ends, batch)
-        if batch < 0 or run == len(ends):
+        run = bisect_right(self._ends, batch)
+        if batch < 0 or run == len(self._ends):
             raise ProtocolError(f"batch {batch} is outside 0..{self.num_batches - 1}")
-        return self.runs[run][0], ends[run]
+        return self.runs[run][0], self._ends[run]
 
     def samples_in(self, start: int, stop: int) -> int:
         """Samples of the batches ``start <= batch < stop``."""

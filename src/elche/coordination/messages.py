@@ -40,11 +40,18 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOpened:
-    """A rank asks for the epoch; rank 0 says its batch sizes."""
+    """A rank asks for the epoch; rank 0 says its batch sizes.
+
+    ``layout`` names what is trained now and whether that has changed since the last
+    epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
+    round differently): both must agree.
+    """
 
     rank: int
     epoch: int
     sizes: Runs | None = None
+    layout: str = ""
+    checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,7 @@ class StepsDone:
 
     ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``).
     ``warm`` is False when the steps held a first batch, which is not timed.
+    ``backward_passes`` of the run so far were reduced: as many on every rank.
     """
 
     rank: int
@@ -64,6 +72,7 @@ class StepsDone:
     data_wait_s: float
     sync_wait_s: float
     warm: bool
+    backward_passes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

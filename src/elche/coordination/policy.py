@@ -89,8 +89,12 @@ class Policy(ABC):
         return math.inf
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left the epoch early, and owes it nothing more."""
+        """Whether a rank's loop has left the epoch early."""
         return False
+
+    def owes(self, rank: int) -> bool:
+        """Whether the epoch under way cannot end without a rank."""
+        return True
 
     @abstractmethod
     def waiting_for(self) -> str:

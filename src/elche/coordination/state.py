@@ -59,6 +59,8 @@ class Coordinator:
         self._barriers: dict[str, set[int]] = {}
         self._generation = -1
         self._early_joins: list[Join] = []
+        self._unconfirmed: set[int] = set()
+        self._held: list[Instruction] = []
         self._waiting_since_s: float | None = None
         self._story: deque[tuple[int, str]] = deque(maxlen=STORY_LINES)
         self.aborted: str | None = None
@@ -92,7 +94,8 @@ class Coordinator:
             return self._after_abort(event)
         try:
             handler = self._handlers.get(type(event), self._in_policy)
-            instructions = handler(event, now_s)
+            instructions = self._confirmed(event) if self._held else []
+            instructions += handler(event, now_s)
         except Exception as error:
             what = str(error) if isinstance(error, ElcheError) else repr(error)
             wrapped = TransitionError(what, self.story(event.rank)[-12:])
@@ -186,6 +189,9 @@ class Coordinator:
             return []
         if self._in_epoch:
             raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
+        disagreement = self._opened_differently()
+        if disagreement:
+            return self._abort(disagreement, kind="mismatch")
         runs = self._opened[0].sizes
         if not runs:
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
@@ -200,6 +206,24 @@ class Coordinator:
         outcome = policy.begin_epoch(self._epoch, sizes, now_s)
         return begin + self._settle(outcome)
 
+    def _opened_differently(self) -> str:
+        """What ranks do not agree on at the beginning of an epoch, or ""."""
+        first = self._opened[0]
+        for rank, other in sorted(self._opened.items()):
+            if other.layout != first.layout:
+                return (
+                    f"rank {rank} does not train what rank 0 trains in epoch "
+                    f"{first.epoch}: parameters were frozen, unfrozen, added or "
+                    "replaced on some ranks only; do it on every rank"
+                )
+            if other.checksum != first.checksum:
+                return (
+                    f"rank {rank} begins epoch {first.epoch} with other parameters "
+                    "than rank 0: they were changed between epochs on some ranks only "
+                    "(a checkpoint loaded on rank 0, say); do it on every rank"
+                )
+        return ""
+
     def _in_policy(self, event: Event, now_s: float) -> list[Instruction]:
         policy = self._running_policy()
         if not self._in_epoch:
@@ -211,7 +235,32 @@ class Coordinator:
     def _settle(self, outcome: Outcome) -> list[Instruction]:
         if outcome.epoch_over:
             self._in_epoch = False
+            return self._hold_for_leavers(outcome.instructions)
         return outcome.instructions
+
+    def _hold_for_leavers(self, told: list[Instruction]) -> list[Instruction]:
+        """Ends the epoch on ranks that did not leave it only when the others are well.
+
+        A loop that breaks and a loop that raises look alike at first; the next that is
+        heard of the rank tells.
+        """
+        assert self._policy is not None
+        left = {rank for rank in self._joins if self._policy.has_left(rank)}
+        if not left or len(left) == self._world_size:
+            return told
+        self._unconfirmed = left
+        self._held = [one for one in told if one.rank not in left]
+        return [one for one in told if one.rank in left]
+
+    def _confirmed(self, event: Event) -> list[Instruction]:
+        """What was held back, once every rank that left has been heard of again."""
+        if not isinstance(event, (EpochOpened, BarrierReached, Left)):
+            return []
+        self._unconfirmed.discard(event.rank)
+        if self._unconfirmed:
+            return []
+        held, self._held = self._held, []
+        return held
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
         if self._left:
@@ -238,8 +287,8 @@ class Coordinator:
         self._left.add(event.rank)
         if self.is_finished:
             return self._rejoin(now_s) if self._early_joins else []
-        owes = self._in_epoch and not (
-            self._policy is not None and self._policy.has_left(event.rank)
+        owes = self._in_epoch and (
+            self._policy is None or self._policy.owes(event.rank)
         )
         if owes or self._opened or self._barriers:
             return self._abort(
@@ -274,7 +323,8 @@ class Coordinator:
     def _is_waiting(self) -> bool:
         """Whether somebody waits for somebody: between epochs ranks may be idle."""
         joining = 0 < len(self._joins) < self._world_size
-        return joining or self._in_epoch or bool(self._opened or self._barriers)
+        held = bool(self._opened or self._barriers or self._held)
+        return joining or self._in_epoch or held
 
     def _doing(self) -> str:
         if self._policy is None:

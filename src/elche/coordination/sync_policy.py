@@ -27,7 +27,7 @@ from elche.errors import ProtocolError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
-BREAK_PATIENCE_S = 30.0
+BREAK_PATIENCE_S = 60.0
 ALL_RANKS = -1
 
 
@@ -104,8 +104,12 @@ class SyncPolicy(Policy):
         return BREAK_PATIENCE_S if self._left else math.inf
 
     def has_left(self, rank: int) -> bool:
-        """A break owes nothing: there is no drift to commit."""
+        """Whether a rank's loop has left the epoch early."""
         return rank in self._left
+
+    def owes(self, rank: int) -> bool:
+        """A break owes nothing: there is no drift to commit."""
+        return rank not in self._left
 
     def waiting_for(self) -> str:
         """Ranks that have not reported the oldest grant, or not left the epoch."""
@@ -144,6 +148,13 @@ class SyncPolicy(Policy):
         self._ledger.train(ALL_RANKS, grant.start, grant.stop)
         self._ledger.stage()
         self._ledger.commit()
+        passes = [report.backward_passes for report in reports]
+        if len(set(passes)) > 1:
+            raise ProtocolError(
+                f"ranks ran different numbers of backward passes up to step "
+                f"{grant.stop - 1}: {passes}; under policy 'sync' a batch may only be "
+                "skipped on every rank, because their gradients are summed step by step"
+            )
         steps = grant.stop - grant.start
         self._totals.windows += steps
         self._totals.sync_s += max(report.sync_wait_s for report in reports)

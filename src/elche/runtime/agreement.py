@@ -16,6 +16,8 @@ from elche.errors import ConfigError
 from elche.runtime.environment import Placement
 from elche.runtime.leased_data import horizon_batches
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def describe(
     config: RunConfig,
@@ -35,8 +37,12 @@ def describe(
         },
         optimizer={
             "class": type(optimizer).__name__,
-            "groups": [len(group["params"]) for group in optimizer.param_groups],
-            **{k: v for k, v in optimizer.defaults.items() if _is_plain(v)},
+            **{
+                name if index == 0 else f"group {index}.{name}": value
+                for index, group in enumerate(optimizer.param_groups)
+                for name, value in _plain_settings(group)
+            },
+            "state": _state_layout(optimizer),
         },
         min_share_samples=min_share_samples(model),
         epochs=epochs,
@@ -65,10 +71,10 @@ def join_event(
 def check_training(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> None:
-    """Refuses what cannot be trained on several ranks, by name.
+    """Refuses arguments of the wrong type.
 
     Raises:
-        ConfigError: an argument has the wrong type, or cannot be divided.
+        ConfigError: says which, and what was expected.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
@@ -76,13 +82,41 @@ def check_training(
         raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch.utils.data.DataLoader, got {loader!r}")
+    try:
+        empty = len(loader.dataset) == 0  # type: ignore[arg-type]
+    except TypeError:
+        return
+    if empty:
+        raise ConfigError("the dataset is empty; expected at least one sample")
+
+
+def check_shared(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    policy: str,
+) -> None:
+    """Refuses what cannot be trained on several ranks, by name.
+
+    Raises:
+        ConfigError: what, and what to do instead.
+    """
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             "an IterableDataset cannot be divided exactly yet; expected a map-style "
             "dataset (with __getitem__ and __len__)"
         )
-    if len(loader.dataset) == 0:  # type: ignore[arg-type]
-        raise ConfigError("the dataset is empty; expected at least one sample")
+    try:
+        len(loader.dataset), len(loader)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(
+            f"expected a dataset and a sampler with a length: {error}"
+        ) from error
+    if loader.batch_sampler is None and policy == "sync":
+        raise ConfigError(
+            "a loader with batch_size=None has no batches that policy 'sync' could "
+            "divide; give it a batch_size, or choose policy='cadence'"
+        )
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(
@@ -94,11 +128,19 @@ def check_training(
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
         raise ConfigError(
             "the optimizer holds none of the model's parameters; build it from this "
             "model's parameters()"
+        )
+    strange = [p for p in held if id(p) not in own]
+    if strange:
+        raise ConfigError(
+            f"the optimizer holds {len(strange)} parameters that are not the model's "
+            f"(one of shape {list(strange[0].shape)}); they would not be shared: put "
+            "them into the model"
         )
 
 
@@ -106,6 +148,49 @@ def min_share_samples(model: nn.Module) -> int:
     """Least samples that the model can train on: BatchNorm needs two."""
     norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
     return 2 if any(isinstance(module, norms) for module in model.modules()) else 1
+
+
+def _plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """A parameter group's settings that can be compared, and its size."""
+    plain = [
+        (name, float(value) if isinstance(value, torch.Tensor) else value)
+        for name, value in group.items()
+        if name != "params"
+        and (_is_plain(value) or getattr(value, "numel", lambda: 0)() == 1)
+    ]
+    return [*plain, ("parameters", len(group["params"]))]
+
+
+def _state_layout(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names and shapes of the state that the optimizer already has."""
+    return [f"{key} {list(value.shape)}" for value, key in _state_tensors(optimizer)]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
+    """State tensors in the order of parameters and names."""
+    return [
+        (value, name)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for name, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Tensors of the state that the optimizer already has, in a fixed order."""
+    return [value for value, _ in _state_tensors(optimizer)]
+
+
+def checksum(model: nn.Module) -> str:
+    """A sum over the bits of all parameters: equal for equal bits, in any order."""
+    total = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = _BITS.get(parameter.element_size())
+            if bits is not None and not parameter.is_complex():
+                total += int(parameter.detach().contiguous().view(bits).sum())
+    return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from elche.runtime.environment import Placement
 logger = logging.getLogger(__name__)
 
 _started: list[subprocess.Popen[str]] = []
+_hosted: list[dist.TCPStore] = []
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
 
 
@@ -57,6 +59,7 @@ def stop_coordinator() -> None:
         if process.stdout is not None:
             process.stdout.close()
     _found.clear()
+    _hosted.clear()
 
 
 def _find_under_torchrun(
@@ -81,15 +84,18 @@ def _find_under_torchrun(
     if name in _found:
         return _found[name]
     try:
-        store = dist.PrefixStore(
-            f"elche/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            dist.TCPStore(
-                host,
-                int(port),
-                is_master=_hosts_store(placement),
-                timeout=timedelta(seconds=timeout_s),
-            ),
+        hosted = _hosts_store(placement)
+        base = dist.TCPStore(
+            host,
+            int(port),
+            is_master=hosted,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=_listen(host, int(port)) if hosted else None,
         )
+        if hosted:
+            _hosted.append(base)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"elche/{restart}", base)
         if placement.rank == 0:
             address, key = _start_beside(placement)
             store.set("coordinator", f"{address[0]}:{address[1]}/{key.hex()}")
@@ -102,6 +108,12 @@ def _find_under_torchrun(
     found_host, _, found_port = where.rpartition(":")
     _found[name] = (found_host, int(found_port)), bytes.fromhex(secret)
     return _found[name]
+
+
+def _listen(host: str, port: int) -> int:
+    """A listening socket on that address alone; torch would take every interface."""
+    listener = socket.create_server((host, port))
+    return listener.detach()
 
 
 def _hosts_store(placement: Placement) -> bool:
@@ -122,6 +134,7 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "ELCHE_KEY": key.hex()},
     )
     _started.append(process)

@@ -114,6 +114,10 @@ class CoordinatorServer:
             del self._connections[rank]
             self.take(Disconnected(rank=rank))
 
+    def rank_ended(self, rank: int) -> None:
+        """The launcher saw a rank's process end, whether or not it ever joined."""
+        self.take(Disconnected(rank=rank))
+
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a rendezvous value and answers who waits for it."""
         self._store[key] = value

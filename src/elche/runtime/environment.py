@@ -73,17 +73,28 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     coordinator = None
     if "ELCHE_COORDINATOR" in environment:
         host, _, port = environment["ELCHE_COORDINATOR"].rpartition(":")
+        if not port.isdigit():
+            raise ConfigError(
+                "expected ELCHE_COORDINATOR to be host:port, got "
+                f"{environment['ELCHE_COORDINATOR']!r}"
+            )
         coordinator = (host, int(port))
-    return Placement(
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        coordinator=coordinator,
-        key=bytes.fromhex(environment.get("ELCHE_KEY", "")),
-        listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
-        speed=float(speed) if speed is not None else None,
-        ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
-    )
+    try:
+        return Placement(
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            coordinator=coordinator,
+            key=bytes.fromhex(environment.get("ELCHE_KEY", "")),
+            listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
+            speed=float(speed) if speed is not None else None,
+            ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "expected ELCHE_KEY to be hexadecimal, ELCHE_SPEED and ELCHE_MS_PER_SAMPLE "
+            f"to be numbers: {error}; let `elche run` set them"
+        ) from error
 
 
 def check_device(name: str) -> torch.device:

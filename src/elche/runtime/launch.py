@@ -22,7 +22,9 @@ from elche.errors import ConfigError
 from elche.runtime.coordinator import KEY_BYTES, CoordinatorServer, rank_environments
 
 GRACE_S = 10.0
+INTERRUPTED = 130
 KILL_AFTER_S = 5.0
+LINE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class LaunchResult:
     @property
     def exit_code(self) -> int:
         """The exit code of the run: that of the first rank that failed by itself."""
+        if self.reason == "interrupted":
+            return INTERRUPTED
         own = [
             code
             for rank, code in enumerate(self.exit_codes)
@@ -132,6 +136,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
                     *config.command,
                     env=_environment(config, rank, own),
                     stdout=asyncio.subprocess.PIPE if config.on_line else None,
+                    limit=LINE_BYTES,
                 )
             )
         readers = [
@@ -139,18 +144,21 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
             for rank, process in enumerate(processes)
             if config.on_line is not None
         ]
-        terminated = await _supervise(processes, stop)
+        terminated = await _supervise(processes, stop, server.rank_ended)
         await asyncio.gather(*readers)
     finally:
         await _end(processes, 0.0)
         await server.stop()
     codes = tuple(_code(process.returncode) for process in processes)
-    reason = server.core.aborted or ("interrupted" if stop.is_set() else "")
-    return LaunchResult(codes, reason, tuple(terminated))
+    if stop.is_set():
+        return LaunchResult(codes, "interrupted", tuple(terminated))
+    return LaunchResult(codes, server.core.aborted or "", tuple(terminated))
 
 
 async def _supervise(
-    processes: Sequence[asyncio.subprocess.Process], stop: asyncio.Event
+    processes: Sequence[asyncio.subprocess.Process],
+    stop: asyncio.Event,
+    on_end: Callable[[int], None],
 ) -> list[int]:
     """Waits for all ranks; after a first failure, only for a grace period."""
     waits = {
@@ -164,10 +172,14 @@ async def _supervise(
         done, _ = await asyncio.wait(
             {*waits, stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
         )
-        if stopped in done or not done:
+        if stopped in done:
+            await asyncio.wait(waits, timeout=GRACE_S)
+            break
+        if not done:
             break
         for task in done:
             rank = waits.pop(task)
+            on_end(rank)
             if processes[rank].returncode and math.isinf(deadline_s):
                 deadline_s = time.monotonic() + GRACE_S
     stopped.cancel()

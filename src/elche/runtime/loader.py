@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from elche.runtime.leased_data import BatchFeed
 from elche.runtime.positions import EpochPositions, enumerate_batches
 from elche.runtime.run import Run
-from elche.runtime.transfer import to_device
+from elche.runtime.transfer import batch_length, to_device
 
 
 class _LoaderLike:
@@ -47,7 +47,11 @@ class RunLoader(_LoaderLike):
 
 
 class SingleLoader(_LoaderLike):
-    """The user's loader on one device: batches moved there, samples seeded if asked."""
+    """The user's loader on one device: batches moved there, samples seeded if asked.
+
+    Attributes:
+        samples_done: samples of batches whose loop body has run.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], device: torch.device, seed: int | None
@@ -56,6 +60,7 @@ class SingleLoader(_LoaderLike):
         self._device = device
         self._seed = seed
         self._epoch = -1
+        self.samples_done = 0
         self._feed: BatchFeed[int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -63,6 +68,11 @@ class SingleLoader(_LoaderLike):
         batches = self._loader if self._seed is None else self._seeded()
         for data in batches:
             yield data if self._device.type == "cpu" else to_device(data, self._device)
+            self.samples_done += self._loader.batch_size or batch_length(data)
+        if self._loader.batch_size and not self._loader.drop_last:
+            self.samples_done -= -_sampler_length(self._loader) % (
+                self._loader.batch_size
+            )
 
     def _seeded(self) -> Iterator[Any]:
         keys, sizes = enumerate_batches(self._loader, self._epoch)
@@ -76,3 +86,11 @@ class SingleLoader(_LoaderLike):
         while (got := self._feed.next()) is not None:
             yield got[1]
         self._feed.finish()
+
+
+def _sampler_length(loader: DataLoader[Any]) -> int:
+    """Samples of an epoch; 0 where nobody knows."""
+    try:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return 0

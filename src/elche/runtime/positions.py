@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,9 +54,8 @@ class EpochPositions:
         self, batch: int, start: int = 0, stop: int | None = None
     ) -> IndexBatch:
         """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
-        first, position, samples = next(
-            run for run in reversed(self._runs) if run[0] <= batch
-        )
+        run = bisect_right(self._runs, batch, key=lambda run: run[0]) - 1
+        first, position, samples = self._runs[run]
         begin = position + (batch - first) * samples
         end = begin + (samples if stop is None else stop)
         begin += start
@@ -124,6 +124,8 @@ def _packed(keys: list[Any]) -> tuple[torch.Tensor, int]:
     except (TypeError, RuntimeError):
         pass
     try:
+        if any(isinstance(key, list) for key in keys):
+            raise TypeError("a list would come out as a tuple")
         raw = msgpack.packb(keys)
     except (TypeError, ValueError) as error:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -29,7 +30,13 @@ from elche.coordination.messages import (
     Welcome,
 )
 from elche.errors import CommunicationError, ConfigError, ElcheError
-from elche.runtime.agreement import describe, join_event, min_share_samples
+from elche.runtime.agreement import (
+    checksum,
+    describe,
+    join_event,
+    min_share_samples,
+    state_tensors,
+)
 from elche.runtime.cadence_epoch import CadenceEpoch, CadenceHooks
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
@@ -110,7 +117,9 @@ class Run:
             worker.form_group(welcome, config.transport)
             tensors = [*model.parameters(), *model.buffers()]
             broadcast_tensors(
-                worker.group, [t.detach() for t in tensors], "the first broadcast"
+                worker.group,
+                [t.detach() for t in (*tensors, *state_tensors(optimizer))],
+                "the first broadcast",
             )
             run = Run(worker, config, model, optimizer, loader, welcome.devices)
             run._attach()
@@ -221,6 +230,21 @@ class Run:
                 "between epochs, on every rank"
             )
 
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether devices of several kinds round each in its own way."""
+        on_cpu = all(name.startswith("CPU") for name in self._devices)
+        return not on_cpu and len(set(self._devices)) > 1
+
+    def _layout(self, changed: bool) -> str:
+        """What is trained now, and whether that has changed since the last epoch."""
+        named = [
+            f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
+            for name, p in self._model.named_parameters()
+        ]
+        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+        return f"{digest} {'changed' if changed else 'same'}"
+
     def _current_signature(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for p in self._model.parameters()]
 
@@ -276,8 +300,11 @@ class Run:
         finally:
             if not self._closed:
                 self._feed.finish()
-                self._samples_before += positions.sizes.num_samples
                 self._under_way = None
+                if run.end is not None:
+                    self._samples_before += sum(run.end.samples)
+                elif isinstance(run, SyncEpoch):
+                    self._samples_before += run.samples_done
                 if run.end is not None:
                     self.reports.append(run.end)
 
@@ -288,15 +315,22 @@ class Run:
         keys, sizes = None, None
         if worker.rank == 0:
             keys, sizes = enumerate_batches(self._loader, self._epoch)
+        changed = self._signature != self._current_signature()
         worker.send(
             EpochOpened(
                 rank=worker.rank,
                 epoch=self._epoch,
                 sizes=sizes.runs if sizes is not None else None,
+                layout=self._layout(changed),
+                checksum="" if changed or self._is_mixed else checksum(self._model),
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
-        if self._signature != self._current_signature():
+        if changed:
+            tensors = [*self._model.parameters(), *self._model.buffers()]
+            broadcast_tensors(
+                worker.group, [t.detach() for t in tensors], "sharing a changed model"
+            )
             self._build()
         shared = share_keys(worker.group, keys)
         return EpochPositions(

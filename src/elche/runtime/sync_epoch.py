@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from elche.coordination.messages import (
     Instruction,
     StepsDone,
 )
-from elche.errors import ProtocolError
+from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.leased_data import BatchFeed
 from elche.runtime.positions import EpochPositions
 from elche.runtime.transfer import to_device
@@ -95,7 +96,8 @@ class SyncEpoch:
                 self.samples_in_hand = step.samples
                 yield data
         except GeneratorExit:
-            self._reducer.end_step()
+            with contextlib.suppress(CommunicationError):
+                self._reducer.end_step()
             epoch = self._positions.epoch
             self._worker.send(
                 EpochLeft(rank=self._worker.rank, epoch=epoch, step=handed_out)
@@ -179,6 +181,7 @@ class SyncEpoch:
                     data_wait_s=measured.data_wait_s,
                     sync_wait_s=measured.sync_wait_s,
                     warm=measured.warm,
+                    backward_passes=self._reducer.backward_passes,
                 )
             )
             self._measured = _Measured()

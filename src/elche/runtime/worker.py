@@ -38,6 +38,8 @@ from elche.runtime.environment import Placement
 
 ABORT_WAIT_S = 5.0
 HOST_AHEAD_BATCHES = 2
+VERDICT_S = 5.0
+"""The coordinator knows whom everybody waits for, and speaks before a rank gives up."""
 
 Wanted = TypeVar("Wanted")
 
@@ -57,7 +59,7 @@ class Worker:
         self.placement = placement
         self.rank = placement.rank
         self.world_size = placement.world_size
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s + VERDICT_S
         self.is_cold = True
         self.spans: deque[Span] = deque(maxlen=200_000)
         self._channel = channel

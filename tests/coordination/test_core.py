@@ -396,7 +396,56 @@ def test_the_draining_close_goes_to_all_ranks_and_gives_their_leases_back() -> N
     for rank in range(3):
         told = core.handle(closed(rank, 0), 2.0)
         core.check()
-    assert [type(message) for message in told] == [EndEpoch] * 3
+    assert [(type(message), message.rank) for message in told] == [(EndEpoch, 1)]
+
+
+def drained() -> Coordinator:
+    """A core whose rank 1 has left the epoch, which is over for it alone."""
+    core, _ = opened(plan_of("cadence", 3))
+    core.handle(EpochLeft(rank=1, epoch=0, step=0), 1.0)
+    for rank in range(3):
+        core.handle(closed(rank, 0), 2.0)
+    return core
+
+
+def test_a_break_ends_the_epoch_for_others_once_it_is_known_to_be_one() -> None:
+    told = drained().handle(EpochOpened(rank=1, epoch=1), 3.0)
+    assert [(type(message), message.rank) for message in told] == [
+        (EndEpoch, 0),
+        (EndEpoch, 2),
+    ]
+
+
+def test_an_exception_that_looked_like_a_break_ends_the_run() -> None:
+    """Once: the others' epoch ended as if all were well."""
+    told = drained().handle(Failed(rank=1, error="a fault", traceback=""), 3.0)
+    assert "rank 1 failed: a fault" in reason_of(told, 3)
+
+
+def test_skipped_backward_passes_are_named() -> None:
+    """Once: gradients of different steps were summed."""
+    core, _ = opened(plan_of("sync"))
+    core.handle(steps_done(0, 0, 1), 1.0)
+    told = core.handle(steps_done(1, 0, 1, backward_passes=0), 1.0)
+    assert "different numbers of backward passes up to step 0: [1, 0]" in (
+        reason_of(told, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains in epoch 0"),
+        ({"checksum": "1"}, "rank 1 begins epoch 0 with other parameters than rank 0"),
+    ],
+)
+def test_ranks_that_differ_at_the_beginning_of_an_epoch(
+    change: dict[str, str], says: str
+) -> None:
+    core = joined(plan_of("sync"))
+    core.handle(EpochOpened(rank=0, epoch=0, sizes=((8, 2),)), 1.0)
+    told = core.handle(EpochOpened(rank=1, epoch=0, **change), 1.0)
+    assert says in reason_of(told, 2)
 
 
 def test_after_an_abort_every_newcomer_is_told() -> None:

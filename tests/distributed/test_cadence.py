@@ -68,7 +68,8 @@ def test_fixed_anchor_and_el_che_off(ranks2: RankPool) -> None:
         traces = ranks2.run(shared, task, case_setup=serve_in_thread)
         assert identical([trace.state for trace in traces])
         if options.get("max_anchor") == 0:
-            assert traces[0].windows == [4, 4]
+            assert min(traces[0].windows) >= 4
+            assert max(traces[0].batch_sizes[0]) == 16
         else:
             assert traces[0].anchors == [2, 2]
 

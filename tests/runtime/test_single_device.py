@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ConfigError
+from elche.runtime.agreement import check_shared
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -30,7 +31,10 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     parts = _parts()
     returned = elche.setup(*parts)
-    assert all(a is b for a, b in zip(parts, returned, strict=True))
+    assert returned[0] is parts[0]
+    assert returned[1] is parts[1]
+    assert returned[2].dataset is parts[2].dataset
+    assert len(returned[2]) == len(parts[2])
     assert not parts[0]._forward_hooks
     assert all(not p._post_accumulate_grad_hooks for p in parts[0].parameters())
     assert capsys.readouterr().err == "elche: CPU\n"
@@ -75,15 +79,32 @@ def test_unknown_option() -> None:
         elche.setup(*_parts(), polcy="sync")
 
 
+def test_progress_counts_samples() -> None:
+    """Once: 0.0 for ever, so a schedule that follows it stood still."""
+    model, optimizer, _ = _parts()
+    data = DataLoader(TensorDataset(torch.randn(10, 4)), batch_size=4)
+    _, _, loader = elche.setup(model, optimizer, data)
+    seen = [elche.progress_samples() for _ in range(2) for _ in loader]
+    assert seen == [0, 4, 8, 10, 14, 18]
+    assert elche.progress_samples() == 20
+
+
 def test_an_optimizer_of_another_model() -> None:
     model, _, loader = _parts()
     _, other, _ = _parts()
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        elche.setup(model, other, loader)
+        check_shared(model, other, loader, "sync")
+
+
+def test_an_optimizer_with_parameters_of_its_own() -> None:
+    model, _, loader = _parts()
+    strange = [*model.parameters(), nn.Parameter(torch.ones(3))]
+    with pytest.raises(ConfigError, match=r"1 parameters that are not the model's"):
+        check_shared(model, torch.optim.SGD(strange, lr=0.1), loader, "sync")
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="0: sparse gradients cannot be reduced"):
-        elche.setup(model, optimizer, _parts()[2])
+        check_shared(model, optimizer, _parts()[2], "sync")

@@ -19,6 +19,7 @@ from elche.coordination.messages import (
     EndEpoch,
     EpochLeft,
     EpochOpened,
+    Failed,
     Event,
     GrantBatches,
     GrantSteps,
@@ -435,7 +436,7 @@ def test_skipped_backward_passes_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains in epoch 0"),
+        ({"layout": "x changed"}, "rank 1 does not train what rank 0 trains"),
         ({"checksum": "1"}, "rank 1 begins epoch 0 with other parameters than rank 0"),
     ],
 )

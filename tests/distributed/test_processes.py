@@ -37,7 +37,11 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     [
         ("raise", {1}, "ValueError: a fault in user code"),
         ("kill", {137}, "rank 1 is gone: its connection ended"),
-        ("exit", {7}, r"rank 1 has left while others were"),
+        (
+            "exit",
+            {7},
+            r"rank 1 (has left while others were|failed: its process ended with code)",
+        ),
         ("model", {1}, r"weight: rank 0 has \[2, 4\] float32, rank 1 has \[3, 4\]"),
         ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
         ("empty", {1}, "the dataset is empty; expected at least one sample"),

@@ -23,6 +23,7 @@ from elche.coordination.messages import (
     FROM_WORKERS,
     Disconnected,
     Event,
+    Failed,
     Instruction,
     Left,
     Tick,
@@ -114,9 +115,18 @@ class CoordinatorServer:
             del self._connections[rank]
             self.take(Disconnected(rank=rank))
 
-    def rank_ended(self, rank: int) -> None:
-        """The launcher saw a rank's process end, whether or not it ever joined."""
-        self.take(Disconnected(rank=rank))
+    def rank_ended(self, rank: int, code: int) -> None:
+        """The launcher saw a rank's process end, whether or not it ever joined.
+
+        Args:
+            rank: which one.
+            code: its exit code; negative for a signal.
+        """
+        if code > 0:
+            error = f"its process ended with code {code}"
+            self.take(Failed(rank=rank, error=error, traceback=""))
+        else:
+            self.take(Disconnected(rank=rank))
 
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a rendezvous value and answers who waits for it."""

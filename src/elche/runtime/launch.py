@@ -158,7 +158,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
 async def _supervise(
     processes: Sequence[asyncio.subprocess.Process],
     stop: asyncio.Event,
-    on_end: Callable[[int], None],
+    on_end: Callable[[int, int], None],
 ) -> list[int]:
     """Waits for all ranks; after a first failure, only for a grace period."""
     waits = {
@@ -179,7 +179,7 @@ async def _supervise(
             break
         for task in done:
             rank = waits.pop(task)
-            on_end(rank)
+            on_end(rank, processes[rank].returncode or 0)
             if processes[rank].returncode and math.isinf(deadline_s):
                 deadline_s = time.monotonic() + GRACE_S
     stopped.cancel()

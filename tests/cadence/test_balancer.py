@@ -17,7 +17,7 @@ from elche.errors import ConfigError
 
 
 def balancer(world_size: int = 2, **options: object) -> Balancer:
-    return Balancer(BalancerConfig(world_size=world_size, **options))  # type: ignore
+    return Balancer(BalancerConfig(world_size=world_size, **options))  # type: ignore[arg-type]
 
 
 def makespan(

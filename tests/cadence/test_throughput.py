@@ -167,7 +167,7 @@ def test_a_broken_state_of_ratios_is_refused() -> None:
 
 def test_reports_name_the_rank_that_is_wrong() -> None:
     def check(work: list[object], times: list[float]) -> list[tuple[int, int, float]]:
-        return check_reports("batches", work, "wall_ms", times, 2)  # type: ignore
+        return check_reports("batches", work, "wall_ms", times, 2)  # type: ignore[arg-type]
 
     assert check([0, 2], [1.0, 4.0]) == [(1, 2, 4.0)]
     assert check([3, 2], [0.0, 4.0]) == [(1, 2, 4.0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -114,13 +114,14 @@ class Balancer:
         config: the settings.
     """
 
-    __slots__ = ("_config", "_kept", "_models", "_speeds")
+    __slots__ = ("_config", "_kept", "_left_out", "_models", "_speeds")
 
     def __init__(self, config: BalancerConfig) -> None:
         self._config = config
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
         self._models = [TimeModel() for _ in range(config.world_size)]
         self._kept: dict[int, tuple[int, ...]] = {}
+        self._left_out: frozenset[int] = frozenset()
 
     @property
     def world_size(self) -> int:
@@ -186,6 +187,30 @@ class Balancer:
             del self._kept[next(iter(self._kept))]
         return split
 
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks no samples from now on.
+
+        Raises:
+            ConfigError: nobody would be left.
+        """
+        left_out = frozenset(ranks)
+        if left_out >= set(range(self.world_size)):
+            raise ConfigError("expected to leave out some ranks, got all of them")
+        self._left_out = left_out
+        self._kept.clear()
+
+    def costs_s(self) -> tuple[list[float], list[float]]:
+        """Seconds per sample, and fixed seconds per step, of each rank.
+
+        A rank that was not measured counts as its hint says.
+        """
+        cost_s = complete_costs([model.cost for model in self._models], self._speeds)
+        fixed = [
+            cost * model.fixed_samples
+            for cost, model in zip(cost_s, self._models, strict=True)
+        ]
+        return cost_s, fixed
+
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as values that JSON keeps exactly."""
         return {
@@ -236,10 +261,11 @@ class Balancer:
         self, total: int, cost: Sequence[float], fixed_samples: Sequence[float]
     ) -> tuple[int, ...]:
         minimum = self._config.min_share_samples
-        served = max(1, min(self.world_size, total // minimum))
+        ranks = [r for r in range(self.world_size) if r not in self._left_out]
+        served = max(1, min(len(ranks), total // minimum))
         minimum = min(minimum, total)
         by_speed = sorted(
-            range(self.world_size),
+            ranks,
             key=lambda r: cost[r] * (fixed_samples[r] + minimum),
         )
         chosen = sorted(by_speed[:served])

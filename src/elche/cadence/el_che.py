@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from elche.cadence.anchor import Anchor
@@ -305,6 +305,31 @@ class ElChe:
         for rank in by_remainder[: limit - sum(clamped)]:
             clamped[rank] += 1
         return tuple(clamped)
+
+    def resized(self, kept: Sequence[int | None]) -> ElChe:
+        """El Che of another membership, with what is known of those that stay.
+
+        Args:
+            kept: for each rank of the new membership the rank that it is here, None
+                for one that is new and not measured.
+
+        Raises:
+            ConfigError: nobody is left, or there is no such rank.
+        """
+        for old in kept:
+            if old is not None and not 0 <= old < self.world_size:
+                raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {old}")
+        speeds = tuple(1.0 if old is None else self._speeds[old] for old in kept)
+        config = replace(self._config, world_size=len(kept), speed_hints=speeds)
+        other = ElChe(config)
+        other._anchor = self._anchor.restored(self._anchor.state_dict())
+        other._costs = [
+            CostEstimate() if old is None else CostEstimate(self._costs[old].value)
+            for old in kept
+        ]
+        other._ratios = HeldRatios(complete_costs(other._costs, other._speeds))
+        other._apply(limit=None)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as values that JSON keeps exactly."""

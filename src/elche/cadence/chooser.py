@@ -1,0 +1,360 @@
+"""Which policy ``auto`` runs, on which ranks, by predicted goodput."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from elche.cadence.convergence import UPDATES
+from elche.cadence.goodput import (
+    Cluster,
+    Fleet,
+    Prediction,
+    predict,
+)
+from elche.cadence.throughput import CostEstimate, check_int
+from elche.errors import ConfigError
+
+MARGIN = 0.05
+"""What is better by this part is clearly better."""
+PATIENCE = 2
+"""Observations in a row that a change takes."""
+NEWS = 1.1
+"""A change must promise so many times as much as it did when the choice was made."""
+SETTLING = 10
+"""Observations that may correct what the others promised at that time."""
+JITTER = 1.1 / 0.9
+"""The most by which times that are wrong by 10 % correct it."""
+BELOW_ONE_GAIN = 0.02
+"""Gain for which a run leaves a choice that is slower than the fastest device."""
+ROUNDING = 1e-9
+NAMED_RANKS = 4
+"""So many left out ranks a reason names; of more it gives the number."""
+MAX_SIZES = 32
+"""Up to so many ranks each number of the fastest is tried, beyond only jumps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What ``auto`` runs now.
+
+    Attributes:
+        policy: ``"sync"``, ``"cadence"`` or ``"async"``.
+        anchor: batches of the slowest rank in a window, to start from.
+        left_out: ranks that cost more than they bring, ascending.
+        prediction: of this choice.
+        alternatives: of the other policies on the ranks that they suit best.
+        changed: whether this differs in policy or ranks from the choice before.
+        reason: what was picked and why, in a sentence.
+    """
+
+    policy: str
+    anchor: int
+    left_out: tuple[int, ...]
+    prediction: Prediction
+    alternatives: tuple[Prediction, ...]
+    changed: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A policy on the given ranks, from the fastest to the slowest."""
+
+    prediction: Prediction
+    ranks: tuple[int, ...]
+
+    @property
+    def goodput(self) -> float:
+        return self.prediction.goodput
+
+    @property
+    def policy(self) -> str:
+        return self.prediction.policy
+
+    def is_as(self, other: _Option) -> bool:
+        return self.policy == other.policy and set(self.ranks) == set(other.ranks)
+
+
+@final
+class Chooser:
+    """Picks the policy and the ranks with the highest predicted goodput, and stays.
+
+    ``sync`` leaves the user's optimisation as it is, so it is picked unless another
+    policy is clearly better. As many ranks take part as come within the same margin of
+    the best number of them, the slowest left out first, and never so many that the
+    fastest device alone would be faster.
+
+    Measured times are smoothed as El Che's are: jitter is nearly ignored, a link that
+    becomes ten times slower is believed at once. A choice then stays until, in
+    ``patience`` observations in a row, another one is clearly better, and by a tenth
+    better than it promised to be when the choice was made (as far as the next
+    observations confirm or correct that): jitter of 10 % undoes no choice. A choice
+    that is slower than the fastest device alone is left for a gain of 2 %.
+
+    Args:
+        fixed_update: what the policy must average, ``"gradients"`` or ``"parameters"``;
+            None leaves it open until ``fix_update``.
+        margin: what part better is clearly better.
+        patience: observations in a row that a change takes.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of its range.
+    """
+
+    __slots__ = (
+        "_age",
+        "_choice",
+        "_current",
+        "_fixed_s",
+        "_margin",
+        "_most",
+        "_patience",
+        "_policies",
+        "_promised",
+        "_rival",
+        "_seconds",
+        "_seen",
+        "_sync_s",
+    )
+
+    def __init__(
+        self,
+        *,
+        fixed_update: str | None = None,
+        margin: float = MARGIN,
+        patience: int = PATIENCE,
+    ) -> None:
+        if not 0.0 <= margin < math.inf:
+            raise ConfigError(f"margin must be a part such as 0.05, got {margin!r}")
+        self._margin = float(margin)
+        self._patience = check_int("patience", patience, 1)
+        self._policies = tuple(UPDATES)
+        self._choice: Choice | None = None
+        self._current: _Option | None = None
+        self._promised: dict[str, float] = {}
+        self._most: dict[str, float] = {}
+        self._rival = ""
+        self._seen = self._age = 0
+        self._restart(0)
+        if fixed_update is not None:
+            self.fix_update(fixed_update)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The last choice; None before the first observation."""
+        return self._choice
+
+    def fix_update(self, update: str) -> None:
+        """From the first commit on, only policies that average the same are left.
+
+        Args:
+            update: ``"gradients"`` or ``"parameters"``.
+
+        Raises:
+            ConfigError: the update is none of these, or another one is fixed.
+        """
+        left = tuple(policy for policy in UPDATES if UPDATES[policy] == update)
+        if not left:
+            raise ConfigError(
+                f"fixed_update must be 'gradients' or 'parameters', got {update!r}"
+            )
+        if not set(left).issubset(self._policies):
+            raise ConfigError(
+                f"the update is fixed to {UPDATES[self._policies[0]]!r}, it cannot "
+                f"become {update!r} in the same run"
+            )
+        self._policies = left
+
+    def observe(self, cluster: Cluster) -> Choice:
+        """Takes in what was measured, and answers what to run.
+
+        Args:
+            cluster: the ranks of the run, also those that are left out now. With
+                another number of ranks the choice is made anew.
+
+        Returns:
+            The choice; its anchor follows the measurements, its policy and ranks change
+            only as the class says.
+        """
+        cluster = self._smoothed(cluster)
+        fleet = Fleet(cluster)
+        options = [self._sized(fleet, policy) for policy in self._policies]
+        before = self._present(cluster, options)
+        rival = None if before is None else self._rival_of(before, options)
+        due = rival is not None and self._seen >= self._patience
+        chosen = before or self._preferred(options)
+        if rival is not None and due:
+            chosen = rival
+        changed = self._current is None or not chosen.is_as(self._current)
+        if changed:
+            self._promised = {o.policy: o.goodput / chosen.goodput for o in options}
+            self._most = {p: JITTER * value for p, value in self._promised.items()}
+            self._rival, self._seen, self._age = "", 0, 0
+        self._current = chosen
+
+        reason = self._reason(chosen, options, fleet)
+        if rival is not None and not due:
+            reason += f"; {rival.policy} {rival.goodput:.2f} is clearly better, seen "
+            reason += f"{self._seen} of {self._patience} times"
+        elif before is not None and changed:
+            reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
+            reason += f"{before.goodput:.2f}"
+        self._choice = Choice(
+            policy=chosen.policy,
+            anchor=chosen.prediction.anchor,
+            left_out=tuple(sorted(set(fleet.ranks).difference(chosen.ranks))),
+            prediction=chosen.prediction,
+            alternatives=tuple(
+                o.prediction for o in options if o.policy != chosen.policy
+            ),
+            changed=changed,
+            reason=reason,
+        )
+        return self._choice
+
+    def _sized(self, fleet: Fleet, policy: str) -> _Option:
+        """The policy on as many ranks as come close to the best number of them."""
+        sizes = _sizes(fleet)
+        best = 0.0
+        for size in sizes:
+            if fleet.bound(size) <= best:
+                break
+            best = max(best, fleet.predict(policy, size).goodput)
+        least = max(best / (1.0 + self._margin), min(best, 1.0) * (1.0 - ROUNDING))
+        size = next(s for s in sizes if fleet.predict(policy, s).goodput >= least)
+        return _Option(fleet.predict(policy, size), fleet.ranks[:size])
+
+    def _preferred(self, options: Sequence[_Option]) -> _Option:
+        """The best one, or ``sync`` where nothing is clearly better."""
+        best = max(options, key=lambda option: option.goodput)
+        for option in options:
+            if option.policy == "sync" and not self._clearly(best, option):
+                return option
+        return best
+
+    def _clearly(self, option: _Option, other: _Option) -> bool:
+        return option.goodput >= (1.0 + self._margin) * other.goodput
+
+    def _beats(self, option: _Option, present: _Option) -> bool:
+        """Whether to leave the present choice for this option, if that lasts."""
+        if option.is_as(present):
+            return False
+        if present.goodput < 1.0:
+            return option.goodput >= (1.0 + BELOW_ONE_GAIN) * present.goodput
+        least = max(1.0 + self._margin, NEWS * self._promised[option.policy])
+        return option.goodput >= least * present.goodput
+
+    def _rival_of(self, present: _Option, options: Sequence[_Option]) -> _Option | None:
+        """What should replace the present choice; counts how often in a row it did."""
+        self._age += 1
+        for option in options if self._age < SETTLING else ():
+            promise = min(option.goodput / present.goodput, self._most[option.policy])
+            self._promised[option.policy] = max(promise, self._promised[option.policy])
+        better = [option for option in options if self._beats(option, present)]
+        if not better:
+            self._rival, self._seen = "", 0
+            return None
+        rival = self._preferred(better)
+        self._seen = self._seen + 1 if rival.policy == self._rival else 1
+        self._rival = rival.policy
+        return rival
+
+    def _present(self, cluster: Cluster, options: Sequence[_Option]) -> _Option | None:
+        """The current choice as it is now; None if there is none that may stay."""
+        current = self._current
+        if current is None or current.policy not in self._policies:
+            return None
+        for option in options:
+            if option.is_as(current):
+                return option
+        return _Option(predict(current.policy, cluster, current.ranks), current.ranks)
+
+    def _smoothed(self, cluster: Cluster) -> Cluster:
+        if cluster.world_size != len(self._seconds):
+            self._restart(cluster.world_size)
+        return replace(
+            cluster,
+            seconds_per_sample=_follow(self._seconds, cluster.seconds_per_sample),
+            fixed_s=_follow(self._fixed_s, cluster.fixed_s),
+            sync_s=_follow(self._sync_s, [cluster.sync_s])[0],
+        )
+
+    def _restart(self, world_size: int) -> None:
+        self._seconds = [CostEstimate() for _ in range(world_size)]
+        self._fixed_s = [CostEstimate() for _ in range(world_size)]
+        self._sync_s = [CostEstimate()]
+        self._current = None
+        self._rival, self._seen = "", 0
+
+    def _reason(self, chosen: _Option, options: Sequence[_Option], fleet: Fleet) -> str:
+        said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
+        others = [o for o in options if o.policy != chosen.policy]
+        for other in others:
+            said += f"; {other.policy} {other.goodput:.2f}"
+            if len(other.ranks) != len(chosen.ranks):
+                said += f" on {_so_many(other.ranks)}"
+        if not any(self._clearly(other, chosen) for other in others):
+            better = [o.policy for o in others if o.goodput > chosen.goodput]
+            said += ", not clearly better" if better else ""
+        if left_out := sorted(set(fleet.ranks).difference(chosen.ranks)):
+            everybody = len(fleet.ranks)
+            most = max(fleet.predict(p, everybody).goodput for p in self._policies)
+            named = ", ".join(map(str, left_out[:NAMED_RANKS]))
+            if len(left_out) > NAMED_RANKS:
+                named += f" and {len(left_out) - NAMED_RANKS} more"
+            said += f"; left out: rank {named} (with all ranks at most {most:.2f})"
+        return said
+
+
+def _sizes(fleet: Fleet) -> list[int]:
+    """Numbers of the fastest ranks to try, from all of them down to one.
+
+    In a large fleet those at which the slowest becomes faster by the root of two: no
+    more than twice the logarithm of the ratio of speeds.
+    """
+    everybody = len(fleet.ranks)
+    if everybody <= MAX_SIZES:
+        return list(range(everybody, 0, -1))
+    sizes, slowest_s = [everybody], fleet.batch_s[-1]
+    while sizes[-1] > 1:
+        slowest_s = max(slowest_s / math.sqrt(2.0), fleet.batch_s[0])
+        size = bisect_right(fleet.batch_s, slowest_s)
+        if size < sizes[-1]:
+            sizes.append(size)
+        elif slowest_s == fleet.batch_s[0]:
+            sizes.append(1)
+    return sizes
+
+
+def _follow(estimates: list[CostEstimate], measured: Sequence[float]) -> list[float]:
+    """Smooths each measured time; 0 is none, and forgets what was before."""
+    for place, value in enumerate(measured):
+        if value > 0.0:
+            estimates[place].observe(value)
+        else:
+            estimates[place] = CostEstimate()
+    return [estimate.value for estimate in estimates]
+
+
+def _so_many(ranks: Sequence[int]) -> str:
+    return "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+
+
+def _figures(option: _Option) -> str:
+    prediction = option.prediction
+    if prediction.world_size == 1:
+        pace = "nothing to synchronise"
+    elif prediction.policy == "sync":
+        pace = f"a step of {prediction.window_s:.3g} s"
+    else:
+        batches = f"{prediction.anchor} batch{'es' * (prediction.anchor > 1)}"
+        pace = f"windows of {prediction.window_s:.3g} s, {batches} of the slowest rank"
+    return (
+        f"predicted {prediction.goodput:.2f} times the fastest device alone (hardware "
+        f"efficiency {prediction.hardware_efficiency:.2f}, sample efficiency "
+        f"{prediction.sample_efficiency:.2f}, {pace})"
+    )

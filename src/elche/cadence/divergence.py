@@ -1,0 +1,396 @@
+"""Whether the ranks drift apart, judged at every synchronisation.
+
+Between two synchronisations each rank trains on its own. How far rank ``r`` went from
+the others is its *divergence* ``||θ_r − θ̄|| / ||θ̄||``, ``θ̄`` being the mean that they
+agree on. A guard sees it before El Che may lengthen the windows, and shortens them when
+the ranks come apart. ``DivergenceGuard`` is the default, ``NoGuard`` is none, and a
+subclass of ``Guard`` is the user's own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, final
+
+from elche.cadence.throughput import check_int, check_measure
+from elche.errors import ConfigError
+
+RECENT_WINDOWS = 3
+"""Windows whose median shows a fast rise."""
+MEMORY_WINDOWS = 9
+"""Windows whose median shows a slow one."""
+MAX_HOLD_WINDOWS = 64
+"""Longest time without growth after a nudge, in windows."""
+NAMED_RANKS = 4
+"""So many ranks a reason names; of more it gives the number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a guard says after a synchronisation.
+
+    Attributes:
+        hold: the anchor may not grow now.
+        nudge: what to multiply the anchor with, above 0 and below 1
+            (``ElChe.nudge_anchor_down``); None leaves it.
+        reason: what was seen, in words.
+
+    Raises:
+        ConfigError: the nudge would not shorten anything.
+    """
+
+    hold: bool
+    nudge: float | None
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.nudge is not None and not 0.0 < self.nudge < 1.0:
+            raise ConfigError(
+                "a nudge must be a factor above 0 and below 1, such as 0.5, or None "
+                f"to leave the anchor, got {self.nudge!r}"
+            )
+
+
+class Guard(ABC):
+    """Judges every synchronisation, before El Che takes in its timings."""
+
+    @abstractmethod
+    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
+        """Takes in one synchronisation.
+
+        Args:
+            divergences: of every rank, in order; not negative. NaN or infinity says
+                that the rank's contribution was not finite and was left out.
+            window_batches: batches of the window, of all ranks together or of the
+                slowest, every time the same. Divergence grows with them.
+
+        Returns:
+            What becomes of the anchor.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned, as values that JSON keeps exactly."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the guard that gave ``state`` was.
+
+        Raises:
+            ConfigError: the state is not one of such a guard.
+        """
+
+
+@final
+class NoGuard(Guard):
+    """Lets everything pass; for the user who switches the guard off."""
+
+    __slots__ = ()
+
+    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
+        """Leaves the anchor to El Che, whatever comes."""
+        return Verdict(hold=False, nudge=None, reason="no guard")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is learned."""
+        return {"kind": "none"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes any state, so that a resumed run may switch the guard off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceGuardConfig:
+    """What the user sets of the guard; checked when made.
+
+    Attributes:
+        rise: so many times the usual divergence is too much, and falling by as much
+            is recovery. Above 1.86 noise of ±30 % never looks like a rise.
+        ceiling: a divergence that is too much whatever was usual; 1.0 is a rank as
+            far from the consensus as the consensus is from zero. None: no ceiling.
+        factor: what a nudge multiplies the anchor with.
+        settle_windows: first windows, in which only contributions that are not
+            finite shorten anything.
+        hold_windows: windows without growth after the first nudge; each further one
+            doubles it, up to 64.
+        negligible: divergences below this count as this.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of its range.
+    """
+
+    rise: float = 2.0
+    ceiling: float | None = 1.0
+    factor: float = 0.5
+    settle_windows: int = 3
+    hold_windows: int = 8
+    negligible: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rise) and self.rise > 1.0):
+            raise ConfigError(
+                f"rise must be a finite factor above 1, such as 2.0, got {self.rise!r}"
+            )
+        if not 0.0 < self.factor < 1.0:
+            raise ConfigError(
+                f"factor must be above 0 and below 1, such as 0.5, got {self.factor!r}"
+            )
+        check_int("settle_windows", self.settle_windows, 1)
+        check_int("hold_windows", self.hold_windows, 0)
+        if not 0.0 < self.negligible < math.inf:
+            raise ConfigError(
+                "negligible must be a small positive divergence, such as 1e-4, got "
+                f"{self.negligible!r}"
+            )
+        if self.ceiling is not None and not self.negligible < self.ceiling < math.inf:
+            raise ConfigError(
+                f"ceiling must be a divergence above {self.negligible}, such as 1.0, "
+                f"or None for none, got {self.ceiling!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One window: its divergence, its batches, and the run's batches at its middle."""
+
+    level: float
+    batches: int
+    middle: float
+
+    def predicts(self, batches: int, middle: float) -> float:
+        """Most that a healthy run shows in a later window, judging by this one.
+
+        In a healthy run divergence grows with the window's batches no faster than
+        linearly (as the square root where steps are mostly noise), and with a
+        learning rate that warms up, linearly in the batches since the start.
+        """
+        longer = max(1.0, batches / self.batches)
+        return self.level * longer * max(1.0, middle / self.middle)
+
+    @classmethod
+    def from_values(cls, level: float, batches: int, middle: float) -> _Window:
+        """Makes a window of saved values.
+
+        Raises:
+            ConfigError: a value is not positive.
+        """
+        window = cls(
+            check_measure("a level", level),
+            check_int("batches", batches, 1),
+            check_measure("a middle", middle),
+        )
+        if window.level == 0.0 or window.middle == 0.0:
+            raise ConfigError(f"a guard's window must be positive, got {window}")
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The divergences of one synchronisation.
+
+    ``level`` is the largest finite one, ``furthest`` its rank, ``broken`` are the ranks
+    whose contribution was not finite.
+    """
+
+    level: float
+    furthest: int
+    broken: tuple[int, ...]
+
+    def in_words(self, rises: float, usual: float) -> str:
+        """What was seen; ``usual`` is 0.0 when nothing is known yet."""
+        if self.broken:
+            return f"the contribution of {_ranks(self.broken)} is not finite"
+        compared = f", {rises:.2f} times the usual {usual:.3g}" if usual > 0.0 else ""
+        return f"divergence {self.level:.3g} of rank {self.furthest}{compared}"
+
+
+@final
+class DivergenceGuard(Guard):
+    """Shortens the windows when divergence rises well above what is usual.
+
+    The level of a window is the divergence of the furthest rank. What is usual is the
+    median of what the last three ordinary windows predict for this one, or the last
+    nine if that is less; each allows for a longer window and for a learning rate that
+    warms up.
+
+    A window is *suspect* from the square root of ``rise`` times the usual level, above
+    the ceiling, or when a contribution was not finite; the anchor may not grow then.
+    It is *too far* from ``rise`` times the usual level (or ceiling, or not finite). A
+    suspect window followed by one too far shortens the windows, unless divergence falls
+    by ``rise`` again. So one spike moves nothing, and a jump or an exponential growth
+    is answered at its second window. Then the new level becomes the usual one: a
+    plateau (a higher learning rate, say) is answered once, what grows on every second
+    window.
+
+    Where this deviates from the reference algorithm (flodl 0.5.3, three rises in a row
+    above 0.05): it is relative to the run's own level instead of a constant; three
+    rises happen in noise, a doubling does not; it comes before the anchor grows; and a
+    contribution that is not finite counts as the furthest of all, not as 0.
+
+    Args:
+        config: the settings.
+    """
+
+    __slots__ = (
+        "_batches",
+        "_config",
+        "_hold_left",
+        "_last_level",
+        "_nudges",
+        "_suspect",
+        "_usual",
+        "_windows",
+    )
+
+    def __init__(self, config: DivergenceGuardConfig | None = None) -> None:
+        self._config = config or DivergenceGuardConfig()
+        self._usual: list[_Window] = []
+        self._windows = 0
+        self._batches = 0
+        self._suspect = False
+        self._last_level = 0.0
+        self._hold_left = 0
+        self._nudges = 0
+
+    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
+        """Takes in one synchronisation; ``Guard.observe`` says the arguments.
+
+        A window without batches, of which nothing can be said, changes nothing.
+
+        Raises:
+            ConfigError: no divergence is given, one is negative, or the number of
+                batches is negative or no integer; nothing has changed then.
+        """
+        batches = check_int("window_batches", window_batches, 0)
+        seen = _read(divergences, self._config.negligible)
+        held = self._hold_left > 0
+        if batches == 0:
+            return Verdict(hold=held, nudge=None, reason="a window without batches")
+        window = _Window(seen.level, batches, self._batches + batches / 2)
+        usual = self._usual_level(window)
+        rises = seen.level / usual if usual > 0.0 else 1.0
+        above, too_far = self._judge(seen, rises)
+        suspect = too_far or above or rises >= math.sqrt(self._config.rise)
+        recovers = not seen.broken and seen.level * self._config.rise < self._last_level
+        nudges = too_far and self._suspect and not recovers
+
+        self._windows += 1
+        self._batches += batches
+        self._last_level = seen.level
+        self._suspect = suspect and not nudges
+        self._hold_left = self._next_hold(nudges)
+        if nudges and not seen.broken:
+            self._usual = [window]
+        elif not too_far:
+            self._usual = [*self._usual, window][-MEMORY_WINDOWS:]
+
+        reason = seen.in_words(rises, usual)
+        reason += f", above the ceiling {self._config.ceiling:g}" if above else ""
+        if nudges:
+            factor = self._config.factor
+            reason += f", the second such window in a row: windows × {factor:g}"
+            return Verdict(hold=True, nudge=factor, reason=reason)
+        if suspect:
+            reason += ": no longer windows until that is clear"
+        elif held:
+            reason += ": no longer windows so soon after they were shortened"
+        return Verdict(hold=suspect or held, nudge=None, reason=reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned, as values that JSON keeps exactly."""
+        return {
+            "kind": "divergence",
+            "windows": self._windows,
+            "batches": self._batches,
+            "usual": [list(astuple(window)) for window in self._usual],
+            "last_level": self._last_level,
+            "suspect": self._suspect,
+            "hold_left": self._hold_left,
+            "nudges": self._nudges,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another guard of the same configuration was.
+
+        Args:
+            state: what ``state_dict`` returned, through JSON or not.
+
+        Raises:
+            ConfigError: the state is of another kind of guard, lacks something or
+                holds impossible values; nothing has changed then.
+        """
+        if state.get("kind") != "divergence":
+            raise ConfigError(
+                f"the guard's state is of kind {state.get('kind')!r}, this run's guard "
+                "is 'divergence'; start without it, a few windows settle it"
+            )
+        try:
+            usual = [_Window.from_values(*values) for values in state["usual"]]
+            counts = [
+                check_int(name, state[name], 0)
+                for name in ("windows", "batches", "hold_left", "nudges")
+            ]
+            last_level = check_measure("last_level", state["last_level"])
+            suspect = bool(state["suspect"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the guard's state cannot be read: {error!r}") from error
+        if len(usual) > MEMORY_WINDOWS:
+            raise ConfigError(
+                f"a guard remembers at most {MEMORY_WINDOWS} windows, its state holds "
+                f"{len(usual)}"
+            )
+        self._usual, self._last_level, self._suspect = usual, last_level, suspect
+        self._windows, self._batches, self._hold_left, self._nudges = counts
+
+    def _usual_level(self, window: _Window) -> float:
+        """Most that would be ordinary in this window; 0.0 when nothing is known."""
+        if not self._usual:
+            return 0.0
+        levels = [w.predicts(window.batches, window.middle) for w in self._usual]
+        return min(_lower_median(levels), _lower_median(levels[-RECENT_WINDOWS:]))
+
+    def _judge(self, seen: _Seen, rises: float) -> tuple[bool, bool]:
+        """Whether the level is above the ceiling, and whether the window is too far."""
+        config = self._config
+        above = config.ceiling is not None and seen.level >= config.ceiling
+        if self._windows < config.settle_windows:
+            return above, bool(seen.broken)
+        return above, bool(seen.broken) or above or rises >= config.rise
+
+    def _next_hold(self, nudges: bool) -> int:
+        """Windows without growth from here on; counts the nudge."""
+        if not nudges:
+            return max(0, self._hold_left - 1)
+        first = self._config.hold_windows
+        doubled = first << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())
+        self._nudges += 1
+        return min(doubled, max(first, MAX_HOLD_WINDOWS))
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _read(divergences: Sequence[float], negligible: float) -> _Seen:
+    if not divergences:
+        raise ConfigError("divergences must hold one value per rank, got none")
+    level, furthest, broken = negligible, 0, []
+    for rank, value in enumerate(divergences):
+        if value < 0.0:
+            raise ConfigError(
+                f"the divergence of rank {rank} must not be negative, got {value!r}"
+            )
+        if not math.isfinite(value):
+            broken.append(rank)
+        elif value > level:
+            level, furthest = float(value), rank
+    return _Seen(level, furthest, tuple(broken))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > NAMED_RANKS:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks))

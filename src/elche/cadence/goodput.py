@@ -1,0 +1,321 @@
+"""How fast each policy would learn on a cluster, predicted from what was measured.
+
+*Hardware efficiency* is samples per second of the whole over the sum of what the
+devices deliver alone, *sample efficiency* (``elche.cadence.convergence``) the samples
+that one device needs to a given loss over those that the policy needs. Their product
+times the summed speed, relative to the fastest device alone, is the *goodput*: 1.2
+reaches the loss in 1 / 1.2 of the time. ``elche.cadence.chooser`` decides by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+from elche.cadence.balancer import split_for_makespan
+from elche.cadence.convergence import check_policy, sample_efficiency
+from elche.cadence.throughput import check_int, check_measure
+from elche.errors import ConfigError
+
+MIN_TIME_S, MAX_TIME_S = 1e-12, 1e9
+"""Times beyond these are no measurements."""
+MAX_FIXED_SAMPLES = 1e9
+"""A step's fixed seconds count as at most so many samples when a batch is split."""
+
+BACKWARD_SHARE = 2.0 / 3.0
+"""Part of a step under which a reduction of gradients can hide."""
+BOUNDARY_WAIT_BATCHES = 0.25
+"""What a blocking window loses at its end, in batches of the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What was measured of a cluster, and the settings that its pace depends on.
+
+    Attributes:
+        seconds_per_sample: of each rank, delivered: data, transfer and compute.
+        batch_size: samples of a local step; under ``sync`` of a global one.
+        sync_s: seconds of one blocking reduction of the model.
+        fixed_s: seconds of each rank per step, however small; empty for none.
+        hidden: part of ``sync_s`` that ``sync`` hides under backward, 0 to 1; never
+            more than backward lasts.
+        overhead_target: El Che's; brought into 0.01 to 0.50, as there.
+        max_anchor: El Che's upper limit.
+        copy_batches: what taking a snapshot and adopting an average costs a rank in
+            ``async``, in its own batches per window.
+        sync_batch_size: global batch of ``sync`` if it is another one than
+            ``batch_size``: ``world_size * batch_size``, for example.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of its range.
+    """
+
+    seconds_per_sample: Sequence[float]
+    batch_size: int
+    sync_s: float
+    fixed_s: Sequence[float] = ()
+    hidden: float = 0.7
+    overhead_target: float = 0.03
+    max_anchor: int = 200
+    copy_batches: float = 0.05
+    sync_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        ranks = len(self.seconds_per_sample)
+        if ranks == 0:
+            raise ConfigError(
+                "seconds_per_sample must name at least one rank, got none"
+            )
+        if len(self.fixed_s) not in (0, ranks):
+            raise ConfigError(
+                f"fixed_s must be empty or name one time for each of {ranks} ranks, "
+                f"got {len(self.fixed_s)}"
+            )
+        fixed_s = tuple(self.fixed_s) or (0.0,) * ranks
+        for name, values in (
+            ("seconds_per_sample", tuple(self.seconds_per_sample)),
+            ("fixed_s", fixed_s),
+        ):
+            least = MIN_TIME_S if name == "seconds_per_sample" else 0.0
+            for rank, value in enumerate(values):
+                _check_range(f"{name} of rank {rank}", value, least, MAX_TIME_S)
+            object.__setattr__(self, name, values)
+        check_int("batch_size", self.batch_size, 1)
+        if self.sync_batch_size is not None:
+            check_int("sync_batch_size", self.sync_batch_size, 1)
+        check_int("max_anchor", self.max_anchor, 1)
+        _check_range("sync_s", self.sync_s, 0.0, MAX_TIME_S)
+        _check_range("hidden", self.hidden, 0.0, 1.0)
+        check_measure("copy_batches", self.copy_batches)
+        check_measure("overhead_target", self.overhead_target)
+        target = min(max(float(self.overhead_target), 0.01), 0.50)
+        object.__setattr__(self, "overhead_target", target)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.seconds_per_sample)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step under ``sync``."""
+        return self.sync_batch_size or self.batch_size
+
+    def batch_s(self, rank: int) -> float:
+        """Seconds of a local step of ``batch_size`` samples on a rank."""
+        return self.fixed_s[rank] + self.batch_size * self.seconds_per_sample[rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a policy would do on a cluster.
+
+    Attributes:
+        policy: its name.
+        world_size: ranks that take part.
+        anchor: batches of the slowest of them in a window.
+        window_s: seconds from one synchronisation to the next.
+        window_batches: batches of all of them in a window; under ``sync`` the global
+            batch in batches of one device.
+        lag_batches: batches of the fastest rank until an average arrives.
+        hardware_efficiency: 0 to 1; above 1 only where a larger global batch of
+            ``sync`` spreads the fixed seconds of a step over more samples.
+        sample_efficiency: 0 to 1.
+        samples_per_s: the product of both and the summed speed.
+        goodput: that relative to the cluster's fastest device alone.
+    """
+
+    policy: str
+    world_size: int
+    anchor: int
+    window_s: float
+    window_batches: float
+    lag_batches: float
+    hardware_efficiency: float
+    sample_efficiency: float
+    samples_per_s: float
+    goodput: float
+
+
+@final
+class Fleet:
+    """Ranks of a cluster from the fastest to the slowest, to predict any first of them.
+
+    Args:
+        cluster: what was measured.
+        ranks: those that may take part, each once; None for all.
+
+    Attributes:
+        ranks: the ranks, fastest first.
+        batch_s: seconds of a local step of each, in that order.
+
+    Raises:
+        ConfigError: ``ranks`` is empty, or names one that does not exist or one twice.
+    """
+
+    __slots__ = (
+        "_cluster",
+        "_fastest",
+        "_rates",
+        "_speeds",
+        "_steps",
+        "batch_s",
+        "ranks",
+    )
+
+    def __init__(self, cluster: Cluster, ranks: Sequence[int] | None = None) -> None:
+        everybody = range(cluster.world_size)
+        members = everybody if ranks is None else ranks
+        if not members or not set(everybody).issuperset(members):
+            raise ConfigError(
+                f"ranks must name some of 0 to {cluster.world_size - 1}, got "
+                f"{list(members)}"
+            )
+        if len(set(members)) != len(members):
+            raise ConfigError(f"ranks must name each rank once, got {list(members)}")
+        times = [cluster.batch_s(rank) for rank in everybody]
+        self.ranks = tuple(sorted(members, key=times.__getitem__))
+        self._cluster = cluster
+        self.batch_s = [times[rank] for rank in self.ranks]
+        self._speeds = list(accumulate(cluster.batch_size / s for s in self.batch_s))
+        self._rates = list(
+            accumulate(1.0 / cluster.seconds_per_sample[rank] for rank in self.ranks)
+        )
+        self._fastest = cluster.batch_size / min(times)
+        self._steps: dict[int, float] = {}
+
+    def predict(self, policy: str, size: int) -> Prediction:
+        """What ``policy`` would do on the ``size`` fastest of the ranks.
+
+        Raises:
+            ConfigError: there is no such policy, or there are not so many ranks.
+        """
+        check_policy(policy)
+        if check_int("size", size, 1) > len(self.ranks):
+            raise ConfigError(f"size must be at most {len(self.ranks)}, got {size}")
+        if size == 1:
+            return self._prediction(policy, 1, 1, self.batch_s[0], 1.0, 0.0)
+        if policy == "sync":
+            return self._sync(size)
+        return self._cadence(size) if policy == "cadence" else self._async(size)
+
+    def bound(self, size: int) -> float:
+        """A goodput that no policy exceeds on the ``size`` fastest of the ranks."""
+        return self._rates[size - 1] / self._fastest
+
+    def _sync(self, size: int) -> Prediction:
+        """A step lasts as long as its last part, and the reduction that shows."""
+        cluster = self._cluster
+        step_s = self._sync_step_s(size)
+        hidden_s = min(cluster.hidden * cluster.sync_s, BACKWARD_SHARE * step_s)
+        window_s = step_s + cluster.sync_s - hidden_s
+        batches = cluster.global_batch_size / cluster.batch_size
+        return self._prediction("sync", size, 1, window_s, batches, 0.0)
+
+    def _cadence(self, size: int) -> Prediction:
+        """El Che's smallest anchor at which reducing and waiting meet the target."""
+        cluster, slow_s = self._cluster, self.batch_s[size - 1]
+        blocked_s = cluster.sync_s + BOUNDARY_WAIT_BATCHES * slow_s
+        wanted = math.ceil(blocked_s / (cluster.overhead_target * slow_s) - 1e-9)
+        anchor = max(1, min(wanted, cluster.max_anchor))
+        work_s = anchor * slow_s
+        batches = work_s * self._speeds[size - 1] / cluster.batch_size
+        return self._prediction(
+            "cadence", size, anchor, work_s + blocked_s, batches, 0.0
+        )
+
+    def _async(self, size: int) -> Prediction:
+        """As short as the reduction allows; a longer one than the longest blocks."""
+        cluster, slow_s = self._cluster, self.batch_s[size - 1]
+        wanted = math.ceil(cluster.sync_s / slow_s - 1e-9)
+        anchor = max(1, min(wanted, cluster.max_anchor))
+        work_s = anchor * slow_s
+        batches = work_s * self._speeds[size - 1] / cluster.batch_size
+        copying = 1.0 + cluster.copy_batches * size / batches
+        window_s = max(work_s * copying, cluster.sync_s)
+        lag = min(cluster.sync_s, work_s) / self.batch_s[0]
+        return self._prediction("async", size, anchor, window_s, batches, lag)
+
+    def _prediction(
+        self,
+        policy: str,
+        size: int,
+        anchor: int,
+        window_s: float,
+        batches: float,
+        lag: float,
+    ) -> Prediction:
+        alone = self._speeds[size - 1]
+        hardware = batches * self._cluster.batch_size / window_s / alone
+        sample = sample_efficiency(policy, size, batches, lag)
+        return Prediction(
+            policy=policy,
+            world_size=size,
+            anchor=anchor,
+            window_s=window_s,
+            window_batches=batches,
+            lag_batches=lag,
+            hardware_efficiency=hardware,
+            sample_efficiency=sample,
+            samples_per_s=hardware * sample * alone,
+            goodput=hardware * sample * alone / self._fastest,
+        )
+
+    def _sync_step_s(self, size: int) -> float:
+        """Seconds of a global batch, split as ``Balancer`` would."""
+        if size not in self._steps:
+            cluster = self._cluster
+            cost, fixed_s = cluster.seconds_per_sample, cluster.fixed_s
+            total = cluster.global_batch_size
+            served = sorted(self.ranks[:size], key=lambda r: fixed_s[r] + cost[r])
+            served = served[:total]
+            parts = split_for_makespan(
+                total,
+                [cost[r] for r in served],
+                [min(fixed_s[r] / cost[r], MAX_FIXED_SAMPLES) for r in served],
+                1,
+            )
+            self._steps[size] = max(
+                fixed_s[r] + part * cost[r]
+                for r, part in zip(served, parts, strict=True)
+            )
+        return self._steps[size]
+
+
+def predict(
+    policy: str, cluster: Cluster, ranks: Sequence[int] | None = None
+) -> Prediction:
+    """What a policy would do on a cluster, or on some of its ranks.
+
+    ``sync`` ends a step with its last part and with what of the reduction does not hide
+    under backward. ``cadence`` loses the reduction and a quarter of the slowest rank's
+    batch per window, at El Che's smallest anchor that keeps both within the overhead
+    target. ``async`` loses copies, and the reduction only where it outlasts a window.
+
+    Args:
+        policy: ``"sync"``, ``"cadence"`` or ``"async"``.
+        cluster: what was measured.
+        ranks: those that take part; None for all.
+
+    Raises:
+        ConfigError: there is no such policy or rank.
+    """
+    fleet = Fleet(cluster, ranks)
+    return fleet.predict(policy, len(fleet.ranks))
+
+
+def hardware_efficiency(policy: str, cluster: Cluster) -> float:
+    """Predicted samples per second over what the devices deliver alone.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    return predict(policy, cluster).hardware_efficiency
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} must be from {least:g} to {most:g}, got {value!r}")

@@ -1,0 +1,339 @@
+"""What ``auto`` picks: by predicted goodput, and it stays."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.cadence.chooser import MARGIN, Choice, Chooser
+from elche.cadence.convergence import UPDATES
+from elche.cadence.goodput import Cluster, Fleet, predict
+from elche.errors import ConfigError
+
+BATCH = 32
+FAST_BATCH_S = 0.04
+POLICIES = list(UPDATES)
+
+
+def cluster(*speeds: float, sync_s: float, **more: Any) -> Cluster:
+    """Ranks of these relative speeds, of which 1.0 takes 40 ms for a batch of 32."""
+    seconds = [FAST_BATCH_S / BATCH / speed for speed in speeds]
+    return Cluster(seconds_per_sample=seconds, batch_size=BATCH, sync_s=sync_s, **more)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most_ranks: int = 6) -> Cluster:
+    ranks = draw(st.integers(1, most_ranks))
+    speeds = draw(st.lists(st.floats(0.05, 1.0), min_size=ranks, max_size=ranks))
+    return cluster(
+        *speeds,
+        sync_s=FAST_BATCH_S * 10.0 ** draw(st.floats(-2.0, 2.0)),
+        fixed_s=draw(
+            st.just([])
+            | st.lists(st.floats(0.0, FAST_BATCH_S), min_size=ranks, max_size=ranks)
+        ),
+    )
+
+
+def jittered(measured: Cluster, rng: random.Random) -> Cluster:
+    """The same, with every measured time wrong by up to 10 %."""
+
+    def wrong(values: Sequence[float]) -> list[float]:
+        return [value * rng.uniform(0.9, 1.1) for value in values]
+
+    return replace(
+        measured,
+        seconds_per_sample=wrong(measured.seconds_per_sample),
+        fixed_s=wrong(measured.fixed_s),
+        sync_s=wrong([measured.sync_s])[0],
+    )
+
+
+def all_ranks(measured: Cluster) -> dict[str, float]:
+    return {policy: predict(policy, measured).goodput for policy in POLICIES}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "sync_s", "expected"),
+    [
+        ((1.0,), 0.5, "sync"),
+        ((1.0, 0.25), 0.006, "sync"),
+        ((1.0, 0.25), 0.317, "async"),
+        ((1.0, 0.5), 0.1, "async"),
+        ((1.0,) * 8, 0.001, "sync"),
+        ((1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25), 0.004, "sync"),
+        ((1.0, 1.0, 1.0, 1.0), 0.01, "cadence"),
+    ],
+)
+def test_the_policy_follows_ranks_and_link(
+    speeds: tuple[float, ...], sync_s: float, expected: str
+) -> None:
+    choice = Chooser().observe(cluster(*speeds, sync_s=sync_s))
+    assert (choice.policy, choice.left_out, choice.changed) == (expected, (), True)
+    assert choice.reason.startswith(f"{expected} on ")
+
+
+def test_the_reason_holds_the_numbers() -> None:
+    choice = Chooser().observe(cluster(1.0, 0.25, sync_s=0.317))
+    assert choice.reason == (
+        "async on 2 ranks: predicted 1.15 times the fastest device alone (hardware "
+        "efficiency 0.99, sample efficiency 0.93, windows of 0.323 s, 2 batches of the "
+        "slowest rank); sync 1.00 on 1 rank; cadence 1.00 on 1 rank"
+    )
+    assert choice.anchor == choice.prediction.anchor == 2
+    assert [found.policy for found in choice.alternatives] == ["sync", "cadence"]
+    near = Chooser().observe(cluster(1.0, 0.25, sync_s=0.006))
+    assert near.reason.endswith("; cadence 1.15; async 1.21, not clearly better")
+
+
+@given(clusters(most_ranks=40))
+@settings(max_examples=200)
+def test_the_first_choice_is_near_the_best_and_above_one_device(
+    measured: Cluster,
+) -> None:
+    choice = Chooser().observe(measured)
+    found = choice.prediction
+    assert found.policy == choice.policy
+    assert found.goodput >= 1.0 - 1e-9
+    assert found.goodput * (1.0 + MARGIN) ** 2 >= max(all_ranks(measured).values())
+    kept = [r for r in range(measured.world_size) if r not in choice.left_out]
+    assert found == predict(choice.policy, measured, kept)
+    slowest_kept = max(measured.batch_s(rank) for rank in kept)
+    assert all(measured.batch_s(rank) >= slowest_kept for rank in choice.left_out)
+
+
+@given(clusters())
+def test_sync_is_preferred_unless_another_is_clearly_better(measured: Cluster) -> None:
+    choice = Chooser().observe(measured)
+    others = [found.goodput for found in choice.alternatives]
+    if choice.policy == "sync":
+        assert max(others) < 1.05 * choice.prediction.goodput
+    else:
+        sync = choice.alternatives[0]
+        assert sync.policy == "sync"
+        assert choice.prediction.goodput >= 1.05 * sync.goodput
+
+
+@given(clusters(most_ranks=4), st.integers(0, 2**32))
+@settings(max_examples=50)
+def test_jitter_of_ten_percent_changes_no_choice(measured: Cluster, seed: int) -> None:
+    """Unless the first observation misled it: then one change, to what is better."""
+    rng = random.Random(seed)
+    chooser = Chooser()
+    first = chooser.observe(jittered(measured, rng))
+    choices = [chooser.observe(jittered(measured, rng)) for _ in range(199)]
+    changes = [choice for choice in choices if choice.changed]
+    assert len(changes) <= 1
+    for later in changes:
+        before, after = (
+            predict(
+                choice.policy,
+                measured,
+                [r for r in range(measured.world_size) if r not in choice.left_out],
+            ).goodput
+            for choice in (first, later)
+        )
+        too_slow = before < 1.03  # the fastest device alone is as fast
+        assert too_slow or after > 1.05 * before, f"{first.reason}\n{later.reason}"
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("speeds", "sync_s"),
+    [
+        ((1.0, 0.25), 0.006),
+        ((1.0, 0.25), 0.0082),
+        ((1.0, 0.25), 0.08),
+        ((1.0, 1.0, 0.5, 0.5), 0.0095),
+        ((1.0,) * 8, 0.006),
+    ],
+)
+def test_choices_on_the_edge_stay_in_jitter(
+    speeds: tuple[float, ...], sync_s: float, seed: int
+) -> None:
+    """Two policies that are within a few percent of each other, or a margin apart."""
+    rng = random.Random(seed)
+    chooser = Chooser()
+    measured = cluster(*speeds, sync_s=sync_s)
+    seen = [chooser.observe(jittered(measured, rng)) for _ in range(200)]
+    assert [choice.changed for choice in seen] == [True, *[False] * 199]
+
+
+def observe_until_changed(chooser: Chooser, measured: Cluster) -> tuple[int, Choice]:
+    for times in range(1, 200):
+        choice = chooser.observe(measured)
+        if choice.changed:
+            return times, choice
+    raise AssertionError(f"nothing changed: {choice.reason}")
+
+
+def test_a_link_that_becomes_ten_times_slower_is_followed() -> None:
+    chooser = Chooser()
+    for _ in range(20):
+        choice = chooser.observe(cluster(1.0, 0.25, sync_s=0.006))
+    assert choice.policy == "sync"
+    first = chooser.observe(cluster(1.0, 0.25, sync_s=0.06))
+    assert (first.policy, first.changed) == ("sync", False)
+    assert first.reason.endswith("is clearly better, seen 1 of 2 times")
+    second = chooser.observe(cluster(1.0, 0.25, sync_s=0.06))
+    assert (second.policy, second.changed) == ("async", True)
+    assert "; until now sync on 2 ranks, 0." in second.reason
+
+
+def test_a_link_that_recovers_is_followed_back() -> None:
+    chooser = Chooser()
+    speeds = [1.0] * 8
+    assert chooser.observe(cluster(*speeds, sync_s=0.001)).policy == "sync"
+    _, choice = observe_until_changed(chooser, cluster(*speeds, sync_s=0.1))
+    assert choice.policy == "async"
+    _, choice = observe_until_changed(chooser, cluster(*speeds, sync_s=0.001))
+    assert choice.policy == "sync"
+
+
+def test_one_slow_reduction_changes_nothing() -> None:
+    chooser = Chooser()
+    chooser.observe(cluster(1.0, 0.25, sync_s=0.006))
+    chooser.observe(cluster(1.0, 0.25, sync_s=0.06))
+    for _ in range(50):
+        assert not chooser.observe(cluster(1.0, 0.25, sync_s=0.006)).changed
+
+
+def test_windows_grow_with_the_link_while_the_policy_stays() -> None:
+    chooser = Chooser(fixed_update="parameters")
+    anchors = []
+    for sync_s in (0.16, 1.6):
+        for _ in range(40):
+            choice = chooser.observe(cluster(1.0, 0.5, sync_s=sync_s))
+        assert choice.policy == "async"
+        anchors.append(choice.anchor)
+    assert anchors[0] == 2
+    assert anchors[1] == pytest.approx(20, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("update", "policies"),
+    [("gradients", {"sync"}), ("parameters", {"cadence", "async"})],
+)
+def test_the_update_rule_restricts_the_policies(
+    update: str, policies: set[str]
+) -> None:
+    for sync_s in (0.0, 0.003, 0.03, 0.3, 3.0):
+        choice = Chooser(fixed_update=update).observe(
+            cluster(1.0, 0.5, 0.5, sync_s=sync_s)
+        )
+        seen = {choice.policy, *(found.policy for found in choice.alternatives)}
+        assert seen == policies
+
+
+def test_the_update_rule_is_fixed_later_and_for_good() -> None:
+    chooser = Chooser()
+    assert chooser.choice is None
+    assert chooser.observe(cluster(1.0, 0.25, sync_s=0.006)).policy == "sync"
+    chooser.fix_update("gradients")
+    for _ in range(5):
+        choice = chooser.observe(cluster(1.0, 0.25, sync_s=0.3))
+    assert choice is chooser.choice
+    assert (choice.policy, choice.left_out) == ("sync", (1,))
+    with pytest.raises(ConfigError, match="fixed to 'gradients', it cannot become"):
+        chooser.fix_update("parameters")
+
+
+def test_an_update_rule_that_forbids_the_choice_changes_it_at_once() -> None:
+    chooser = Chooser()
+    assert chooser.observe(cluster(1.0, 0.25, sync_s=0.006)).policy == "sync"
+    chooser.fix_update("parameters")
+    choice = chooser.observe(cluster(1.0, 0.25, sync_s=0.006))
+    assert (choice.policy, choice.changed) == ("async", True)
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3])
+def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
+    speeds = [1.0, 0.9, 0.8] + [0.002] * slow
+    choice = Chooser().observe(cluster(*speeds, sync_s=0.02))
+    assert choice.left_out == tuple(range(3, 3 + slow))
+    assert "left out: rank 3" in choice.reason
+    assert "(with all ranks at most 1." in choice.reason
+    assert choice.prediction.world_size == 3
+
+
+def test_a_rank_that_becomes_slow_is_left_out_and_comes_back() -> None:
+    chooser = Chooser()
+    assert chooser.observe(cluster(1.0, 1.0, sync_s=0.006)).left_out == ()
+    _, choice = observe_until_changed(chooser, cluster(1.0, 0.002, sync_s=0.006))
+    assert choice.left_out == (1,)
+    _, choice = observe_until_changed(chooser, cluster(1.0, 1.0, sync_s=0.006))
+    assert choice.left_out == ()
+
+
+def test_a_rank_that_was_left_out_may_become_the_fastest() -> None:
+    chooser = Chooser()
+    assert chooser.observe(cluster(1.0, 0.002, sync_s=0.3)).left_out == (1,)
+    _, choice = observe_until_changed(chooser, cluster(1.0, 500.0, sync_s=0.3))
+    assert choice.left_out == (0,)
+
+
+def test_another_number_of_ranks_is_a_new_choice() -> None:
+    chooser = Chooser()
+    chooser.observe(cluster(1.0, 0.002, sync_s=0.006))
+    choice = chooser.observe(cluster(1.0, 1.0, 1.0, sync_s=0.006))
+    assert (choice.left_out, choice.changed) == ((), True)
+
+
+def test_a_large_fleet_leaves_out_by_jumps_and_says_how_many() -> None:
+    speeds = [1.0 + 0.001 * (rank % 97) for rank in range(990)] + [1e-4] * 10
+    choice = Chooser().observe(cluster(*speeds, sync_s=0.5, sync_batch_size=32_000))
+    assert choice.left_out == tuple(range(990, 1000))
+    assert "left out: rank 990, 991, 992, 993 and 6 more" in choice.reason
+
+
+def test_ten_thousand_ranks_take_milliseconds() -> None:
+    rng = random.Random(3)
+    speeds = [
+        rng.choice((1.0, 0.7, 0.4)) * rng.uniform(0.9, 1.1) for _ in range(10_000)
+    ]
+    measured = cluster(*speeds, sync_s=0.5, sync_batch_size=320_000)
+    chooser = Chooser()
+    taken_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        chooser.observe(measured)
+        taken_s.append(time.perf_counter() - start_s)
+    assert min(taken_s) < 0.5  # 0.05 s on an idle core
+
+
+def test_many_different_ranks_make_few_predictions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: set[int] = set()
+    original = Fleet.predict
+
+    def counted(fleet: Fleet, policy: str, size: int) -> Any:
+        sizes.add(size)
+        return original(fleet, policy, size)
+
+    monkeypatch.setattr(Fleet, "predict", counted)
+    speeds = [1.003**-rank for rank in range(2000)]  # the slowest 400 times slower
+    Chooser().observe(cluster(*speeds, sync_s=0.1))
+    assert 1 < len(sizes) < 25
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"fixed_update": "weights"}, "must be 'gradients' or 'parameters'"),
+        ({"margin": -0.1}, "margin must be a part such as 0.05"),
+        ({"patience": 0}, "patience must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Chooser(**settings)

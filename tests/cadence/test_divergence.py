@@ -1,0 +1,416 @@
+"""The divergence guard: silent in every healthy run, quick when ranks come apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import mul, sub
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.cadence.divergence import (
+    MAX_HOLD_WINDOWS,
+    MEMORY_WINDOWS,
+    DivergenceGuard,
+    DivergenceGuardConfig,
+    Guard,
+    NoGuard,
+    Verdict,
+)
+from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.errors import ConfigError
+
+BATCHES = 25
+LEVEL = 0.02
+NAN = math.nan
+
+noise = st.floats(0.7, 1.3)
+
+
+def feed(guard: Guard, levels: Sequence[float]) -> list[Verdict]:
+    return [guard.observe([level, level / 2], BATCHES) for level in levels]
+
+
+def nudges(verdicts: Sequence[Verdict]) -> list[int]:
+    """The windows, counted from 1, that shortened the anchor."""
+    return [at for at, verdict in enumerate(verdicts, start=1) if verdict.nudge]
+
+
+def settled(windows: int = 30, level: float = LEVEL) -> DivergenceGuard:
+    guard = DivergenceGuard()
+    assert nudges(feed(guard, [level] * windows)) == []
+    return guard
+
+
+@given(
+    st.lists(st.tuples(noise, st.integers(1, 400)), min_size=1, max_size=60),
+    st.floats(1e-6, 0.7),
+    st.floats(0.0, 1.0),
+    st.floats(0.9, 1.0),
+    st.integers(0, 3),
+    st.floats(1.0, 100.0),
+)
+def test_a_healthy_run_is_never_shortened(
+    windows: list[tuple[float, int]],
+    level: float,
+    exponent: float,
+    decay: float,
+    larger_windows: int,
+    larger: float,
+) -> None:
+    """Windows of any length, the worst noise, decay, a rough start, all at once."""
+    longest = max(batches for _, batches in windows)
+    guard = DivergenceGuard()
+    for at, (factor, batches) in enumerate(windows):
+        healthy = level * (batches / longest) ** exponent * factor * decay**at
+        if at < larger_windows:
+            healthy *= larger
+        verdict = guard.observe([healthy, 0.3 * healthy, 0.0], batches)
+        assert verdict.nudge is None, verdict.reason
+
+
+@given(
+    st.lists(st.tuples(noise, st.integers(1, 400)), min_size=1, max_size=60),
+    st.floats(0.0, 1.0),
+    st.integers(1, 5000),
+)
+def test_a_learning_rate_that_warms_up_is_healthy(
+    windows: list[tuple[float, int]], exponent: float, warmup_batches: int
+) -> None:
+    guard, before = DivergenceGuard(), 0
+    for factor, batches in windows:
+        rate = min(1.0, (before + batches / 2) / warmup_batches)
+        healthy = 0.03 * rate * (batches / 100) ** exponent * factor
+        verdict = guard.observe([healthy], batches)
+        assert verdict.nudge is None, verdict.reason
+        before += batches
+
+
+@given(
+    st.integers(7, 60),
+    st.floats(2.0, 50.0),
+    st.floats(1e-3, 0.2),
+    st.integers(4, 200),
+    st.booleans(),
+)
+def test_a_scripted_divergence_halves_the_anchor_within_two_windows(
+    healthy_windows: int, growth: float, level: float, anchor: int, jump: bool
+) -> None:
+    """Exponential from a factor of 2 per window, a jump from a factor of 4."""
+    che = ElChe(ElCheConfig(world_size=2, anchor=anchor))
+    guard = settled(healthy_windows, level)
+    before = che.anchor
+    for window in (1, 2):
+        factor = max(4.0, growth) if jump else growth**window
+        verdict = guard.observe([level * factor, level], BATCHES)
+        if verdict.nudge is not None:
+            che.nudge_anchor_down(verdict.nudge)
+    assert che.anchor == math.ceil(before / 2)
+
+
+@given(st.lists(noise, min_size=30, max_size=30), st.lists(noise, min_size=2))
+def test_a_steep_divergence_is_seen_through_the_noise(
+    healthy: list[float], diverging: list[float]
+) -> None:
+    guard = DivergenceGuard()
+    feed(guard, [LEVEL * factor for factor in healthy])
+    levels = [LEVEL * factor * 4.0**at for at, factor in enumerate(diverging[:2], 1)]
+    assert len(nudges(feed(guard, levels))) == 1
+
+
+@pytest.mark.parametrize(
+    ("growth", "within"), [(1.2, 10), (1.3, 6), (1.5, 4), (1.75, 3)]
+)
+def test_a_slow_divergence_is_seen_later(growth: float, within: int) -> None:
+    verdicts = feed(settled(), [LEVEL * growth**at for at in range(1, within + 1)])
+    assert nudges(verdicts)
+    assert max(LEVEL * growth**within, LEVEL) < 0.2  # long before the ceiling
+
+
+def test_while_it_goes_on_growing_every_second_window_is_answered() -> None:
+    verdicts = feed(settled(), [LEVEL * 2.0**at for at in range(1, 11)])
+    found = nudges(verdicts)
+    assert found[0] == 2
+    assert all(after - at <= 3 for at, after in pairwise(found))
+    assert len(found) >= 4
+
+
+def test_one_spike_holds_the_anchor_and_moves_nothing() -> None:
+    guard = settled()
+    spike, *after = feed(guard, [10 * LEVEL, *[LEVEL] * 20])
+    assert spike.hold
+    assert "no longer windows until that is clear" in spike.reason
+    assert [verdict.hold for verdict in after] == [False] * 20
+    assert nudges(after) == []
+
+
+def test_a_spike_that_goes_away_over_some_windows_moves_nothing() -> None:
+    verdicts = feed(settled(), [LEVEL * f for f in (40, 16, 6, 2.5, 1, 1, 1)])
+    assert nudges(verdicts) == []
+    assert not verdicts[-1].hold
+
+
+def test_a_jump_to_a_new_plateau_is_answered_once() -> None:
+    verdicts = feed(settled(), [6 * LEVEL] * 60)
+    assert nudges(verdicts) == [2]
+    held = [verdict.hold for verdict in verdicts]
+    assert held == [True] * 10 + [False] * 50  # two windows, and eight after them
+
+
+def test_each_nudge_holds_the_anchor_twice_as_long() -> None:
+    guard = DivergenceGuard(DivergenceGuardConfig(hold_windows=4))
+    feed(guard, [LEVEL] * 30)
+    level, held = LEVEL, []
+    for _ in range(7):
+        level *= 4
+        guard.observe([level], BATCHES)
+        assert guard.observe([level], BATCHES).nudge == 0.5
+        after = feed(guard, [level] * 100)
+        held.append(sum(verdict.hold for verdict in after))
+        level /= 4
+        feed(guard, [level] * 30)
+    assert held == [4, 8, 16, 32, *[MAX_HOLD_WINDOWS] * 3]
+
+
+def test_above_the_ceiling_no_baseline_is_needed() -> None:
+    verdicts = feed(DivergenceGuard(), [1.5] * 12)
+    assert nudges(verdicts) == [4, 6, 8, 10, 12]
+    assert all(verdict.hold for verdict in verdicts)
+    assert "above the ceiling 1" in verdicts[0].reason
+
+
+def test_without_a_ceiling_a_level_is_no_reason() -> None:
+    guard = DivergenceGuard(DivergenceGuardConfig(ceiling=None))
+    assert nudges(feed(guard, [30.0] * 20)) == []
+
+
+def test_a_start_far_above_the_ceiling_that_falls_is_left_alone() -> None:
+    levels = [20.0 * 0.4**at for at in range(10)]
+    verdicts = feed(DivergenceGuard(), levels)
+    assert nudges(verdicts) == []
+
+
+def test_a_contribution_that_is_not_finite_holds_then_shortens() -> None:
+    guard = DivergenceGuard()
+    first = guard.observe([LEVEL, NAN, LEVEL], BATCHES)
+    assert (first.hold, first.nudge) == (True, None)
+    assert "contribution of rank 1 is not finite" in first.reason
+    second = guard.observe([math.inf, LEVEL, NAN], BATCHES)
+    assert (second.hold, second.nudge) == (True, 0.5)
+    assert "contribution of ranks 0, 2 is not finite" in second.reason
+    assert "of 6 ranks is not finite" in guard.observe([NAN] * 6, BATCHES).reason
+
+
+def test_the_level_of_the_others_counts_beside_one_that_is_not_finite() -> None:
+    guard = settled()
+    guard.observe([NAN, LEVEL], BATCHES)
+    after = feed(guard, [LEVEL] * 10)
+    assert nudges(after) == []
+    assert "0.90 times the usual 0.0221" in after[0].reason
+
+
+def test_the_furthest_rank_is_judged_and_named() -> None:
+    guard = settled()
+    guard.observe([LEVEL, LEVEL, 5 * LEVEL], BATCHES)
+    verdict = guard.observe([LEVEL, LEVEL, 6 * LEVEL], BATCHES)
+    assert verdict.nudge == 0.5
+    assert verdict.reason.startswith(
+        "divergence 0.12 of rank 2, 5.43 times the usual 0.0221, the second"
+    )
+
+
+def test_what_is_negligible_is_no_rise() -> None:
+    guard = DivergenceGuard()
+    assert nudges(feed(guard, [0.0] * 20)) == []
+    assert nudges(feed(guard, [9e-5] * 20)) == []
+
+
+def test_a_window_without_batches_says_nothing() -> None:
+    guard = settled()
+    state = guard.state_dict()
+    verdict = guard.observe([50.0], 0)
+    assert (verdict.hold, verdict.nudge) == (False, None)
+    assert guard.state_dict() == state
+
+
+def test_the_guard_acts_before_el_che_grows() -> None:
+    """Synchronising is slow, so that El Che wants longer windows all the time."""
+    che = ElChe(ElCheConfig(world_size=2, anchor=4, overhead_target=0.03))
+    guard, anchors = settled(), []
+    for window in range(12):
+        verdict = guard.observe([LEVEL * 2.0 ** (window + 1), LEVEL], BATCHES)
+        che.report_timing([10.0, 10.0], [1, 1], 0.0 if verdict.hold else 300.0)
+        if verdict.nudge is not None:
+            che.nudge_anchor_down(verdict.nudge)
+        anchors.append(che.anchor)
+    assert anchors == sorted(anchors, reverse=True)
+    assert anchors[1] == 2
+    assert anchors[-1] == 1
+
+
+def local_sgd(guard: Guard, seed: int, anchor: int) -> tuple[float, int]:
+    """Four ranks fit a line of 8 weights, a sample a step, at a high learning rate.
+
+    0.3 is below 8 / 13, where steps on the samples of all four ranks become unstable,
+    and above 2 / 10, where steps on one rank's own samples do: a rank alone runs away,
+    and comes back when it is averaged often enough.
+
+    Returns:
+        The distance from the true weights after 100 windows, and the anchor.
+    """
+    rng = random.Random(seed)
+    true, weights = [3.0] * 8, [3.1] * 8
+    for _ in range(100):
+        ends = []
+        for _ in range(4):
+            own = weights
+            for _ in range(anchor):
+                x = [rng.gauss(0.0, 1.0) for _ in own]
+                error = rng.gauss(0.0, 0.05) + sum(map(mul, x, map(sub, own, true)))
+                own = [w - 0.3 * error * each for w, each in zip(own, x, strict=True)]
+            ends.append(own)
+        weights = [sum(each) / 4 for each in zip(*ends, strict=True)]
+        divergences = [math.dist(end, weights) / math.hypot(*weights) for end in ends]
+        verdict = guard.observe(divergences, anchor)
+        if verdict.nudge is not None:
+            anchor = math.ceil(anchor * verdict.nudge)
+        if math.dist(weights, true) > 1e5:
+            break
+    return math.dist(weights, true), anchor
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_configuration_that_diverges_without_the_guard_converges_with_it(
+    seed: int,
+) -> None:
+    assert local_sgd(NoGuard(), seed, anchor=16) > (1e5, 16)
+    distance, anchor = local_sgd(DivergenceGuard(), seed, anchor=16)
+    assert distance < 0.1
+    assert anchor <= 2
+
+
+levels = st.floats(0.0, 5.0) | st.sampled_from([NAN, math.inf, 1e300])
+syncs = st.tuples(st.lists(levels, min_size=1, max_size=3), st.integers(0, 300))
+
+
+@given(st.lists(syncs, max_size=25), st.lists(syncs, max_size=25))
+def test_a_loaded_guard_goes_on_exactly(
+    before: list[tuple[list[float], int]], after: list[tuple[list[float], int]]
+) -> None:
+    guard = DivergenceGuard()
+    for divergences, batches in before:
+        guard.observe(divergences, batches)
+    state = json.loads(json.dumps(guard.state_dict(), allow_nan=False))
+    assert len(state["usual"]) <= MEMORY_WINDOWS
+    loaded = DivergenceGuard()
+    loaded.load_state_dict(state)
+    for divergences, batches in after:
+        verdict = guard.observe(divergences, batches)
+        assert loaded.observe(divergences, batches) == verdict
+        assert verdict.hold or verdict.nudge is None
+    assert loaded.state_dict() == guard.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"kind": "none"}, "of kind 'none'"),
+        ({"usual": None}, "cannot be read"),
+        ({"usual": [[0.1, 25]]}, "cannot be read"),
+        ({"usual": [[0.0, 25, 10.0]]}, "must be positive"),
+        ({"usual": [[0.1, 25, NAN]]}, "must be finite"),
+        ({"usual": [[0.1, 25, 10.0]] * 10}, "remembers at most 9 windows"),
+        ({"windows": -1}, "windows must be at least 0"),
+        ({"batches": 1.5}, "batches must be an integer"),
+        ({"last_level": math.inf}, "last_level must be finite"),
+    ],
+)
+def test_a_state_that_cannot_be_changes_nothing(
+    change: dict[str, Any], match: str
+) -> None:
+    guard = settled()
+    before = guard.state_dict()
+    with pytest.raises(ConfigError, match=match):
+        guard.load_state_dict({**before, **change})
+    assert guard.state_dict() == before
+    del before["suspect"]
+    with pytest.raises(ConfigError, match="cannot be read: KeyError"):
+        guard.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("divergences", "batches", "match"),
+    [
+        ([], 1, "one value per rank, got none"),
+        ([0.1, -0.1], 1, "divergence of rank 1 must not be negative"),
+        ([-math.inf], 1, "divergence of rank 0 must not be negative"),
+        ([0.1], -1, "window_batches must be at least 0"),
+        ([0.1], 1.5, "window_batches must be an integer"),
+    ],
+)
+def test_input_that_cannot_be_is_refused(
+    divergences: list[float], batches: Any, match: str
+) -> None:
+    guard = settled()
+    before = guard.state_dict()
+    with pytest.raises(ConfigError, match=match):
+        guard.observe(divergences, batches)
+    assert guard.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"rise": 1.0}, "rise must be a finite factor above 1"),
+        ({"rise": math.inf}, "rise must be a finite factor above 1"),
+        ({"factor": 1.0}, "factor must be above 0 and below 1"),
+        ({"factor": NAN}, "factor must be above 0 and below 1"),
+        ({"settle_windows": 0}, "settle_windows must be at least 1"),
+        ({"hold_windows": 1.5}, "hold_windows must be an integer"),
+        ({"negligible": 0.0}, "negligible must be a small positive"),
+        ({"ceiling": 1e-5}, "ceiling must be a divergence above"),
+        ({"ceiling": NAN}, "ceiling must be a divergence above"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DivergenceGuardConfig(**settings)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, NAN, -0.5])
+def test_a_nudge_shortens(factor: float) -> None:
+    with pytest.raises(ConfigError, match="a nudge must be a factor above 0"):
+        Verdict(hold=True, nudge=factor, reason="because")
+
+
+def test_no_guard_lets_everything_pass() -> None:
+    guard = NoGuard()
+    verdict = guard.observe([NAN, 1e9], 3)
+    assert (verdict.hold, verdict.nudge) == (False, None)
+    guard.load_state_dict(settled().state_dict())
+    assert guard.state_dict() == {"kind": "none"}
+
+
+def test_a_user_may_bring_an_own_guard() -> None:
+    class Strict(Guard):
+        def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
+            far = max(divergences) > 0.1
+            return Verdict(hold=far, nudge=0.25 if far else None, reason="strict")
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            assert not state
+
+    assert Strict().observe([0.2], 10).nudge == 0.25
+    with pytest.raises(TypeError, match="abstract"):
+        Guard()  # type: ignore[abstract]

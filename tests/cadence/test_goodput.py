@@ -1,0 +1,326 @@
+"""Predicted goodput: against the prototypes' measurements, and its invariants."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.cadence.convergence import UPDATES, sample_efficiency
+from elche.cadence.goodput import Cluster, Fleet, hardware_efficiency, predict
+from elche.errors import ConfigError
+
+FAST_BATCH_S = 0.04
+POLICIES = list(UPDATES)
+
+
+def cluster(*speeds: float, sync_s: float, **settings: Any) -> Cluster:
+    """Ranks of these relative speeds, of which 1.0 takes 40 ms for a batch of 32."""
+    seconds = [FAST_BATCH_S / 32 / speed for speed in speeds]
+    return Cluster(seconds_per_sample=seconds, batch_size=32, sync_s=sync_s, **settings)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    ranks = draw(st.integers(1, 12))
+    times = st.floats(1e-5, 1e-2)
+    return Cluster(
+        seconds_per_sample=draw(st.lists(times, min_size=ranks, max_size=ranks)),
+        batch_size=draw(st.integers(1, 300)),
+        sync_s=draw(st.just(0.0) | st.floats(1e-5, 10.0)),
+        fixed_s=draw(
+            st.just([]) | st.lists(st.floats(0.0, 0.1), min_size=ranks, max_size=ranks)
+        ),
+        hidden=draw(st.floats(0.0, 1.0)),
+        overhead_target=draw(st.floats(0.0, 0.5)),
+        max_anchor=draw(st.integers(1, 300)),
+        copy_batches=draw(st.floats(0.0, 1.0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "window_batches", "expected"),
+    [
+        ("sync", 2, 2, 1.0),
+        ("sync", 4, 4, 0.97),
+        ("sync", 8, 8, 0.87),
+        ("cadence", 2, 5, 1.0),
+        ("cadence", 2, 25, 1.0),
+        ("cadence", 2, 100, 0.89),
+        ("cadence", 2, 500, 0.79),
+        ("cadence", 4, 50, 0.86),
+        ("cadence", 8, 100, 0.70),
+        ("async", 2, 5, 0.99),
+        ("async", 2, 25, 0.96),
+        ("async", 4, 50, 0.79),
+        ("async", 8, 100, 0.55),
+    ],
+)
+def test_the_table_holds_what_the_prototypes_measured(
+    policy: str, ranks: int, window_batches: int, expected: float
+) -> None:
+    lag = 4 if policy == "async" and window_batches > 12 else 0
+    assert sample_efficiency(policy, ranks, window_batches, lag) == pytest.approx(
+        expected
+    )
+
+
+def test_a_global_batch_of_one_batch_costs_nothing_on_any_number_of_ranks() -> None:
+    assert sample_efficiency("sync", 10_000, 1) == 1.0
+
+
+def test_one_rank_loses_nothing() -> None:
+    assert [sample_efficiency(policy, 1, 1e6) for policy in POLICIES] == [1.0] * 3
+
+
+@pytest.mark.parametrize("window_batches", [1, 25, 1000])
+def test_a_lag_costs_up_to_five_percent_and_only_async(window_batches: int) -> None:
+    lags = [window_batches * part / 40 for part in range(100)]
+    found = [sample_efficiency("async", 2, window_batches, lag) for lag in lags]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == found[5]  # a quarter of what a rank runs in the window
+    assert found[-1] == pytest.approx(0.95 * found[0])
+    assert sample_efficiency("cadence", 2, window_batches, 1e9) == sample_efficiency(
+        "cadence", 2, window_batches
+    )
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.integers(1, 10_000),
+    st.integers(1, 10_000),
+    st.floats(0.01, 1e6),
+    st.floats(0.01, 1e6),
+)
+def test_more_ranks_and_longer_windows_never_need_fewer_samples(
+    policy: str, ranks: int, other_ranks: int, window: float, other_window: float
+) -> None:
+    fewer, more = sorted((ranks, other_ranks))
+    shorter, longer = sorted((window, other_window))
+    best = sample_efficiency(policy, fewer, shorter)
+    assert 0.0 < sample_efficiency(policy, fewer, longer) <= best <= 1.0
+    per_rank = sample_efficiency(policy, more, shorter * more / fewer)
+    assert 0.0 < per_rank <= best + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "policy", "measured"),
+    [
+        (0.079, "sync", 0.53),
+        (0.317, "sync", 0.20),
+        (0.0065, "async", 1.17),
+        (0.079, "async", 1.18),
+        (0.317, "async", 1.14),
+    ],
+)
+def test_goodput_of_the_prototypes_at_one_to_four(
+    sync_s: float, policy: str, measured: float
+) -> None:
+    """They reduced after backward, on a global batch of both ranks' batches."""
+    found = predict(
+        policy, cluster(1.0, 0.25, sync_s=sync_s, hidden=0.0, sync_batch_size=64)
+    )
+    assert found.goodput == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "anchor", "measured"),
+    [((1.0, 0.4), 4, 0.922), ((1.0, 0.4), 1, 0.762), ((1.0, 2 / 3), 4, 0.92)],
+)
+def test_efficiency_of_blocking_windows_in_the_prototypes(
+    speeds: tuple[float, float], anchor: int, measured: float
+) -> None:
+    found = predict("cadence", cluster(*speeds, sync_s=0.0065, max_anchor=anchor))
+    assert found.anchor == anchor
+    assert found.hardware_efficiency == pytest.approx(measured, abs=0.035)
+
+
+def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
+    found = predict(
+        "sync",
+        Cluster(
+            seconds_per_sample=[0.1 / 32] * 4 + [0.2 / 32] * 2 + [0.4 / 32] * 2,
+            batch_size=32,
+            sync_s=0.02,
+            hidden=0.0,
+            sync_batch_size=8 * 32,
+        ),
+    )
+    assert found.hardware_efficiency == pytest.approx(0.857, abs=0.03)
+    assert found.goodput == pytest.approx(4.1, rel=0.03)
+
+
+def test_sync_splits_the_batch_as_the_balancer_does() -> None:
+    found = predict("sync", cluster(1.0, 0.25, sync_s=0.0))
+    samples = 26  # and 6 for the slow rank, which ends earlier
+    assert found.window_s == pytest.approx(samples * FAST_BATCH_S / 32)
+    assert found.hardware_efficiency == pytest.approx(32 / 26 / 1.25)
+    assert found.sample_efficiency == 1.0
+
+
+def test_sync_pays_fixed_seconds_in_every_step() -> None:
+    found = predict("sync", cluster(1.0, 1.0, sync_s=0.0, fixed_s=[0.04, 0.04]))
+    assert found.window_s == pytest.approx(0.06)
+    assert found.goodput == pytest.approx(0.08 / 0.06)
+
+
+def test_a_reduction_hides_under_backward_and_no_longer() -> None:
+    step_s = FAST_BATCH_S / 2
+    exposed_s = [
+        predict("sync", cluster(1.0, 1.0, sync_s=sync_s)).window_s - step_s
+        for sync_s in (0.01, 1.0)
+    ]
+    assert exposed_s == pytest.approx([0.003, 1.0 - step_s * 2 / 3])
+
+
+def test_ranks_beyond_the_samples_of_a_batch_bring_nothing_to_sync() -> None:
+    few, many = (
+        predict("sync", cluster(*[1.0] * ranks, sync_s=0.0)) for ranks in (32, 64)
+    )
+    assert few.goodput == pytest.approx(32.0)
+    assert many.goodput == pytest.approx(32.0)
+
+
+def test_cadence_takes_the_smallest_anchor_within_the_overhead_target() -> None:
+    for target, anchor in ((0.03, 17), (0.10, 5), (0.50, 1), (0.9, 1), (0.0, 50)):
+        found = predict(
+            "cadence", cluster(1.0, 0.5, sync_s=0.02, overhead_target=target)
+        )
+        assert found.anchor == anchor
+        assert found.window_batches == pytest.approx(anchor * 3)
+        assert found.window_s == pytest.approx(anchor * 0.08 + 0.04)
+        assert found.hardware_efficiency >= 1 / (1 + max(target, 0.01)) - 1e-9
+
+
+def test_async_waits_only_for_a_reduction_beyond_the_longest_window() -> None:
+    found = predict("async", cluster(1.0, 0.5, sync_s=0.75, copy_batches=0.0))
+    assert found.anchor == 10
+    assert found.hardware_efficiency == pytest.approx(1.0)
+    assert found.lag_batches == pytest.approx(0.75 / FAST_BATCH_S)
+    bound = cluster(1.0, 0.5, sync_s=0.8, copy_batches=0.0, max_anchor=2)
+    blocked = predict("async", bound)
+    assert blocked.anchor == 2
+    assert blocked.hardware_efficiency == pytest.approx(0.2)
+
+
+def test_copies_cost_async_a_part_of_each_ranks_batch() -> None:
+    assert hardware_efficiency(
+        "async", cluster(1.0, 0.25, sync_s=0.01, copy_batches=0.05)
+    ) == pytest.approx(5 / 5.1)
+
+
+@given(clusters(), st.sampled_from(POLICIES))
+def test_predictions_stay_within_what_the_devices_deliver(
+    measured: Cluster, policy: str
+) -> None:
+    found = predict(policy, measured)
+    fleet = Fleet(measured)
+    ranks = measured.world_size
+    alone = [measured.batch_size / measured.batch_s(rank) for rank in range(ranks)]
+    assert 0.0 < found.hardware_efficiency <= 1.0 + 1e-9
+    assert hardware_efficiency(policy, measured) == found.hardware_efficiency
+    assert found.samples_per_s == pytest.approx(
+        found.hardware_efficiency * found.sample_efficiency * sum(alone)
+    )
+    assert found.goodput == pytest.approx(found.samples_per_s / max(alone))
+    assert found.goodput <= fleet.bound(ranks) * (1.0 + 1e-9)
+    assert 1 <= found.anchor <= measured.max_anchor
+    assert predict(policy, measured, [fleet.ranks[0]]).goodput == pytest.approx(1.0)
+
+
+@given(clusters(), st.sampled_from(POLICIES), st.floats(1.0, 100.0))
+def test_a_slower_link_never_makes_the_hardware_faster(
+    measured: Cluster, policy: str, factor: float
+) -> None:
+    slower = Cluster(
+        seconds_per_sample=measured.seconds_per_sample,
+        batch_size=measured.batch_size,
+        sync_s=measured.sync_s * factor,
+        max_anchor=1,
+    )
+    faster = Cluster(
+        seconds_per_sample=measured.seconds_per_sample,
+        batch_size=measured.batch_size,
+        sync_s=measured.sync_s,
+        max_anchor=1,
+    )
+    assert hardware_efficiency(policy, slower) <= hardware_efficiency(policy, faster)
+
+
+def test_some_of_the_ranks_are_compared_with_the_fastest_of_all() -> None:
+    measured = cluster(0.25, 1.0, 0.5, sync_s=0.0)
+    assert Fleet(measured).ranks == (1, 2, 0)
+    assert predict("sync", measured, [2]).goodput == pytest.approx(0.5)
+    assert predict("sync", measured, [2, 1]).goodput == pytest.approx(32 / 22)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ten_thousand_ranks_are_predicted(policy: str) -> None:
+    speeds = [1.0 + 0.001 * (rank % 997) for rank in range(10_000)]
+    found = predict(policy, cluster(*speeds, sync_s=0.5, sync_batch_size=320_000))
+    assert found.world_size == 10_000
+    assert math.isfinite(found.goodput)
+    assert 0.0 < found.hardware_efficiency < 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seconds_per_sample": []}, "at least one rank"),
+        ({"seconds_per_sample": [1.0, 0.0]}, "seconds_per_sample of rank 1 must be"),
+        ({"seconds_per_sample": [math.nan]}, "seconds_per_sample of rank 0 must be"),
+        ({"seconds_per_sample": [1e10]}, "must be from 1e-12 to 1e"),
+        ({"fixed_s": [0.1, 0.1, 0.1]}, "one time for each of 2 ranks, got 3"),
+        ({"fixed_s": [0.1, -0.1]}, "fixed_s of rank 1 must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"sync_batch_size": 0}, "sync_batch_size must be at least 1"),
+        ({"max_anchor": 0}, "max_anchor must be at least 1"),
+        ({"sync_s": -1.0}, "sync_s must be from 0"),
+        ({"sync_s": math.inf}, "sync_s must be from 0"),
+        ({"hidden": 1.1}, "hidden must be from 0 to 1"),
+        ({"copy_batches": math.nan}, "copy_batches must be finite"),
+        ({"overhead_target": -0.1}, "overhead_target must be finite and not negative"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(
+    change: dict[str, Any], match: str
+) -> None:
+    settings = {"seconds_per_sample": [1.0, 2.0], "batch_size": 32, "sync_s": 0.1}
+    with pytest.raises(ConfigError, match=match):
+        Cluster(**{**settings, **change})
+
+
+def test_questions_that_cannot_be_are_refused() -> None:
+    measured = cluster(1.0, 0.5, sync_s=0.1)
+    with pytest.raises(ConfigError, match="policies sync, cadence, async, got 'split'"):
+        predict("split", measured)
+    with pytest.raises(ConfigError, match="ranks must name some of 0 to 1"):
+        predict("sync", measured, [])
+    with pytest.raises(ConfigError, match="ranks must name some of 0 to 1"):
+        predict("sync", measured, [2])
+    with pytest.raises(ConfigError, match="each rank once"):
+        predict("sync", measured, [0, 0])
+    with pytest.raises(ConfigError, match="size must be at most 2, got 3"):
+        Fleet(measured).predict("sync", 3)
+    with pytest.raises(ConfigError, match="size must be at least 1, got 0"):
+        Fleet(measured).predict("sync", 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "window", "lag", "match"),
+    [
+        ("DDP", 2, 1.0, 0.0, "one of the policies"),
+        ("sync", 0, 1.0, 0.0, "world_size must be at least 1"),
+        ("sync", 2, 0.0, 0.0, "window_batches must be positive"),
+        ("cadence", 2, math.nan, 0.0, "window_batches must be positive"),
+        ("async", 2, 1.0, -1.0, "lag_batches must be finite and not negative"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(
+    policy: str, ranks: int, window: float, lag: float, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        sample_efficiency(policy, ranks, window, lag)

@@ -1,0 +1,256 @@
+"""The gauge: what fits on a device beside the training, from figures alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from elche.cadence.prefetch_gauge import (
+    PIN_ROUNDS,
+    ActivationPeak,
+    DeviceMemory,
+    GaugeConfig,
+    PinTrial,
+    PrefetchNeeds,
+    decide_prefetch,
+)
+from elche.errors import ConfigError
+
+GB = 10**9
+PLAIN = GaugeConfig(max_depth=4, careful_depth=2, reserve_fraction=0.1)
+
+
+@dataclass
+class FakeDevice:
+    """A device whose memory is only counted: model, prefetched batches, one step."""
+
+    total_bytes: int
+    model_bytes: int
+    step_bytes: int
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def active_bytes(self) -> int:
+        return self.model_bytes + self.held_bytes
+
+    def run_step(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.active_bytes + self.step_bytes)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(
+            total_bytes=self.total_bytes,
+            free_bytes=self.total_bytes - self.active_bytes,
+            held_bytes=self.held_bytes,
+        )
+
+
+totals = st.integers(0, 200 * GB)
+needs_of = st.builds(
+    PrefetchNeeds,
+    batch_bytes=st.integers(0, 20 * GB),
+    activation_peak_bytes=st.none() | st.integers(0, 200 * GB),
+    dataset_bytes=st.none() | st.integers(0, 200 * GB),
+)
+configs = st.builds(
+    GaugeConfig,
+    max_depth=st.integers(0, 8),
+    careful_depth=st.integers(0, 4),
+    reserve_fraction=st.floats(0.0, 0.9),
+)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> DeviceMemory:
+    total = draw(totals)
+    free = draw(st.integers(0, total))
+    held = draw(st.integers(0, total - free))
+    return DeviceMemory(total_bytes=total, free_bytes=free, held_bytes=held)
+
+
+@given(memories(), needs_of, configs)
+def test_never_more_than_fits(
+    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig
+) -> None:
+    decision = decide_prefetch(memory, needs, config)
+    assert 0 <= decision.depth <= config.max_depth
+    reserve = math.ceil(memory.total_bytes * config.reserve_fraction)
+    usable = memory.free_bytes + memory.held_bytes
+    peak = needs.activation_peak_bytes
+    if decision.depth:
+        assert needs.batch_bytes > 0
+        assert decision.depth * needs.batch_bytes + (peak or 0) + reserve <= usable
+    if peak is None:
+        assert decision.depth <= config.careful_depth
+
+
+@given(memories(), needs_of, configs, st.integers(0, 200 * GB))
+def test_less_free_memory_never_gets_more(
+    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig, taken: int
+) -> None:
+    less = replace(memory, free_bytes=max(0, memory.free_bytes - taken))
+    much, little = (decide_prefetch(m, needs, config) for m in (memory, less))
+    assert little.depth <= much.depth
+    assert little.resident <= much.resident
+
+
+@given(memories(), needs_of, configs)
+def test_resident_only_if_set_peak_and_reserve_fit(
+    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig
+) -> None:
+    resident = decide_prefetch(memory, needs, config).resident
+    if needs.activation_peak_bytes is None or needs.dataset_bytes is None:
+        assert not resident
+        return
+    taken = needs.dataset_bytes + needs.activation_peak_bytes + needs.batch_bytes
+    reserve = math.ceil(memory.total_bytes * config.reserve_fraction)
+    room = memory.free_bytes + memory.held_bytes
+    assert resident == (taken + reserve <= room)
+
+
+@given(memories(), needs_of, configs, st.integers(0, 20 * GB))
+def test_a_filled_buffer_does_not_change_the_answer(
+    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig, moved: int
+) -> None:
+    """flodl's next depth fell to zero once its buffer was full."""
+    assume(moved <= memory.free_bytes)
+    fuller = replace(
+        memory,
+        free_bytes=memory.free_bytes - moved,
+        held_bytes=memory.held_bytes + moved,
+    )
+    before, after = (decide_prefetch(m, needs, config) for m in (memory, fuller))
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("free", "peak", "depth", "resident"),
+    [
+        (100 * GB, 20 * GB, 4, True),  # a free card, which an inverted probe calls full
+        (63 * GB, 20 * GB, 4, True),
+        (62 * GB, 20 * GB, 4, False),  # 30 + 20 + 3 and the reserve of 10 do not fit
+        (39 * GB, 20 * GB, 3, False),
+        (33 * GB, 20 * GB, 1, False),
+        (32 * GB, 20 * GB, 0, False),
+        (5 * GB, 20 * GB, 0, False),
+        (0, 20 * GB, 0, False),
+        (100 * GB, 0, 4, True),  # a peak of nothing is a measurement
+        (100 * GB, None, 2, False),  # careful
+        (34 * GB, None, 2, False),
+        (33 * GB, None, 1, False),  # a quarter of what is usable
+        (21 * GB, None, 0, False),
+    ],
+)
+def test_by_hand(free: int, peak: int | None, depth: int, resident: bool) -> None:
+    decision = decide_prefetch(
+        DeviceMemory(total_bytes=100 * GB, free_bytes=free),
+        PrefetchNeeds(
+            batch_bytes=3 * GB, activation_peak_bytes=peak, dataset_bytes=30 * GB
+        ),
+        PLAIN,
+    )
+    assert (decision.depth, decision.resident) == (depth, resident)
+
+
+@given(
+    st.integers(0, 20 * GB), st.integers(1, 40 * GB), st.integers(1, 4 * GB), configs
+)
+def test_steady_on_a_device_that_only_counts(
+    model_bytes: int, step_bytes: int, batch_bytes: int, config: GaugeConfig
+) -> None:
+    """Following the gauge, no step meets a full device, and the depth settles."""
+    device = FakeDevice(100 * GB, model_bytes, step_bytes)
+    peak, depths = ActivationPeak(), []
+    for _ in range(6):
+        device.run_step()
+        assert device.peak_bytes <= device.total_bytes
+        peak.observe(device.active_bytes, device.peak_bytes)
+        needs = PrefetchNeeds(
+            batch_bytes=batch_bytes, activation_peak_bytes=peak.value_bytes
+        )
+        depths.append(decide_prefetch(device.memory(), needs, config).depth)
+        device.held_bytes = depths[-1] * batch_bytes
+        assert peak.value_bytes == step_bytes
+    assert len(set(depths)) == 1
+
+
+def test_the_peak_is_that_of_a_step_and_not_of_a_buffer() -> None:
+    peak = ActivationPeak()
+    assert peak.value_bytes is None
+    peak.observe(active_bytes=10, peak_bytes=10)
+    assert peak.value_bytes is None  # reset by the program just before: not known
+    peak.observe(active_bytes=10, peak_bytes=14)
+    assert peak.value_bytes == 4
+    peak.observe(active_bytes=7, peak_bytes=14)  # an emptied buffer, no new maximum
+    assert peak.value_bytes == 4
+    peak.observe(active_bytes=12, peak_bytes=16)  # a fuller one
+    assert peak.value_bytes == 4
+    peak.observe(active_bytes=12, peak_bytes=21)  # a larger step
+    assert peak.value_bytes == 9
+    peak.observe(active_bytes=12, peak_bytes=13)  # reset
+    assert peak.value_bytes == 9
+
+
+@pytest.mark.parametrize(("pinned_s", "plain_s"), [(1.0, 2.0), (2.0, 1.0)])
+def test_the_cheaper_way_to_copy_is_kept(pinned_s: float, plain_s: float) -> None:
+    trial, ways = PinTrial(), []
+    for first in (10.0, *[1.0] * (2 * PIN_ROUNDS - 1)):
+        assert not trial.is_over
+        ways.append(trial.pin)
+        trial.observe(trial.pin, first * (pinned_s if trial.pin else plain_s), 100)
+    assert ways == [True, False] * PIN_ROUNDS
+    assert trial.is_over
+    assert trial.pin is (pinned_s < plain_s)
+    trial.observe(not trial.pin, 0.0, 100)  # too late
+    assert trial.pin is (pinned_s < plain_s)
+
+
+def test_an_empty_batch_says_nothing_about_pinning() -> None:
+    trial = PinTrial()
+    for _ in range(4 * PIN_ROUNDS):
+        trial.observe(trial.pin, 1.0, 0)
+    assert not trial.is_over
+    with pytest.raises(ConfigError, match="host_s must be finite"):
+        trial.observe(True, math.nan, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (GaugeConfig, {"max_depth": -1}, "max_depth must be at least 0"),
+        (GaugeConfig, {"careful_depth": 0.5}, "careful_depth must be an integer"),
+        (GaugeConfig, {"reserve_fraction": 1.0}, "reserve_fraction must be a fraction"),
+        (
+            GaugeConfig,
+            {"reserve_fraction": math.nan},
+            "reserve_fraction must be a fraction",
+        ),
+        (DeviceMemory, {"total_bytes": 1, "free_bytes": -1}, "free_bytes must be at"),
+        (
+            DeviceMemory,
+            {"total_bytes": 9, "free_bytes": 5, "held_bytes": 5},
+            "expected free and held bytes within the device's 9, got 5 [+] 5",
+        ),
+        (PrefetchNeeds, {"batch_bytes": -1}, "batch_bytes must be at least 0"),
+        (
+            PrefetchNeeds,
+            {"batch_bytes": 1, "activation_peak_bytes": -1},
+            "activation_peak_bytes must be at least 0",
+        ),
+        (
+            PrefetchNeeds,
+            {"batch_bytes": 1, "dataset_bytes": -1},
+            "dataset_bytes must be at least 0",
+        ),
+    ],
+)
+def test_figures_that_cannot_be(
+    make: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**settings)

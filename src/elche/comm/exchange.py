@@ -2,9 +2,11 @@
 
 An exchange is made once, together, for messages of one size. A rank fills its
 :meth:`Exchange.contribution`, calls :meth:`Exchange.begin`, and later
-:meth:`Exchange.finish` returns the sum. Contribution and sum are different memory for
-ranks that share a host, and the order of summation is that of the ranks, so all of them
-get the same bits.
+:meth:`Exchange.finish` returns the sum; or it asks :meth:`Exchange.poll` whether all is
+there, and takes the sum in parts that stay in its cache (:meth:`Exchange.wait`, then
+:meth:`Exchange.sum_into`). Contribution and sum are different memory for ranks that
+share a host, and the order of summation is that of the ranks, so all of them get the
+same bits.
 
 Ranks on one host that pass megabytes through gloo's loopback sockets pay for it twice:
 with system calls that take the cores the model computes on, and with wake-ups (measured
@@ -14,48 +16,23 @@ the message is where the others read it as soon as it is written.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import platform
-import secrets
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from elche.comm.shared_memory import Members, aligned, map_together
+from elche.errors import ProtocolError
 
 SPIN_S = 20e-6
 SLEEP_S = 50e-6
 CHECK_EVERY_S = 0.05
-ALIGN_BYTES = 64
 ORDERED_MACHINES = ("x86_64", "AMD64")
-_TOKEN = struct.Struct("q")
-
-
-class Members(Protocol):
-    """What an exchange needs of a process group."""
-
-    rank: int
-    world_size: int
-    shares_host: bool
-
-    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        """Begins a sum over all ranks."""
-
-    def wait(self, work: Any, what: str) -> None:
-        """Waits for it."""
-
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Waits for other ranks."""
-
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """Sums over all ranks."""
-
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Copies rank 0's."""
 
 
 class Exchange(ABC):
@@ -63,7 +40,12 @@ class Exchange(ABC):
 
     Args:
         sides: independent buffers, so that one can be read while another is summed.
+
+    Attributes:
+        keeps_contribution: what this rank sent is still there beside the sum.
     """
+
+    keeps_contribution: bool
 
     def __init__(self, sides: int) -> None:
         self.sides = sides
@@ -85,16 +67,43 @@ class Exchange(ABC):
         """Does what can be done now without waiting."""
 
     @abstractmethod
+    def poll(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+
+    @abstractmethod
+    def wait(self, what: str) -> None:
+        """Waits for all ranks.
+
+        Raises:
+            CommunicationError: it failed, or not everybody came in time.
+        """
+
+    @abstractmethod
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """After :meth:`wait`: writes the sum of these elements into ``out``, flat."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """After the last :meth:`sum_into`: others may write this side again."""
+
     def finish(self, what: str) -> torch.Tensor:
         """Waits for all ranks; returns the sum of what was begun.
 
         Raises:
             CommunicationError: it failed, or not everybody came in time.
         """
+        self.wait(what)
+        return self._collected()
+
+    @abstractmethod
+    def _collected(self) -> torch.Tensor:
+        """After :meth:`wait`: the whole sum, and the side released."""
 
 
 class GlooExchange(Exchange):
     """Through the process group, on any mix of devices."""
+
+    keeps_contribution = False
 
     def __init__(
         self,
@@ -128,21 +137,39 @@ class GlooExchange(Exchange):
     def advance(self) -> None:
         """Gloo's own threads do it."""
 
-    def finish(self, what: str) -> torch.Tensor:
-        """See :meth:`Exchange.finish`."""
-        self._group.wait(self._work, what)
-        self._work = None
+    def poll(self) -> bool:
+        """See :meth:`Exchange.poll`."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self, what: str) -> None:
+        """See :meth:`Exchange.wait`."""
+        if self._work is not None:
+            self._group.wait(self._work, what)
+            self._work = None
+
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See :meth:`Exchange.sum_into`."""
+        out.copy_(self._tensors[self._side][start:stop])
+
+    def release(self) -> None:
+        """Nobody else sees this memory."""
+
+    def _collected(self) -> torch.Tensor:
         return self._tensors[self._side]
 
 
 class SharedExchange(Exchange):
     """Through memory shared by ranks of one host. Made by :func:`open_exchange`.
 
-    Layout: a counter per rank, then a slot per side and rank. A rank writes its slot,
-    then raises its counter; x86 keeps that order for other cores. A slot is written
-    again ``sides`` messages later, when every rank must have read it to have come so
-    far (with one side the caller must know that by other means).
+    Layout: two counters per rank, then a slot per side and rank. A rank writes its
+    slot, then raises its first counter to the message's number; it raises the second
+    when it has read the others'. x86 keeps that order for other cores. A slot is
+    written again ``sides`` messages later. By then every rank must have read it: with
+    two sides that follows from their having come so far, with one side the caller
+    must know it by other means. :meth:`begin` checks it.
     """
+
+    keeps_contribution = True
 
     def __init__(
         self,
@@ -155,9 +182,11 @@ class SharedExchange(Exchange):
         super().__init__(sides)
         self._group = group
         world_size, rank = group.world_size, group.rank
-        self._counters = memoryview(memory)[: 8 * world_size].cast("q")
-        slot_bytes = _aligned(numel * dtype.itemsize)
-        begin = _aligned(8 * world_size)
+        counters = memoryview(memory)[: 16 * world_size].cast("q")
+        self._written = counters[:world_size]
+        self._read = counters[world_size:]
+        slot_bytes = aligned(numel * dtype.itemsize)
+        begin = aligned(16 * world_size)
         self._slots = [
             [
                 torch.frombuffer(
@@ -171,10 +200,15 @@ class SharedExchange(Exchange):
             for side in range(sides)
         ]
         self._rank = rank
-        self._results = [torch.zeros(numel, dtype=dtype) for _ in range(sides)]
+        self._results: list[torch.Tensor | None] = [None] * sides
         self._side = 0
         self._number = 0
-        self._collected = True
+
+    @staticmethod
+    def size_bytes(world_size: int, numel: int, dtype: torch.dtype, sides: int) -> int:
+        """Memory that such an exchange takes."""
+        slot_bytes = aligned(numel * dtype.itemsize)
+        return aligned(16 * world_size) + slot_bytes * sides * world_size
 
     def contribution(self, side: int) -> torch.Tensor:
         """See :meth:`Exchange.contribution`."""
@@ -182,43 +216,73 @@ class SharedExchange(Exchange):
 
     def result(self, side: int) -> torch.Tensor:
         """See :meth:`Exchange.result`."""
-        return self._results[side]
+        made = self._results[side]
+        if made is None:
+            made = self._results[side] = torch.zeros_like(self._slots[side][0])
+        return made
 
     def begin(self, side: int) -> None:
-        """Lets the others read the contribution."""
+        """Lets the others read the contribution.
+
+        Raises:
+            ProtocolError: a rank may still have been reading what was overwritten.
+        """
         self._side = side
         self._number += 1
-        self._collected = False
-        self._counters[self._rank] = self._number
+        for rank, number in enumerate(self._read):
+            if number < self._number - self.sides:
+                raise ProtocolError(
+                    f"rank {self._rank} wrote message {self._number} before rank "
+                    f"{rank} had read message {self._number - self.sides}, whose "
+                    "memory it took"
+                )
+        self._written[self._rank] = self._number
 
     def advance(self) -> None:
         """Sums if all contributions are there."""
-        if not self._collected and self._missing() is None:
-            self._collect()
+        if not self._is_read and self._missing() is None:
+            self._collected()
 
-    def finish(self, what: str) -> torch.Tensor:
-        """See :meth:`Exchange.finish`."""
-        if not self._collected:
+    def poll(self) -> bool:
+        """See :meth:`Exchange.poll`."""
+        return self._missing() is None
+
+    def wait(self, what: str) -> None:
+        """See :meth:`Exchange.wait`."""
+        if not self._is_read:
             self._group.wait_until(
                 lambda: self._missing() is None,
                 lambda: f"{what}: rank {self._missing()} has not come",
             )
-            self._collect()
-        return self._results[self._side]
+
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See :meth:`Exchange.sum_into`."""
+        slots = self._slots[self._side]
+        torch.add(slots[0][start:stop], slots[1][start:stop], out=out)
+        for slot in slots[2:]:
+            out.add_(slot[start:stop])
+
+    def release(self) -> None:
+        """See :meth:`Exchange.release`."""
+        self._read[self._rank] = self._number
+
+    @property
+    def _is_read(self) -> bool:
+        return self._read[self._rank] == self._number
 
     def _missing(self) -> int | None:
-        for rank, number in enumerate(self._counters):
+        for rank, number in enumerate(self._written):
             if number < self._number:
                 return rank
         return None
 
-    def _collect(self) -> None:
-        slots, result = self._slots[self._side], self._results[self._side]
-        with torch.no_grad():
-            torch.add(slots[0], slots[1], out=result)
-            for slot in slots[2:]:
-                result.add_(slot)
-        self._collected = True
+    def _collected(self) -> torch.Tensor:
+        result = self.result(self._side)
+        if not self._is_read:
+            with torch.no_grad():
+                self.sum_into(0, result.numel(), result)
+            self.release()
+        return result
 
 
 def open_exchange(
@@ -237,8 +301,10 @@ def open_exchange(
         device: where it lives; shared memory serves the CPU.
         sides: independent buffers.
     """
-    if group.shares_host and numel:
-        memory = _shared_memory(group, numel * dtype.itemsize, sides)
+    if group.shares_host and numel and group.world_size > 1:
+        memory = map_together(
+            group, SharedExchange.size_bytes(group.world_size, numel, dtype, sides)
+        )
         if memory is not None:
             return SharedExchange(group, memory, numel, dtype, sides)
     return GlooExchange(group, numel, dtype, device, sides)
@@ -283,54 +349,3 @@ def wait_until(
                 raise on_timeout()
         if now_s - started_s > SPIN_S:
             time.sleep(SLEEP_S)
-
-
-def _shared_memory(group: Members, message_bytes: int, sides: int) -> mmap.mmap | None:
-    """Anonymous memory of rank 0 that every rank maps; None if one cannot.
-
-    It has no name, so nothing is left behind however the ranks end; only processes of
-    the same user can open it.
-    """
-    world_size = group.world_size
-    size = _aligned(8 * world_size) + _aligned(message_bytes) * sides * world_size
-    descriptor, token = -1, secrets.randbits(62)
-    if group.rank == 0:
-        with contextlib.suppress(OSError):
-            descriptor = os.memfd_create("elche")
-            os.ftruncate(descriptor, size)
-            os.pwrite(descriptor, _TOKEN.pack(token), size)
-    where = torch.tensor([os.getpid(), descriptor, token], dtype=torch.int64)
-    group.broadcast(where, "sharing memory")
-    pid, number, token = where.tolist()
-    memory = _map(pid, number, token, size)
-    missing = torch.tensor([int(memory is None)])
-    group.all_reduce(missing, "agreeing on shared memory")
-    if descriptor >= 0:
-        os.close(descriptor)
-    if int(missing):
-        group.shares_host = False
-        return None
-    return memory
-
-
-def _map(pid: int, descriptor: int, token: int, size: int) -> mmap.mmap | None:
-    """Maps the memory that another process holds; None if it is not that one.
-
-    The token tells it from a file that happens to be there on another host.
-    """
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        if os.pread(opened, _TOKEN.size, size) != _TOKEN.pack(token):
-            return None
-        return mmap.mmap(opened, size)
-    except OSError:
-        return None
-    finally:
-        os.close(opened)
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

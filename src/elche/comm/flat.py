@@ -1,0 +1,264 @@
+"""Tensors as flat host memory, moved in parts that stay in a core's cache.
+
+What averaging costs is passes over memory: a model is larger than a core's cache, and
+an operation on a small tensor costs more to start than to run. :class:`FlatLayout`
+therefore lays tensors out one after another and cuts them into segments of about a
+megabyte; what is to be done with a segment is done before the next one's turn. Where
+segments begin depends on shapes and memory formats alone, so all ranks round alike.
+
+Tensors of one CUDA device pass through one flat tensor there and pinned memory here: a
+few large copies on a stream of their own. All arithmetic is the host's, so CPU and CUDA
+ranks meet with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+SEGMENT_ELEMENTS = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive whole tensors, or a part of one that is large.
+
+    Attributes:
+        start: its first element in flat memory.
+        stop: the element after its last.
+        first: its first tensor.
+        last: the tensor after its last.
+        offset: where it begins in a tensor that it is a part of; None for whole ones.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    offset: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FlatImage:
+    """Flat memory of a layout.
+
+    Attributes:
+        flat: all of it.
+        parts: the memory of each segment, flat.
+        views: of each segment, a view per tensor, shaped like it.
+    """
+
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    views: list[list[torch.Tensor]]
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is summed in float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cut(tensors: Sequence[torch.Tensor], limit: int) -> list[Segment]:
+    """Segments of at most ``limit`` elements, or of one tensor.
+
+    A tensor that is larger is cut itself if it is contiguous.
+    """
+    segments: list[Segment] = []
+    at = first = start = 0
+    for index, tensor in enumerate(tensors):
+        size = tensor.numel()
+        if at > start and at + size - start > limit:
+            segments.append(Segment(start, at, first, index))
+            first, start = index, at
+        if size > limit and tensor.is_contiguous():
+            for offset in range(0, size, limit):
+                stop = at + min(size, offset + limit)
+                segments.append(Segment(at + offset, stop, index, index + 1, offset))
+            first, start = index + 1, at + size
+        at += size
+    if at > start:
+        segments.append(Segment(start, at, first, len(tensors)))
+    return segments
+
+
+class FlatLayout:
+    """Where each of some tensors lies in flat memory.
+
+    Args:
+        tensors: the tensors; others of the same shapes may take their places later
+            (``tensors`` is assigned).
+        dtype: of the flat memory.
+        limit: elements of a segment.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        limit: int = SEGMENT_ELEMENTS,
+    ) -> None:
+        self.tensors = list(tensors)
+        self.dtype = dtype
+        self.numel = sum(tensor.numel() for tensor in self.tensors)
+        self.segments = cut(self.tensors, limit)
+        self._key = _key(self.tensors)
+        self._stage = CudaStage.for_tensors(self.tensors, dtype)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the tensors are copied as a whole, from and to a CUDA device."""
+        return self._stage is not None
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors lie like those that the layout was made for."""
+        return self._key == _key(tensors)
+
+    def over(self, flat: torch.Tensor) -> FlatImage:
+        """The segments of existing memory of ``numel`` elements."""
+        parts = [flat[segment.start : segment.stop] for segment in self.segments]
+        return FlatImage(flat, parts, self._shaped(parts))
+
+    def image(self) -> FlatImage:
+        """New memory for all segments; pinned if the tensors are on a CUDA device."""
+        pinned = self.is_staged
+        return self.over(torch.empty(self.numel, dtype=self.dtype, pin_memory=pinned))
+
+    def scratch(self) -> FlatImage:
+        """Memory that all segments share, one after the other."""
+        longest = max((segment.numel for segment in self.segments), default=0)
+        flat = torch.empty(longest, dtype=self.dtype)
+        parts = [flat[: segment.numel] for segment in self.segments]
+        return FlatImage(flat, parts, self._shaped(parts))
+
+    def workspace(self) -> FlatImage:
+        """An image if the tensors are copied as a whole, else scratch."""
+        return self.image() if self.is_staged else self.scratch()
+
+    def fetch(self, image: FlatImage) -> None:
+        """Begins to copy staged tensors into an image; see :meth:`settle`."""
+        if self._stage is not None:
+            self._stage.fetch(self.tensors, image.flat)
+
+    def settle(self) -> None:
+        """Waits for the copy that :meth:`fetch` began."""
+        if self._stage is not None:
+            self._stage.settle()
+
+    def read(self, index: int, image: FlatImage) -> None:
+        """Copies a segment's tensors into an image, unless they are staged."""
+        if self._stage is None:
+            torch._foreach_copy_(image.views[index], self._members(index))
+
+    def write(self, index: int, image: FlatImage) -> None:
+        """Copies a segment into its tensors; staged ones wait for :meth:`flush`."""
+        if self._stage is None:
+            torch._foreach_copy_(self._members(index), image.views[index])
+
+    def add(self, index: int, image: FlatImage) -> None:
+        """Adds a segment to its tensors; staged ones wait for :meth:`flush_sum`."""
+        if self._stage is not None:
+            return
+        members = self._members(index)
+        if all(tensor.device.type == "cpu" for tensor in members):
+            torch._foreach_add_(members, image.views[index])
+            return
+        for tensor, view in zip(members, image.views[index], strict=True):
+            tensor.add_(view.to(tensor.device))
+
+    def flush(self, image: FlatImage) -> None:
+        """Copies a whole image into staged tensors."""
+        if self._stage is not None:
+            torch._foreach_copy_(self.tensors, self._stage.put(image.flat))
+
+    def flush_sum(self, image: FlatImage) -> None:
+        """Adds a whole image to staged tensors."""
+        if self._stage is not None:
+            torch._foreach_add_(self.tensors, self._stage.put(image.flat))
+
+    def _members(self, index: int) -> list[torch.Tensor]:
+        segment = self.segments[index]
+        if segment.offset is None:
+            return self.tensors[segment.first : segment.last]
+        whole = self.tensors[segment.first].detach().view(-1)
+        return [whole[segment.offset : segment.offset + segment.numel]]
+
+    def _shaped(self, parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        return [
+            [part]
+            if segment.offset is not None
+            else shaped(part, self.tensors[segment.first : segment.last])
+            for segment, part in zip(self.segments, parts, strict=True)
+        ]
+
+
+class CudaStage:
+    """One flat tensor on a CUDA device, between tensors there and pinned memory here.
+
+    Copies between device and host run on a stream of their own, in order; the user's
+    stream waits for it, and it for the user's, on the device alone.
+
+    Args:
+        tensors: what lies on the device.
+        dtype: of the flat tensor.
+        device: the device.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        numel = sum(tensor.numel() for tensor in tensors)
+        self._device = device
+        self._flat = torch.empty(numel, dtype=dtype, device=device)
+        self._views = shaped(self._flat, tensors)
+        self._stream = torch.cuda.Stream(device)
+        self._fetched = torch.cuda.Event()
+
+    @staticmethod
+    def for_tensors(
+        tensors: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> CudaStage | None:
+        """A stage, or None if the tensors are not all on one CUDA device."""
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return None
+        return CudaStage(tensors, dtype, devices.pop())
+
+    def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
+        """Begins to copy the tensors' present values into pinned memory."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        torch._foreach_copy_(self._views, list(tensors))
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            host.copy_(self._flat, non_blocking=True)
+            self._fetched.record(self._stream)
+
+    def settle(self) -> None:
+        """Waits until the copy that was begun, and all before it, has ended."""
+        self._fetched.synchronize()
+
+    def put(self, host: torch.Tensor) -> list[torch.Tensor]:
+        """Copies pinned memory to the device; returns a view per tensor there."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._flat.copy_(host, non_blocking=True)
+        current.wait_stream(self._stream)
+        return self._views
+
+
+def shaped(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive parts of ``flat``, shaped like the given tensors."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _key(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
+    return [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]

@@ -1,0 +1,153 @@
+"""Optimizer state averaged over the ranks, with the weights of their drifts.
+
+What is averaged are the entries of a parameter's state that are shaped like it:
+moments, momentum buffers. Step counts stay each rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.exchange import Exchange, open_exchange
+from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
+from elche.comm.process_group import Group
+
+
+class _StateGroup:
+    """State tensors of one wire dtype, and their message."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, group: Group
+    ) -> None:
+        self.layout = FlatLayout(tensors, dtype)
+        self.exchange: Exchange = open_exchange(
+            group, self.layout.numel, dtype, torch.device("cpu")
+        )
+        self._message = self.layout.over(self.exchange.contribution(0))
+        self._work: FlatImage = self.layout.workspace()
+
+    @property
+    def host_bytes(self) -> int:
+        message = self.exchange.contribution(0)
+        copies = 2 if self.layout.is_staged else 1
+        return copies * message.numel() * message.element_size()
+
+    def send(self, weight: float) -> None:
+        if weight != 0.0:
+            self.layout.fetch(self._work)
+            self.layout.settle()
+        for index, message in enumerate(self._message.parts):
+            if weight == 0.0:
+                message.zero_()
+            else:
+                self.layout.read(index, self._work)
+                torch.mul(self._work.parts[index], weight, out=message)
+        self.exchange.begin(0)
+
+    def replace(self) -> None:
+        for index, segment in enumerate(self.layout.segments):
+            part = self._work.parts[index]
+            self.exchange.sum_into(segment.start, segment.stop, part)
+            self.layout.write(index, self._work)
+        self.exchange.release()
+        self.layout.flush(self._work)
+
+
+class OptimizerStateAverager:
+    """Averages the state of one optimizer.
+
+    Args:
+        parameters: the trained parameters, in the same order on every rank.
+        optimizer: their optimizer.
+        group: the process group.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._group = group
+        self._groups: dict[torch.dtype, _StateGroup] = {}
+        self._sent: list[_StateGroup] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the messages, as far as there were any."""
+        return sum(group.host_bytes for group in self._groups.values())
+
+    def connect(self, group: Group) -> None:
+        """Sends through another group from now on."""
+        self._group = group
+        self._groups.clear()
+
+    def layout(self) -> str:
+        """Names what can be averaged; "" if there is nothing yet.
+
+        Ranks average state only when all of them name the same layout.
+        """
+        names = [
+            f"{index}:{key}"
+            for index, parameter in enumerate(self._parameters)
+            for key in self._keys(parameter)
+        ]
+        if not names:
+            return ""
+        return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
+
+    def begin(self, weight: float) -> None:
+        """Begins the mean, with all ranks; a rank of weight 0 sends zeros."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self._parameters:
+            for key in self._keys(parameter):
+                state = self._optimizer.state[parameter][key]
+                by_dtype.setdefault(wire_dtype(state.dtype), []).append(state)
+        self._sent = [
+            self._group_of(dtype, tensors) for dtype, tensors in by_dtype.items()
+        ]
+        for group in self._sent:
+            group.send(weight)
+
+    def wait(self) -> None:
+        """Waits for all ranks.
+
+        Raises:
+            CommunicationError: it failed, or not everybody came in time.
+        """
+        for group in self._sent:
+            group.exchange.wait("averaging optimizer state")
+
+    def apply(self) -> None:
+        """After :meth:`wait`: the state becomes the mean."""
+        for group in self._sent:
+            group.replace()
+        self._sent = []
+
+    def _group_of(
+        self, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
+    ) -> _StateGroup:
+        made = self._groups.get(dtype)
+        if made is None or not made.layout.fits(tensors):
+            made = self._groups[dtype] = _StateGroup(tensors, dtype, self._group)
+        made.layout.tensors = list(tensors)
+        return made
+
+    def _keys(self, parameter: nn.Parameter) -> list[str]:
+        """Entries of a parameter's state that are shaped like it."""
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        return sorted(
+            key
+            for key, value in state.items()
+            if key != "step"
+            and isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == parameter.shape
+        )

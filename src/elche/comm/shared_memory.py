@@ -1,0 +1,93 @@
+"""Memory that all ranks of one host map.
+
+It has no name, so nothing is left behind however the ranks end; only processes of the
+same user can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+ALIGN_BYTES = 64
+_TOKEN = struct.Struct("q")
+
+
+class Members(Protocol):
+    """What an exchange needs of a process group."""
+
+    rank: int
+    world_size: int
+    shares_host: bool
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """Begins a sum over all ranks."""
+
+    def wait(self, work: Any, what: str) -> None:
+        """Waits for it."""
+
+    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
+        """Waits for other ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Sums over all ranks."""
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Copies rank 0's."""
+
+
+def aligned(size_bytes: int) -> int:
+    """The size, rounded up to whole cache lines."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
+    """Memory of rank 0 that every rank maps, zeroed; None if one of them cannot.
+
+    Must be called by all ranks of the group. If it gives None, the group's
+    ``shares_host`` is False from then on.
+    """
+    descriptor, token = -1, secrets.randbits(62)
+    if group.rank == 0:
+        with contextlib.suppress(OSError):
+            descriptor = os.memfd_create("elche")
+            os.ftruncate(descriptor, size_bytes)
+            os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
+    where = torch.tensor([os.getpid(), descriptor, token], dtype=torch.int64)
+    group.broadcast(where, "sharing memory")
+    pid, number, token = where.tolist()
+    memory = _map(pid, number, token, size_bytes)
+    missing = torch.tensor([int(memory is None)])
+    group.all_reduce(missing, "agreeing on shared memory")
+    if descriptor >= 0:
+        os.close(descriptor)
+    if int(missing):
+        group.shares_host = False
+        return None
+    return memory
+
+
+def _map(pid: int, descriptor: int, token: int, size_bytes: int) -> mmap.mmap | None:
+    """Maps the memory that another process holds; None if it is not that one.
+
+    The token tells it from a file that happens to be there on another host.
+    """
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.pread(opened, _TOKEN.size, size_bytes) != _TOKEN.pack(token):
+            return None
+        return mmap.mmap(opened, size_bytes)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)

@@ -8,9 +8,10 @@ from typing import Any
 
 from elche.errors import ConfigError
 
-POLICIES = ("sync", "cadence")
+POLICIES = ("sync", "cadence", "async", "auto")
+UPDATES = ("auto", "gradients", "parameters")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
-OPTIMIZER_STATES = ("average", "local", "reset")
+OPTIMIZER_STATES = ("auto", "average", "local", "reset")
 TRANSPORTS = ("auto", "gloo")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "average")
 
@@ -21,8 +22,20 @@ class RunConfig:
 
     Attributes:
         policy: ``"sync"`` (gradients reduced at every batch, shares of the
-            global batch by delivered speed) or ``"cadence"`` (local steps in El
-            Che windows, parameters averaged at their end).
+            global batch by delivered speed), ``"cadence"`` (local steps in El
+            Che windows, parameters averaged at their end), ``"async"`` (as
+            cadence, the averaging overlapped with the next window) or ``"auto"``
+            (chosen by predicted goodput, and said).
+        update: what a window of ``cadence`` reduces: ``"parameters"``, or
+            ``"gradients"`` (summed over the window, one common optimizer step at
+            its end). ``"auto"`` is what the policy usually does.
+        max_grad_norm: under gradient windows the reduced gradient is clipped to
+            this norm; elsewhere the loop clips for itself.
+        deterministic: plans depend on these settings alone, not on time: two runs
+            on the same devices give the same bits.
+        record: file to write what the run did to, for a replay; on rank 0.
+        replay: file to repeat a recorded run from, bit for bit on the same devices.
+        guard: watch how far replicas drift apart, and shorten windows.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.
@@ -37,7 +50,8 @@ class RunConfig:
         speed_hints: relative speeds per rank until the first measurement.
         drift_weights: how parameter drifts are weighted in the mean.
         optimizer_state: whether optimizer state is averaged with the parameters,
-            stays local, or is reset at each synchronisation.
+            stays local, or is reset at each synchronisation; ``"auto"`` averages
+            it under ``cadence`` and leaves it local under ``async``.
         outer: outer optimizer of ``cadence``; ``"auto"`` is Nesterov, or plain
             averaging in a run that is known to have fewer than 100 windows.
         outer_lr: outer learning rate; None picks it by world size.
@@ -49,6 +63,12 @@ class RunConfig:
     """
 
     policy: str = "sync"
+    update: str = "auto"
+    max_grad_norm: float | None = None
+    deterministic: bool = False
+    record: str | None = None
+    replay: str | None = None
+    guard: bool = True
     seed: int | None = None
     anchor: int = 1
     min_anchor: int = 1
@@ -57,7 +77,7 @@ class RunConfig:
     max_batch_diff: int | None = None
     speed_hints: tuple[float, ...] | None = None
     drift_weights: str = "equal"
-    optimizer_state: str = "average"
+    optimizer_state: str = "auto"
     outer: str = "auto"
     outer_lr: float | None = None
     outer_momentum: float = 0.5
@@ -67,6 +87,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _choice("policy", self.policy, POLICIES)
+        _choice("update", self.update, UPDATES)
         _choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
         _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("outer", self.outer, OUTER_OPTIMIZERS)
@@ -80,8 +101,14 @@ class RunConfig:
             _whole("seed", self.seed, 0)
         for name in ("overhead_target", "bucket_cap_mb", "timeout_s"):
             _positive(name, getattr(self, name))
-        if self.outer_lr is not None:
-            _positive("outer_lr", self.outer_lr)
+        for name in ("outer_lr", "max_grad_norm"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("deterministic", "guard"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"expected {name} to be True or False, got {getattr(self, name)!r}"
+                )
         if not 0.0 <= self.outer_momentum < 1.0:
             raise ConfigError(
                 f"expected 0 <= outer_momentum < 1, got {self.outer_momentum!r}"
@@ -90,6 +117,49 @@ class RunConfig:
             object.__setattr__(self, "speed_hints", tuple(self.speed_hints))
             for rank, speed in enumerate(self.speed_hints or ()):
                 _positive(f"speed_hints[{rank}]", speed)
+
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuses settings that contradict each other."""
+        planned = self.deterministic or self.replay is not None
+        if planned and self.policy == "auto":
+            raise ConfigError(
+                "policy 'auto' follows measured times, so it cannot be deterministic; "
+                "choose policy 'sync', 'cadence' or 'async'"
+            )
+        if planned and self.max_batch_diff is not None:
+            raise ConfigError(
+                "max_batch_diff follows measured progress, so it cannot be "
+                "deterministic or replayed; leave it out"
+            )
+        if self.update == "gradients" and self.policy == "async":
+            raise ConfigError(
+                "policy 'async' averages parameters; gradient windows need policy "
+                "'cadence'"
+            )
+        if self.update == "parameters" and self.policy == "sync":
+            raise ConfigError(
+                "policy 'sync' reduces gradients; averaging parameters needs policy "
+                "'cadence' or 'async'"
+            )
+        if self.policy == "async" and self.optimizer_state == "average":
+            raise ConfigError(
+                "policy 'async' leaves optimizer state local (or resets it): an "
+                "average of it would come late; choose optimizer_state 'local'"
+            )
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a window reduces gradients."""
+        return self.policy == "cadence" and self.update == "gradients"
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether optimizer state is averaged with the parameters."""
+        if self.optimizer_state == "auto":
+            return self.policy == "cadence" and not self.sums_gradients
+        return self.optimizer_state == "average" and not self.sums_gradients
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for comparison between ranks."""

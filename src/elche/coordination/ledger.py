@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -47,7 +47,7 @@ class BatchSizes:
     @property
     def num_batches(self) -> int:
         """Batches of the epoch."""
-        return sum(count for _, count in self.runs)
+        return self._ends[-1] if self._ends else 0
 
     @property
     def num_samples(self) -> int:
@@ -71,30 +71,56 @@ class BatchSizes:
         return total
 
 
+@dataclass(slots=True)
+class _Holding:
+    """What one holder has: batches leased, trained, and offered to a window."""
+
+    leased: deque[Range] = field(default_factory=deque)
+    trained: list[Range] = field(default_factory=list)
+    closed: list[Range] = field(default_factory=list)
+    staged: list[Range] = field(default_factory=list)
+    leased_count: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.leased or self.trained or self.closed or self.staged)
+
+
 class EpochLedger:
     """The account of one epoch.
+
+    A batch goes from the pool to a *lease*, is *trained*, *closed* with its window,
+    *staged* while that is reduced, and *committed*. Whatever a lost holder had short of
+    a commit returns to the pool. Granting, training and counting cost the same however
+    many holders there are.
 
     Args:
         sizes: the epoch's batch sizes.
         holders: who may hold leases: ranks, or one common holder under ``sync``.
     """
 
-    def __init__(self, sizes: BatchSizes, holders: Sequence[int]) -> None:
+    def __init__(self, sizes: BatchSizes, holders: Iterable[int]) -> None:
         self.sizes = sizes
         self._pool: deque[Range] = deque()
         if sizes.num_batches:
             self._pool.append((0, sizes.num_batches))
-        self._leased: dict[int, deque[Range]] = {holder: deque() for holder in holders}
-        self._trained: dict[int, list[Range]] = {holder: [] for holder in holders}
-        self._staged: list[Range] = []
+        self._pooled = sizes.num_batches
+        self._leased = 0
+        self._holdings = {holder: _Holding() for holder in holders}
         self._committed: list[Range] = []
         self._committed_samples = 0
         self._abandoned: list[Range] = []
+        self._gone: set[int] = set()
 
     @property
     def pooled(self) -> int:
         """Batches that nobody holds."""
-        return _count(self._pool)
+        return self._pooled
+
+    @property
+    def total_leased(self) -> int:
+        """Batches leased to anybody and not yet trained on."""
+        return self._leased
 
     @property
     def committed_samples(self) -> int:
@@ -102,22 +128,35 @@ class EpochLedger:
         return self._committed_samples
 
     @property
+    def staged_samples(self) -> int:
+        """Samples in the reduction under way."""
+        return sum(
+            self.sizes.samples_in(*part)
+            for holding in self._holdings.values()
+            for part in holding.staged
+        )
+
+    @property
     def is_done(self) -> bool:
         """True when nothing is pooled, leased or waiting for a commit."""
-        held = any(self._leased.values()) or any(self._trained.values())
-        return not (self._pool or held or self._staged)
+        empty = all(holding.is_empty for holding in self._holdings.values())
+        return not self._pool and empty
 
     def leased(self, holder: int) -> int:
         """Batches leased to a holder and not yet trained on."""
-        return _count(self._leased[holder])
+        return self._holdings[holder].leased_count
 
     def trained(self, holder: int) -> int:
-        """Batches that a holder has trained on since the last commit."""
-        return _count(self._trained[holder])
+        """Batches that a holder has trained on since it last closed a window."""
+        return _count(self._holdings[holder].trained)
 
-    def trained_samples(self, holder: int) -> int:
-        """Samples that a holder has trained on since the last commit."""
-        return sum(self.sizes.samples_in(*part) for part in self._trained[holder])
+    def parts(self, holder: int) -> tuple[Range, ...]:
+        """What a holder has closed and not staged."""
+        return tuple(self._holdings[holder].closed)
+
+    def add(self, holder: int) -> None:
+        """Lets a new rank hold leases."""
+        self._holdings.setdefault(holder, _Holding())
 
     def lease(self, holder: int, most: int, *, equal_sizes: bool = False) -> Range:
         """Moves up to ``most`` consecutive batches from the pool to a holder.
@@ -138,8 +177,46 @@ class EpochLedger:
             end = min(end, self.sizes.run_of(start)[1])
         if end < stop:
             self._pool.appendleft((end, stop))
-        _append(self._leased[holder], (start, end))
+        self._granted(holder, (start, end))
         return start, end
+
+    def lease_range(self, holder: int, start: int, stop: int) -> None:
+        """Moves the batches ``start <= batch < stop`` from the pool to a holder.
+
+        Raises:
+            TransitionError: they are not all in the pool.
+        """
+        self._take(start, stop)
+        self._granted(holder, (start, stop))
+
+    def skip(self, batches: int) -> None:
+        """The first batches have been committed under another account."""
+        if batches:
+            self._take(0, batches)
+            self._pooled -= batches
+            self._committed.append((0, batches))
+            self._committed_samples += self.sizes.samples_in(0, batches)
+
+    def _take(self, start: int, stop: int) -> None:
+        """Takes batches out of the middle of the pool; counts stay as they were."""
+        for at, (begin, end) in enumerate(self._pool):
+            if begin <= start < stop <= end:
+                rest = [(begin, start), (stop, end)]
+                del self._pool[at]
+                for part in reversed([part for part in rest if part[0] < part[1]]):
+                    self._pool.insert(at, part)
+                return
+        raise TransitionError(
+            f"batches {start}..{stop - 1} are planned, but not in the pool"
+        )
+
+    def _granted(self, holder: int, part: Range) -> None:
+        count = part[1] - part[0]
+        holding = self._holdings[holder]
+        _append(holding.leased, part)
+        holding.leased_count += count
+        self._pooled -= count
+        self._leased += count
 
     def train(self, holder: int, start: int, stop: int) -> None:
         """Moves the next leased batches of a holder to trained.
@@ -147,61 +224,127 @@ class EpochLedger:
         Raises:
             ProtocolError: they are not the next ones that it was given.
         """
-        leases = self._leased.get(holder)
+        holding = self._holdings.get(holder)
+        leases = holding.leased if holding is not None else deque()
         if not leases or leases[0][0] != start or not start < stop <= leases[0][1]:
-            given = list(leases or ())
             raise ProtocolError(
                 f"{holder} claims batches {start}..{stop - 1}, but its next leases "
-                f"are {given}"
+                f"are {list(leases)[:4]}"
             )
+        assert holding is not None
         _, end = leases.popleft()
         if stop < end:
             leases.appendleft((stop, end))
-        _append(self._trained[holder], (start, stop))
+        holding.leased_count -= stop - start
+        self._leased -= stop - start
+        _append(holding.trained, (start, stop))
+
+    def close(self, holder: int) -> None:
+        """What a holder has trained on belongs to the window that it ends now."""
+        holding = self._holdings[holder]
+        holding.closed.extend(holding.trained)
+        holding.trained.clear()
 
     def stage(self) -> int:
-        """Moves what all holders have trained on into the reduction under way.
-
-        Returns:
-            Its samples.
+        """Puts everything closed into the reduction that begins; returns its samples.
 
         Raises:
-            TransitionError: the reduction before has not been committed.
+            TransitionError: the last reduction has not been committed.
         """
-        if self._staged:
+        if any(holding.staged for holding in self._holdings.values()):
             raise TransitionError("a reduction begins before the last was committed")
-        for trained in self._trained.values():
-            self._staged.extend(trained)
-            trained.clear()
-        return sum(self.sizes.samples_in(*part) for part in self._staged)
+        for holding in self._holdings.values():
+            holding.staged, holding.closed = holding.closed, holding.staged
+        return self.staged_samples
 
     def commit(self) -> int:
         """Moves what was staged to committed; returns its samples."""
-        samples = sum(self.sizes.samples_in(*part) for part in self._staged)
+        samples = self.staged_samples
         self._committed_samples += samples
-        self._committed.extend(self._staged)
-        self._staged.clear()
+        parts = self._committed
+        for holding in self._holdings.values():
+            parts.extend(holding.staged)
+            holding.staged.clear()
+        self._committed = []
+        for part in sorted(parts):
+            _append(self._committed, part)
+        for holder in self._gone:
+            del self._holdings[holder]
+        self._gone.clear()
         return samples
+
+    def unstage(self) -> None:
+        """A reduction is redone without those who are gone: their part is pooled."""
+        for holding in self._holdings.values():
+            holding.closed[:0] = holding.staged
+            holding.staged = []
+        for holder in self._gone:
+            self._return(self._holdings.pop(holder).closed)
+        self._gone.clear()
 
     def give_back(self, holder: int) -> int:
         """Returns leases not trained on to the pool; returns how many batches."""
-        count = self.leased(holder)
-        self._pool.extendleft(reversed(self._leased[holder]))
-        self._leased[holder].clear()
+        holding = self._holdings[holder]
+        count = holding.leased_count
+        self._return(list(holding.leased))
+        holding.leased.clear()
+        holding.leased_count = 0
+        self._leased -= count
         return count
+
+    def reject(self, holder: int) -> tuple[Range, ...]:
+        """Returns what a holder has closed to the pool: it cannot be used."""
+        holding = self._holdings[holder]
+        parts = tuple(holding.closed)
+        self._return(holding.closed)
+        holding.closed = []
+        return parts
+
+    def remove(self, holder: int) -> None:
+        """A holder is gone: what it had returns to the pool.
+
+        But for its part of a reduction under way, which is decided by :meth:`commit`
+        or :meth:`unstage`.
+        """
+        self.give_back(holder)
+        holding = self._holdings[holder]
+        self._return([*holding.trained, *holding.closed])
+        holding.trained, holding.closed = [], []
+        if holding.is_empty:
+            del self._holdings[holder]
+        else:
+            self._gone.add(holder)
 
     def abandon(self) -> int:
         """Takes what is pooled out of the epoch (the loop ended early)."""
-        count = self.pooled
+        count = self._pooled
         self._abandoned.extend(self._pool)
         self._pool.clear()
+        self._pooled = 0
         return count
 
+    def leave_out(self, start: int, stop: int) -> None:
+        """Takes pooled batches out of the epoch for good."""
+        self._take(start, stop)
+        self._pooled -= stop - start
+        self._abandoned.append((start, stop))
+
     def check(self) -> None:
-        """Asserts that every batch is in exactly one place."""
-        places = [*self._pool, *self._staged, *self._committed, *self._abandoned]
-        for part in (*self._leased.values(), *self._trained.values()):
-            places.extend(part)
+        """Asserts that every batch is in exactly one place, and the counts."""
+        places = [*self._pool, *self._committed, *self._abandoned]
+        leased = 0
+        for holding in self._holdings.values():
+            assert _count(holding.leased) == holding.leased_count
+            leased += holding.leased_count
+            for part in (
+                holding.leased,
+                holding.trained,
+                holding.closed,
+                holding.staged,
+            ):
+                places.extend(part)
+        assert leased == self._leased, (leased, self._leased)
+        assert _count(self._pool) == self._pooled
         at = 0
         for start, stop in sorted(places):
             assert start == at, f"batch {at}: expected once, in {sorted(places)}"
@@ -211,8 +354,13 @@ class EpochLedger:
             f"batches {at}..{self.sizes.num_batches - 1} are nowhere"
         )
 
+    def _return(self, parts: Sequence[Range]) -> None:
+        """Puts batches back to the front of the pool, in order."""
+        self._pool.extendleft(sorted(parts, reverse=True))
+        self._pooled += _count(parts)
 
-def _count(ranges: Sequence[Range] | deque[Range]) -> int:
+
+def _count(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 

@@ -14,10 +14,13 @@ from typing import Any, Union
 
 from elche.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
+
+Scalars = tuple[tuple[str, float, float], ...]
+"""What users logged: (name, weighted sum, weight)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +43,9 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOpened:
-    """A rank asks for the epoch; rank 0 says its batch sizes.
+    """A rank asks for the epoch; rank 0 says its batch sizes, and the plan to replay.
 
+    ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
     ``layout`` names what is trained now and whether that has changed since the last
     epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
     round differently): both must agree.
@@ -52,6 +56,8 @@ class EpochOpened:
     sizes: Runs | None = None
     layout: str = ""
     checksum: str = ""
+    plan: str = ""
+    probe_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +79,37 @@ class StepsDone:
     sync_wait_s: float
     warm: bool
     backward_passes: int
+    scalars: Scalars = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchDone:
-    """``cadence``: a rank has trained on one leased batch."""
+class BatchesDone:
+    """Windows: a rank has trained on the batches ``start <= batch < stop`` of a lease.
+
+    ``busy_s`` is delivered time. Of the batches ``timed`` took ``timed_s``: a first one
+    of its kind (compilation) is not timed.
+    """
 
     rank: int
     epoch: int
-    batch: int
+    window: int
+    start: int
+    stop: int
     samples: int
     busy_s: float
     data_wait_s: float
-    warm: bool
+    timed: int
+    timed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowClosed:
-    """``cadence``: a rank has stopped at a batch boundary and waits to reduce.
+    """A rank has ended its part of a window at a batch boundary.
 
-    ``state`` names the layout of its optimizer state ("" when it has none), and
-    ``changed_buffers`` are indices of float buffers written since the last reduction.
+    ``state`` names the layout of its optimizer state ("" when it has none),
+    ``changed_buffers`` are indices of float buffers written since the last reduction,
+    ``is_finite`` is False when its drift cannot be used, ``scalars`` are (name,
+    weighted sum, weight) of what the user logged.
     """
 
     rank: int
@@ -101,16 +117,37 @@ class WindowClosed:
     window: int
     state: str
     changed_buffers: tuple[int, ...]
+    is_finite: bool = True
+    scalars: Scalars = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReduced:
-    """``cadence``: the window's mean is in this rank's model."""
+    """The window's mean is in this rank's model.
+
+    ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other ranks
+    before it, ``divergence`` the rank's distance from the consensus it contributed to
+    over the consensus' norm, ``adopted_at`` the batches it had run in the next window.
+    """
 
     rank: int
     epoch: int
     window: int
     sync_s: float
+    wait_s: float
+    divergence: float
+    adopted_at: int
+    parameter_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """A rank is in the group of this generation; it holds the result of ``reduced``."""
+
+    rank: int
+    generation: int
+    epoch: int
+    reduced: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +208,36 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginEpoch:
-    """All ranks have opened the epoch; rank 0 now sends its positions."""
+    """All ranks have opened the epoch; rank 0 now sends its positions.
+
+    ``policy`` is the one that the epoch begins with, ``window`` the first one of it.
+    """
 
     rank: int
     epoch: int
     sizes: Runs
+    policy: str
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChosen:
+    """``auto`` has chosen, and says why; told to the first rank."""
+
+    rank: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPolicy:
+    """From ``step`` of this epoch on there are windows under ``policy``."""
+
+    rank: int
+    epoch: int
+    step: int
+    policy: str
+    window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +253,7 @@ class GrantSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
-    """``cadence``: a lease of the batches ``start <= batch < stop``."""
+    """Windows: a lease of the batches ``start <= batch < stop``."""
 
     rank: int
     epoch: int
@@ -201,11 +263,13 @@ class GrantBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWindow:
-    """``cadence``: train until ``wall_s`` (or ``max_batches``) is reached.
+    """Train until ``wall_s`` or ``max_batches`` is reached.
 
-    ``committed_samples`` were trained on before this window, ``planned_samples`` are
-    planned in it by all ranks and ``planned_batches`` by this one: what a scheduler
-    follows.
+    ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes after how
+    many batches of this window the last reduction is adopted (a replay). What a
+    scheduler follows: ``committed_samples`` were trained on before this window,
+    ``planned_samples`` are planned in it by all ranks and ``planned_batches`` by this
+    one.
     """
 
     rank: int
@@ -213,14 +277,26 @@ class OpenWindow:
     window: int
     wall_s: float | None
     max_batches: int | None
+    hold_after: int | None
+    adopt_at: int | None
     committed_samples: int
     planned_samples: int
     planned_batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Permit:
+    """The slowest rank has caught up: train up to ``batches`` in this window."""
+
+    rank: int
+    epoch: int
+    window: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CloseWindow:
-    """``cadence``: close at the next batch boundary, whatever the deadline.
+    """Close at the next batch boundary, whatever the deadline.
 
     With ``drain`` the epoch ends there and leases not begun are given back.
     """
@@ -233,15 +309,19 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """``cadence``: all ranks are there; reduce now.
+    """All ranks have closed the window; reduce now.
 
-    ``weights`` per rank sum to one; a rank of weight zero sends zeros.
+    ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
+    of weight zero sends zeros. ``active_ranks`` had samples. ``attempt`` counts the
+    generations that have tried.
     """
 
     rank: int
     epoch: int
     window: int
-    weights: tuple[float, ...]
+    attempt: int
+    weight: float
+    active_ranks: int
     include_state: bool
     buffers: tuple[int, ...]
     outer: str
@@ -250,8 +330,35 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """The membership has changed: form the group of ``generation``, and say so.
+
+    ``left`` are gone, ``joined`` are new since the generation before.
+    """
+
+    rank: int
+    generation: int
+    left: tuple[int, ...]
+    joined: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take the common model after ``window`` from rank ``source``, with all ranks."""
+
+    rank: int
+    epoch: int
+    window: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpoch:
-    """Every contribution of the epoch is in the model that all ranks hold."""
+    """Every contribution of the epoch is in the model that all ranks hold.
+
+    ``left_out`` are batches (start, stop) whose contribution was twice no number;
+    ``plan`` records the epoch for a replay (told to the first rank only).
+    """
 
     rank: int
     epoch: int
@@ -262,6 +369,21 @@ class EndEpoch:
     windows: int
     anchor: int
     shares: tuple[float, ...]
+    left_out: Runs = ()
+    plan: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsReported:
+    """What a window (or, with ``window`` -1, the epoch) brought; told to one rank.
+
+    ``values`` are the fields of `WindowMetrics` or `EpochMetrics` as JSON.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    values: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +409,10 @@ Event = (
     Join
     | EpochOpened
     | StepsDone
-    | BatchDone
+    | BatchesDone
     | WindowClosed
     | WindowReduced
+    | Regrouped
     | EpochLeft
     | BarrierReached
     | Failed
@@ -300,12 +423,18 @@ Event = (
 Instruction = (
     Welcome
     | BeginEpoch
+    | PolicyChosen
+    | SwitchPolicy
     | GrantSteps
     | GrantBatches
     | OpenWindow
+    | Permit
     | CloseWindow
     | Reduce
+    | Regroup
+    | Adopt
     | EndEpoch
+    | MetricsReported
     | BarrierPassed
     | Abort
 )

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.cadence_policy import CadencePolicy
+from elche.coordination.auto_policy import AutoPolicy
 from elche.coordination.policy import Member, Policy
 from elche.coordination.sync_policy import SyncPolicy
+from elche.coordination.window_policy import WindowPolicy
 
 
 def build_policy(
@@ -17,4 +18,6 @@ def build_policy(
     """The policy that the configuration names."""
     if config.policy == "sync":
         return SyncPolicy(config, members, settings.min_share_samples)
-    return CadencePolicy(config, members, settings.epochs)
+    if config.policy == "auto":
+        return AutoPolicy(config, members, settings)
+    return WindowPolicy(config, members, settings.epochs)

@@ -2,53 +2,102 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import EndEpoch, Event, Instruction
+from elche.coordination.messages import (
+    EndEpoch,
+    Event,
+    Instruction,
+    MetricsReported,
+)
+from elche.coordination.metrics import MetricsBook, RankReport
+from elche.errors import TransitionError
 
 
-@dataclass(slots=True)
 class EpochTotals:
-    """What the ranks did in an epoch, for the report at its end."""
+    """What the ranks did in an epoch, for its reports.
 
-    samples: list[int]
-    busy_s: list[float]
-    data_wait_s: list[float]
-    sync_s: float = 0.0
-    windows: int = 0
+    Args:
+        epoch: the epoch.
+        world_size: ranks; more may come.
+        now_s: the time.
+    """
 
-    @staticmethod
-    def zeros(world_size: int) -> EpochTotals:
-        """Totals of an epoch that has not begun."""
-        return EpochTotals([0] * world_size, [0.0] * world_size, [0.0] * world_size)
+    def __init__(self, epoch: int, world_size: int, now_s: float) -> None:
+        self._epoch = epoch
+        self._book = MetricsBook(world_size)
+        self._book.begin_epoch(epoch, now_s)
+        self._world_size = world_size
+        self.first_window = 0
+        self.sync_s = 0.0
+        self.windows = 0
 
-    def add(self, rank: int, samples: int, busy_s: float, data_wait_s: float) -> None:
+    def add(self, window: int, report: RankReport) -> None:
         """Counts work that a rank reported."""
-        self.samples[rank] += samples
-        self.busy_s[rank] += busy_s
-        self.data_wait_s[rank] += data_wait_s
+        if report.rank >= self._world_size:
+            self._world_size = report.rank + 1
+            self._book.grow(self._world_size)
+        self._book.add(self.first_window + window, report)
+
+    def close_window(
+        self, window: int, now_s: float, reader: int, sync_s: float, count: int = 1
+    ) -> MetricsReported:
+        """Ends a window; what it brought, for one rank to read.
+
+        Args:
+            window: its number.
+            now_s: the time.
+            reader: who is told.
+            sync_s: what its synchronisations cost.
+            count: how many there were.
+        """
+        self.sync_s += sync_s
+        self.windows += count
+        window += self.first_window
+        brought = self._book.close_window(window, now_s, count)
+        return MetricsReported(
+            rank=reader,
+            epoch=self._epoch,
+            window=window,
+            values=json.dumps(brought.as_fields()),
+        )
 
     def end_epoch(
-        self, epoch: int, anchor: int, shares: Sequence[float]
+        self,
+        ranks: Sequence[int],
+        now_s: float,
+        anchor: int,
+        plan: str,
+        left_out: tuple[tuple[int, int], ...] = (),
     ) -> list[Instruction]:
-        """The same report to every rank."""
-        return [
+        """The same report to every rank; the plan to the first one only."""
+        brought = self._book.end_epoch(now_s)
+        values = json.dumps(brought.as_fields())
+        told: list[Instruction] = [
+            MetricsReported(rank=rank, epoch=self._epoch, window=-1, values=values)
+            for rank in ranks
+        ]
+        shares = brought.shares
+        return told + [
             EndEpoch(
                 rank=rank,
-                epoch=epoch,
-                samples=tuple(self.samples),
-                busy_s=tuple(self.busy_s),
-                data_wait_s=tuple(self.data_wait_s),
+                epoch=self._epoch,
+                samples=brought.rank_samples,
+                busy_s=brought.busy_s,
+                data_wait_s=brought.data_wait_s,
                 sync_s=self.sync_s,
                 windows=self.windows,
                 anchor=anchor,
-                shares=tuple(shares),
+                shares=shares,
+                left_out=left_out,
+                plan=plan if rank == min(ranks) else "",
             )
-            for rank in range(len(self.samples))
+            for rank in ranks
         ]
 
 
@@ -63,18 +112,44 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy answers: instructions, and whether the epoch is over."""
+    """What a policy answers: instructions, whether the epoch is over, and why."""
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 class Policy(ABC):
     """When the ranks of one run come together, and who trains on what."""
 
+    is_elastic = False
+    """Whether the membership may change inside an epoch."""
+
+    name = "sync"
+    """What it runs now."""
+
+    def prepare_epoch(self, sync_s: float) -> None:  # noqa: B027
+        """An epoch is about to begin.
+
+        Args:
+            sync_s: what one reduction of the model takes, where ranks measured it.
+        """
+
+    @property
+    def first_window(self) -> int:
+        """The number of the next window."""
+        return 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the membership can grow now."""
+        return False
+
     @abstractmethod
-    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
-        """Starts an epoch that all ranks have opened."""
+    def begin_epoch(
+        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
+    ) -> Outcome:
+        """Starts an epoch that all ranks have opened; ``plan`` is one to replay."""
 
     @abstractmethod
     def handle(self, event: Event, now_s: float) -> Outcome:
@@ -83,6 +158,18 @@ class Policy(ABC):
     @abstractmethod
     def check(self) -> None:
         """Asserts the invariants of the epoch under way."""
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone; nothing is begun until :meth:`regrouped`."""
+        raise TransitionError(f"{type(self).__name__} cannot go on without a rank", [])
+
+    def add(self, member: Member) -> None:
+        """A rank joins; nothing is begun until :meth:`regrouped`."""
+        raise TransitionError(f"{type(self).__name__} cannot take in a rank", [])
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """All members have formed their group; says who holds which result."""
+        raise TransitionError(f"{type(self).__name__} has one membership", [])
 
     def patience_s(self) -> float:
         """How long the run may be silent now; shorter once ranks have fallen apart."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
-from elche.coordination.messages import Reduce, WindowClosed
+from elche.coordination.messages import Reduce
+from elche.coordination.window_book import Part, Reduction
 
 SETTLED_WINDOWS = 8
-FEW_WINDOWS = 100
+FEW_WINDOWS = 20
 
 
 def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
@@ -17,15 +19,18 @@ def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
 
     Args:
         kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
-        samples: what each rank trained on in the window; not all zero.
+        samples: what each rank trained on in the window.
     """
+    if not any(samples):
+        return (0.0,) * len(samples)
     if kind == "equal":
         raw = [float(count > 0) for count in samples]
     elif kind == "samples":
         raw = [float(count) for count in samples]
     else:
         raw = [math.sqrt(count) for count in samples]
-    return tuple(weight / sum(raw) for weight in raw)
+    total = sum(raw)
+    return tuple(weight / total for weight in raw)
 
 
 class ReductionPlanner:
@@ -33,54 +38,74 @@ class ReductionPlanner:
 
     Args:
         config: the run's settings.
-        world_size: ranks of the run.
         epochs: epochs of the run if known; a short run averages plainly.
     """
 
-    def __init__(self, config: RunConfig, world_size: int, epochs: int | None) -> None:
+    def __init__(self, config: RunConfig, epochs: int | None) -> None:
         self._config = config
-        self._world_size = world_size
         self._epochs = epochs
         self._windows = 0
         self._outer = config.outer
 
-    def plan(
-        self,
-        closed: Sequence[WindowClosed],
-        samples: Sequence[int],
-        epoch_batches: int,
-        window_batches: int,
-    ) -> list[Reduce]:
-        """The same plan for every rank.
+    def settings(
+        self, parts: Mapping[int, Part], epoch_batches: int, window_batches: int
+    ) -> dict[str, Any]:
+        """How a window is reduced, but for the weights.
 
         Args:
-            closed: what each rank said when it closed the window, in order.
-            samples: what each rank trained on in it.
+            parts: what each rank did in it, and said when it closed it.
             epoch_batches: batches of the epoch.
             window_batches: batches that El Che plans for a window now.
         """
-        outer = self._outer_kind(epoch_batches, window_batches)
-        self._windows += 1
+        closed = [part.closed for part in parts.values() if part.closed is not None]
         layouts = {report.state for report in closed}
-        averages_state = self._config.optimizer_state == "average"
-        lr = self._config.outer_lr or default_outer_lr(self._world_size)
+        averages = self._config.averages_state and len(layouts) == 1
+        if not any(part.samples for part in parts.values()):
+            kind = "average"  # nothing to step along: momentum must not move it
+        else:
+            kind = self._outer_kind(epoch_batches, window_batches)
+            self._windows += 1
+        lr = self._config.outer_lr or default_outer_lr(len(parts))
+        return {
+            "include_state": averages and "" not in layouts,
+            "buffers": tuple(
+                sorted({i for report in closed for i in report.changed_buffers})
+            ),
+            "outer": kind,
+            "outer_lr": 1.0 if kind == "average" else lr,
+            "outer_momentum": self._config.outer_momentum,
+        }
+
+    def plan(
+        self,
+        parts: Mapping[int, Part],
+        settings: Mapping[str, Any],
+        epoch: int,
+        reduction: Reduction,
+    ) -> list[Reduce]:
+        """The reduction as each rank is told it.
+
+        Args:
+            parts: what each rank did in the window.
+            settings: from :meth:`settings`, or a recorded plan's.
+            epoch: the epoch.
+            reduction: which window's, and which attempt.
+        """
+        samples = [part.samples for part in parts.values()]
+        weights = drift_weights(self._config.drift_weights, samples)
+        active = sum(count > 0 for count in samples)
+        shared: dict[str, Any] = dict(settings)
         return [
             Reduce(
-                rank=report.rank,
-                epoch=report.epoch,
-                window=report.window,
-                weights=drift_weights(self._config.drift_weights, samples),
-                include_state=averages_state
-                and len(layouts) == 1
-                and "" not in layouts,
-                buffers=tuple(
-                    sorted({i for other in closed for i in other.changed_buffers})
-                ),
-                outer=outer,
-                outer_lr=1.0 if outer == "average" else lr,
-                outer_momentum=self._config.outer_momentum,
+                rank=rank,
+                epoch=epoch,
+                window=reduction.window,
+                attempt=reduction.attempt,
+                weight=weight,
+                active_ranks=active,
+                **shared,
             )
-            for report in closed
+            for rank, weight in zip(parts, weights, strict=True)
         ]
 
     def _outer_kind(self, epoch_batches: int, window_batches: int) -> str:

@@ -8,9 +8,7 @@ answers. Each decision leaves a line in the story, which every error prints.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
 
 from elche.config import RunConfig
 from elche.coordination.agreement import settings_of, what_differs
@@ -29,14 +27,17 @@ from elche.coordination.messages import (
     Instruction,
     Join,
     Left,
+    Regroup,
+    Regrouped,
     Tick,
     Welcome,
+    WindowClosed,
 )
 from elche.coordination.policies import build_policy
 from elche.coordination.policy import Member, Outcome, Policy
+from elche.coordination.roster import Roster
+from elche.coordination.story import Story
 from elche.errors import ElcheError, ProtocolError, TransitionError
-
-STORY_LINES = 400
 
 
 class Coordinator:
@@ -45,24 +46,31 @@ class Coordinator:
     Args:
         world_size: ranks of the run.
         timeout_s: deadline for ranks to join, until their configuration says its own.
+        elastic: go on without a rank that is gone, and take in new ones, where the
+            policy can; otherwise the run ends.
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float = 300.0, *, elastic: bool = False
+    ) -> None:
         self._world_size = world_size
+        self._is_elastic = elastic
+        self._members = set(range(world_size))
+        self._roster = Roster()
         self._timeout_s = timeout_s
         self._joins: dict[int, Join] = {}
         self._left: set[int] = set()
         self._policy: Policy | None = None
         self._epoch = -1
         self._in_epoch = False
+        self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
         self._barriers: dict[str, set[int]] = {}
-        self._generation = -1
         self._early_joins: list[Join] = []
         self._unconfirmed: set[int] = set()
         self._held: list[Instruction] = []
         self._waiting_since_s: float | None = None
-        self._story: deque[tuple[int, str]] = deque(maxlen=STORY_LINES)
+        self._story = Story()
         self.aborted: str | None = None
         self._handlers: dict[type[Event], Callable[..., list[Instruction]]] = {
             Join: self._join,
@@ -72,12 +80,18 @@ class Coordinator:
             Left: self._leave,
             Disconnected: self._disconnected,
             Tick: self._tick,
+            Regrouped: self._regrouped,
         }
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether the membership is another one than at the start."""
+        return self._roster.generation > 0
 
     @property
     def is_finished(self) -> bool:
         """True when every rank has left."""
-        return len(self._left) == self._world_size
+        return self._left >= self._members
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Takes one event and answers what is to be done.
@@ -86,16 +100,18 @@ class Coordinator:
         out of turn) end the run with an :class:`Abort` to every rank, as does a
         decision that cannot be made; nothing is raised at the shell.
         """
-        if not isinstance(event, Tick) and not 0 <= event.rank < self._world_size:
-            self._tell(event.rank, f"{now_s:.3f} <- no such rank: {_short(event)}")
+        self._story.heard(event, now_s)
+        if not self._is_heard(event):
+            self._story.decided("no such rank in this run", now_s, event.rank)
             return []
-        self._tell(event.rank, f"{now_s:.3f} <- {_short(event)}")
         if self.aborted is not None:
             return self._after_abort(event)
         try:
             handler = self._handlers.get(type(event), self._in_policy)
             instructions = self._confirmed(event) if self._held else []
             instructions += handler(event, now_s)
+            if self._roster.newcomers:
+                instructions += self._admit(now_s)
         except Exception as error:
             what = str(error) if isinstance(error, ElcheError) else repr(error)
             wrapped = TransitionError(what, self.story(event.rank)[-12:])
@@ -103,17 +119,28 @@ class Coordinator:
         if not isinstance(event, Tick):
             self._waiting_since_s = now_s
         for instruction in instructions:
-            self._tell(instruction.rank, f"{now_s:.3f} -> {_short(instruction)}")
+            self._story.told(instruction, now_s)
         return instructions
+
+    def _is_heard(self, event: Event) -> bool:
+        if isinstance(event, Tick) or event.rank in self._members:
+            return True
+        if isinstance(event, Disconnected):
+            return self._roster.withdraw(event.rank)
+        return isinstance(event, Join) and self._is_elastic and event.rank >= 0
 
     def story(self, rank: int | None = None) -> list[str]:
         """What a rank said and was told lately; of all ranks when None."""
-        return [line for who, line in self._story if rank is None or who == rank]
+        return self._story.of_rank(rank)
+
+    def lease_story(self, batch: int) -> list[str]:
+        """Where a batch of this epoch was leased and trained on."""
+        return self._story.of_batch(batch, self._epoch)
 
     def check(self) -> None:
         """Asserts every invariant; called after each event in tests."""
-        assert len(self._joins) <= self._world_size
-        assert not self._left - set(range(self._world_size))
+        assert len(self._members) <= len(self._joins) or self._policy is None
+        assert not self._roster.pending - self._members
         if self._policy is not None and self._in_epoch:
             self._policy.check()
 
@@ -123,6 +150,9 @@ class Coordinator:
                 f"rank {event.rank} speaks protocol {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
+        if event.rank not in self._members:
+            self._roster.newcomers.append(event)
+            return []
         if event.rank in self._left:
             self._early_joins.append(event)
             return self._rejoin(now_s) if self.is_finished else []
@@ -156,16 +186,17 @@ class Coordinator:
         ]
         self._policy = build_policy(config, members, settings)
         devices = tuple(join.device for join in joins)
-        self._generation += 1
+        self._roster.generation += 1
         return [
-            Welcome(rank=rank, generation=self._generation, devices=devices)
-            for rank in range(self._world_size)
+            Welcome(rank=rank, generation=self._roster.generation, devices=devices)
+            for rank in sorted(self._members)
         ]
 
     def _rejoin(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
         self._joins.clear()
         self._left.clear()
+        self._members = set(range(self._world_size))
         self._policy = None
         self._epoch = -1
         self._in_epoch = False
@@ -173,42 +204,59 @@ class Coordinator:
         return [told for join in early for told in self._join(join, now_s)]
 
     def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
-        policy = self._running_policy()
+        self._running_policy()
         if self._left:
             return self._abort(
                 f"rank {event.rank} opens epoch {event.epoch}, but ranks "
                 f"{sorted(self._left)} have left: run the same epochs on every rank"
             )
-        if event.epoch != self._epoch + 1 or event.rank in self._opened:
+        again = event.rank in self._opened and not self._has_changed
+        if event.epoch != self._epoch + 1 or again:
             raise ProtocolError(
                 f"rank {event.rank} opens epoch {event.epoch}, expected "
                 f"{self._epoch + 1}, once"
             )
         self._opened[event.rank] = event
-        if len(self._opened) < self._world_size:
+        return self._begin_if_open(now_s)
+
+    def _begin_if_open(self, now_s: float) -> list[Instruction]:
+        """Begins the epoch when all members have opened it."""
+        policy = self._running_policy()
+        if not self._opened.keys() >= self._members or self._roster.pending:
             return []
         if self._in_epoch:
             raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
         disagreement = self._opened_differently()
         if disagreement:
             return self._abort(disagreement, kind="mismatch")
-        runs = self._opened[0].sizes
-        if not runs:
+        speaker = self._opened[min(self._opened)]
+        if not speaker.sizes:
+            if self._has_changed:
+                return []  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
+        policy.prepare_epoch(max(opened.probe_s for opened in self._opened.values()))
         self._opened = {}
         self._epoch += 1
         self._in_epoch = True
-        sizes = BatchSizes(runs)
+        self._sizes = BatchSizes(speaker.sizes)
         begin: list[Instruction] = [
-            BeginEpoch(rank=rank, epoch=self._epoch, sizes=runs)
-            for rank in range(self._world_size)
+            self._begin_epoch_for(rank) for rank in sorted(self._members)
         ]
-        outcome = policy.begin_epoch(self._epoch, sizes, now_s)
-        return begin + self._settle(outcome)
+        outcome = policy.begin_epoch(self._epoch, self._sizes, now_s, speaker.plan)
+        return begin + self._settle(outcome, now_s)
+
+    def _begin_epoch_for(self, rank: int) -> BeginEpoch:
+        return BeginEpoch(
+            rank=rank,
+            epoch=self._epoch,
+            sizes=self._sizes.runs,
+            policy=self._running_policy().name,
+            window=self._running_policy().first_window,
+        )
 
     def _opened_differently(self) -> str:
         """What ranks do not agree on at the beginning of an epoch, or ""."""
-        first = self._opened[0]
+        first = self._opened[min(self._opened)]
         for rank, other in sorted(self._opened.items()):
             if other.layout != first.layout:
                 return (
@@ -229,10 +277,14 @@ class Coordinator:
         if not self._in_epoch:
             if isinstance(event, EpochLeft):
                 return []
+            if isinstance(event, WindowClosed) and event.epoch == self._epoch:
+                return []  # overlapped: an empty window begun before the last was over
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
-        return self._settle(policy.handle(event, now_s))
+        return self._settle(policy.handle(event, now_s), now_s)
 
-    def _settle(self, outcome: Outcome) -> list[Instruction]:
+    def _settle(self, outcome: Outcome, now_s: float) -> list[Instruction]:
+        for note in outcome.notes:
+            self._story.decided(note, now_s)
         if outcome.epoch_over:
             self._in_epoch = False
             return self._hold_for_leavers(outcome.instructions)
@@ -245,8 +297,8 @@ class Coordinator:
         heard of the rank tells.
         """
         assert self._policy is not None
-        left = {rank for rank in self._joins if self._policy.has_left(rank)}
-        if not left or len(left) == self._world_size:
+        left = {rank for rank in self._members if self._policy.has_left(rank)}
+        if not left or left == self._members:
             return told
         self._unconfirmed = left
         self._held = [one for one in told if one.rank not in left]
@@ -270,12 +322,16 @@ class Coordinator:
             )
         there = self._barriers.setdefault(event.name, set())
         there.add(event.rank)
-        if len(there) < self._world_size:
-            return []
-        del self._barriers[event.name]
+        return self._pass_barriers()
+
+    def _pass_barriers(self) -> list[Instruction]:
+        passed = [name for name, at in self._barriers.items() if at >= self._members]
+        for name in passed:
+            del self._barriers[name]
         return [
-            BarrierPassed(rank=rank, name=event.name)
-            for rank in range(self._world_size)
+            BarrierPassed(rank=rank, name=name)
+            for name in passed
+            for rank in sorted(self._members)
         ]
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
@@ -284,9 +340,12 @@ class Coordinator:
         )
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
+        if self._can_lose(event.rank) and self._in_epoch:
+            return self._lose(event.rank, now_s)
         self._left.add(event.rank)
         if self.is_finished:
-            return self._rejoin(now_s) if self._early_joins else []
+            turned_away = self._turn_away()
+            return turned_away + (self._rejoin(now_s) if self._early_joins else [])
         owes = self._in_epoch and (
             self._policy is None or self._policy.owes(event.rank)
         )
@@ -299,11 +358,93 @@ class Coordinator:
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
         if event.rank in self._left or self.is_finished:
             return []
+        if self._can_lose(event.rank):
+            return self._lose(event.rank, now_s)
+        if self._is_elastic and self._left and not self._in_epoch:
+            return self._leave(Left(rank=event.rank), now_s)  # all is committed
         return self._abort(
             f"rank {event.rank} is gone: its connection ended while the run was "
             f"{self._doing()}; look at that rank's own output",
             event.rank,
         )
+
+    def _can_lose(self, rank: int) -> bool:
+        """Whether the run goes on without a rank."""
+        policy = self._policy
+        able = self._is_elastic and policy is not None and policy.is_elastic
+        return able and len(self._members) > 1 and not self._left
+
+    def _lose(self, rank: int, now_s: float) -> list[Instruction]:
+        """A rank is gone: the others form a new group without it."""
+        self._members.discard(rank)
+        self._opened.pop(rank, None)
+        for there in self._barriers.values():
+            there.discard(rank)
+        self._story.decided("gone; the others go on", now_s, rank)
+        if self._in_epoch:
+            self._running_policy().remove(rank)
+        self._roster.change(self._members)
+        self._unconfirmed.discard(rank)
+        held = []
+        if not self._unconfirmed:
+            held, self._held = self._held, []
+        return held + [
+            Regroup(
+                rank=member,
+                generation=self._roster.generation,
+                left=(rank,),
+                joined=(),
+            )
+            for member in sorted(self._members)
+        ]
+
+    def _admit(self, now_s: float) -> list[Instruction]:
+        """Takes in ranks that have come, when nothing is under way with the others."""
+        policy = self._policy
+        quiet = policy is not None and self._in_epoch and policy.is_quiet
+        if policy is None or not quiet or self._roster.pending:
+            return []
+        first = next(iter(self._joins.values()))
+        joins: list[Join] = []
+        refused: list[Instruction] = []
+        for join in self._roster.take_newcomers():
+            difference = what_differs([first, join])
+            if difference:
+                refused.append(_refusal(join.rank, difference))
+            elif join.rank not in self._members:
+                joins.append(join)
+        if not joins:
+            return refused
+        old = sorted(self._members)
+        for join in joins:
+            self._joins[join.rank] = join
+            self._members.add(join.rank)
+            policy.add(Member(join.rank, join.device, join.horizon_batches))
+            self._story.decided("joins", now_s, join.rank)
+        self._roster.change(self._members)
+        generation = self._roster.generation
+        joined = tuple(join.rank for join in joins)
+        devices = tuple(self._joins[rank].device for rank in sorted(self._members))
+        return [
+            *refused,
+            *(
+                Regroup(rank=rank, generation=generation, left=(), joined=joined)
+                for rank in old
+            ),
+            *(
+                Welcome(rank=rank, generation=generation, devices=devices)
+                for rank in joined
+            ),
+            *(self._begin_epoch_for(rank) for rank in joined),
+        ]
+
+    def _regrouped(self, event: Regrouped, now_s: float) -> list[Instruction]:
+        if not self._roster.take(event):
+            return []
+        if self._in_epoch:
+            outcome = self._running_policy().regrouped(self._roster.reduced, now_s)
+            return self._settle(outcome, now_s)
+        return [*self._pass_barriers(), *self._begin_if_open(now_s)]
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if self._waiting_since_s is None or not self._is_waiting():
@@ -323,19 +464,21 @@ class Coordinator:
     def _is_waiting(self) -> bool:
         """Whether somebody waits for somebody: between epochs ranks may be idle."""
         joining = 0 < len(self._joins) < self._world_size
-        held = bool(self._opened or self._barriers or self._held)
+        held = bool(
+            self._opened or self._barriers or self._held or self._roster.pending
+        )
         return joining or self._in_epoch or held
 
     def _doing(self) -> str:
         if self._policy is None:
-            missing = sorted(set(range(self._world_size)) - set(self._joins))
+            missing = sorted(self._members - set(self._joins))
             return f"waiting for ranks {missing} to join"
         if self._opened and not self._in_epoch:
-            missing = sorted(set(range(self._world_size)) - set(self._opened))
+            missing = sorted(self._members - set(self._opened))
             return f"waiting for ranks {missing} to open epoch {self._epoch + 1}"
         if self._barriers:
             name, there = next(iter(self._barriers.items()))
-            missing = sorted(set(range(self._world_size)) - there)
+            missing = sorted(self._members - there)
             return f"waiting for ranks {missing} at barrier {name!r}"
         if self._in_epoch:
             return f"waiting for {self._policy.waiting_for()}"
@@ -356,7 +499,15 @@ class Coordinator:
             traceback=traceback,
             kind=kind,
         )
-        return [self._abort_for(rank) for rank in range(self._world_size)]
+        waiting = {join.rank for join in self._roster.take_newcomers()}
+        return [self._abort_for(rank) for rank in sorted(self._members | waiting)]
+
+    def _turn_away(self) -> list[Instruction]:
+        """The run is over: ranks that wait to join it are told."""
+        return [
+            _refusal(join.rank, f"the run ended before rank {join.rank} could join it")
+            for join in self._roster.take_newcomers()
+        ]
 
     def _abort_for(self, rank: int) -> Abort:
         message = self._abort_message
@@ -381,14 +532,7 @@ class Coordinator:
             raise ProtocolError("a message before all ranks have joined")
         return self._policy
 
-    def _tell(self, rank: int, line: str) -> None:
-        self._story.append((rank, line))
 
-
-def _short(message: Event | Instruction) -> str:
-    """A message in one line, long fields cut."""
-    parts = []
-    for field in fields(message):
-        text = repr(getattr(message, field.name))
-        parts.append(f"{field.name}={text if len(text) <= 60 else text[:57] + '...'}")
-    return f"{type(message).__name__}({', '.join(parts)})"
+def _refusal(rank: int, difference: str) -> Abort:
+    """What a newcomer is told that does not fit; the run goes on."""
+    return Abort(rank=rank, reason=difference, kind="mismatch")

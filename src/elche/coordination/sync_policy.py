@@ -14,14 +14,17 @@ from collections.abc import Sequence
 
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.config import RunConfig
+from elche.coordination.epoch_plan import EpochPlan
 from elche.coordination.ledger import BatchSizes, EpochLedger
 from elche.coordination.messages import (
     EpochLeft,
     Event,
     GrantSteps,
     Instruction,
+    MetricsReported,
     StepsDone,
 )
+from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.errors import ProtocolError
 
@@ -53,20 +56,30 @@ class SyncPolicy(Policy):
                 speed_hints=config.speed_hints,
             )
         )
+        self._is_deterministic = config.deterministic
+        self._is_stopping = False
+        self.measured_steps = 0
         self._step_s = math.inf
         self._epoch = -1
         self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
-        self._totals = EpochTotals.zeros(self._world_size)
+        self._totals = EpochTotals(-1, self._world_size, 0.0)
         self._grants: deque[GrantSteps] = deque()
         self._reports: dict[int, deque[StepsDone]] = {}
         self._granted_until = 0
         self._left: dict[int, int] = {}
 
-    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+    def begin_epoch(
+        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
+    ) -> Outcome:
         """Grants the first steps."""
         self._epoch = epoch
+        self._record = EpochPlan(policy="sync", world_size=self._world_size)
+        self._planned: deque[tuple[int, int, list[int]]] | None = None
+        if plan:
+            recorded = EpochPlan.from_text(plan, "sync", self._world_size)
+            self._planned = deque(recorded.steps)
         self._ledger = EpochLedger(sizes, [ALL_RANKS])
-        self._totals = EpochTotals.zeros(self._world_size)
+        self._totals = EpochTotals(epoch, self._world_size, now_s)
         self._grants.clear()
         self._reports = {rank: deque() for rank in range(self._world_size)}
         self._granted_until = 0
@@ -82,16 +95,46 @@ class SyncPolicy(Policy):
         self._take(event)
         outcome = Outcome()
         while all(self._reports.values()):
-            self._complete_grant()
+            outcome.instructions.append(self._complete_grant(now_s))
         if self._left:
             return outcome
-        outcome.instructions = self._top_up()
+        outcome.instructions += self._top_up()
         if self._ledger.is_done:
             outcome.instructions += self._totals.end_epoch(
-                self._epoch, 1, self._shares()
+                range(self._world_size),
+                now_s,
+                anchor=1,
+                plan=self._record.to_text(),
             )
             outcome.epoch_over = True
         return outcome
+
+    @property
+    def totals(self) -> EpochTotals:
+        """What the ranks did in the epoch under way."""
+        return self._totals
+
+    @property
+    def granted_until(self) -> int:
+        """The first step that has not been granted."""
+        return self._granted_until
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every granted step has been run by all ranks."""
+        return not self._grants
+
+    def stop_granting(self) -> None:
+        """Grants no more steps in this epoch: another policy takes over."""
+        self._is_stopping = True
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Gives these ranks no share of later steps: they cost more than they bring."""
+        self._balancer.leave_out(ranks)
+
+    def costs_s(self) -> tuple[list[float], list[float]]:
+        """Seconds per sample, and fixed seconds per step, of each rank."""
+        return self._balancer.costs_s()
 
     def check(self) -> None:
         """Asserts that every step is in one place and reports match grants."""
@@ -139,13 +182,24 @@ class SyncPolicy(Policy):
                 f"rank {event.rank} claims {event.samples} samples, granted {samples}"
             )
         reports.append(event)
-        self._totals.add(event.rank, event.samples, event.busy_s, event.data_wait_s)
+        self._totals.add(
+            event.stop - 1,
+            RankReport(
+                rank=event.rank,
+                samples=event.samples,
+                busy_s=event.busy_s,
+                data_wait_s=event.data_wait_s,
+                sync_wait_s=event.sync_wait_s,
+                scalars=event.scalars,
+            ),
+        )
 
-    def _complete_grant(self) -> None:
+    def _complete_grant(self, now_s: float) -> MetricsReported:
         """All ranks have run the oldest grant: measure and commit it."""
         grant = self._grants.popleft()
         reports = [self._reports[rank].popleft() for rank in range(self._world_size)]
         self._ledger.train(ALL_RANKS, grant.start, grant.stop)
+        self._ledger.close(ALL_RANKS)
         self._ledger.stage()
         self._ledger.commit()
         passes = [report.backward_passes for report in reports]
@@ -156,14 +210,15 @@ class SyncPolicy(Policy):
                 "skipped on every rank, because their gradients are summed step by step"
             )
         steps = grant.stop - grant.start
-        self._totals.windows += steps
-        self._totals.sync_s += max(report.sync_wait_s for report in reports)
-        if all(report.warm for report in reports):
+        if all(report.warm for report in reports) and not self._is_deterministic:
             self._balancer.report(
                 [report.samples // steps for report in reports],
                 [report.busy_s / steps for report in reports],
             )
             self._step_s = max(report.busy_s for report in reports) / steps
+            self.measured_steps += steps
+        sync_s = max(report.sync_wait_s for report in reports)
+        return self._totals.close_window(grant.stop - 1, now_s, 0, sync_s, steps)
 
     def _top_up(self) -> list[Instruction]:
         """Grants steps until the loaders' horizon and two grants are covered."""
@@ -171,14 +226,13 @@ class SyncPolicy(Policy):
         steps = 1
         if self._step_s > 0 and math.isfinite(self._step_s):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
-        while self._ledger.pooled:
+        while self._ledger.pooled and not self._is_stopping:
             ahead = self._ledger.leased(ALL_RANKS)
             oldest = self._grants[0].stop - self._grants[0].start if ahead else 1
             if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
                 break
-            start, stop = self._ledger.lease(ALL_RANKS, steps, equal_sizes=True)
-            samples, _ = self._ledger.sizes.run_of(start)
-            shares = self._balancer.sizes(samples)
+            start, stop, shares = self._next_steps(steps)
+            self._record.steps.append((start, stop, list(shares)))
             self._granted_until = stop
             for rank in range(self._world_size):
                 grant = GrantSteps(
@@ -192,9 +246,15 @@ class SyncPolicy(Policy):
             self._grants.append(grant)
         return instructions
 
-    def _shares(self) -> list[float]:
-        total = sum(self._totals.samples) or 1
-        return [samples / total for samples in self._totals.samples]
+    def _next_steps(self, most: int) -> tuple[int, int, Sequence[int]]:
+        """The next steps and their shares: as planned, or as speeds are now."""
+        if self._planned:
+            start, stop, shares = self._planned.popleft()
+            self._ledger.lease_range(ALL_RANKS, start, stop)
+            return start, stop, shares
+        start, stop = self._ledger.lease(ALL_RANKS, most, equal_sizes=True)
+        samples, _ = self._ledger.sizes.run_of(start)
+        return start, stop, self._balancer.sizes(samples)
 
     def _leave(self, event: EpochLeft) -> Outcome:
         """A loop's early end; it must come at the same step on every rank."""

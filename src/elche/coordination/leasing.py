@@ -1,0 +1,244 @@
+"""Who is leased which batches, so that nobody waits and all end an epoch together.
+
+A rank holds as many batches as its loader draws ahead and about ``LOOKAHEAD_S`` of
+work more. Towards the end of an epoch a batch is leased only to a rank that ends it
+about when all work ends, or to the one that would end it first. Sums over ranks are
+kept as they change, so a decision costs the same for two ranks and, but for a
+logarithm, for ten thousand. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elche.coordination.ledger import EpochLedger
+from elche.coordination.messages import GrantBatches
+
+LOOKAHEAD_S = 0.05
+LOOKAHEAD_PER_RANK_S = 2e-4
+MAX_AHEAD = 64
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of one rank's speed and position."""
+
+    horizon_batches: int
+    batch_s: float
+    since_s: float
+    version: int = 0
+    begun_rate: float = 0.0
+    begun_at: float = 0.0
+    is_busy: bool = False
+
+
+class Leasing:
+    """Grants leases of one epoch.
+
+    Args:
+        ledger: the epoch's account.
+        horizons: batches that each rank's loader draws ahead.
+        epoch: the epoch.
+        now_s: the time.
+    """
+
+    def __init__(
+        self,
+        ledger: EpochLedger,
+        horizons: Mapping[int, int],
+        epoch: int,
+        now_s: float,
+    ) -> None:
+        self._ledger = ledger
+        self._epoch = epoch
+        self._paces = {
+            rank: _Pace(horizon, 0.0, now_s) for rank, horizon in horizons.items()
+        }
+        self._rate = 0.0
+        self._begun_rate = self._begun_at = 0.0
+        self._busy = 0
+        self._by_end: list[tuple[float, int, int]] = []
+        self._by_cost: list[tuple[float, int, int]] = []
+        self._is_timed = False
+        self.hungry: set[int] = set()
+
+    @property
+    def _lookahead_s(self) -> float:
+        return max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
+
+    def set_costs(self, batch_s: Mapping[int, float]) -> None:
+        """Takes seconds per batch of each rank; 0.0 where nothing is known yet."""
+        known = [cost for cost in batch_s.values() if cost > 0]
+        self._is_timed = bool(known)
+        usual = sum(known) / len(known) if known else 0.0
+        self._rate = 0.0
+        for rank, pace in self._paces.items():
+            pace.batch_s = batch_s.get(rank, 0.0) or usual
+            self._rate += 1.0 / (pace.batch_s or 1.0)
+            self._moved(rank)
+
+    def add(self, rank: int, horizon_batches: int) -> None:
+        """A new rank, of usual speed until it is measured."""
+        self._paces[rank] = _Pace(horizon_batches, 0.0, 0.0)
+        self.set_costs({r: p.batch_s for r, p in self._paces.items()})
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self._forget(self._paces.pop(rank))
+        self.hungry.discard(rank)
+        self._rate = sum(1.0 / (pace.batch_s or 1.0) for pace in self._paces.values())
+
+    def trained(self, rank: int, now_s: float) -> None:
+        """A rank has trained on what it reported."""
+        self._paces[rank].since_s = now_s
+        self._moved(rank)
+
+    def returned(self, rank: int) -> None:
+        """A rank's leases went back to the pool."""
+        if rank in self._paces:
+            self._moved(rank)
+
+    def first(self, ranks: Sequence[int], now_s: float) -> list[GrantBatches]:
+        """The first leases of an epoch, dealt out one batch at a time in turn."""
+        grants: list[GrantBatches] = []
+        waiting = list(ranks)
+        while waiting:
+            dealt = [(rank, self.top_up(rank, now_s, most=1)) for rank in waiting]
+            waiting = [rank for rank, given in dealt if given]
+            grants += [grant for _, given in dealt for grant in given]
+        return _joined(grants)
+
+    def top_up(
+        self, rank: int, now_s: float, most: int = MAX_AHEAD
+    ) -> list[GrantBatches]:
+        """Leases a rank what it should hold now; it is hungry if that is refused."""
+        if rank not in self._paces:
+            self.hungry.add(rank)
+            return []
+        self.hungry.discard(rank)
+        pace = self._paces[rank]
+        held = self._ledger.leased(rank)
+        if not held:
+            pace.since_s = now_s
+        extra = 1
+        if pace.batch_s > 0:
+            ahead = math.ceil(self._lookahead_s / pace.batch_s)
+            extra = max(1, min(MAX_AHEAD, ahead))
+        wanted = pace.horizon_batches + 1 + extra - held
+        if wanted < max(1, extra // 2) and held:
+            return []
+        grants = []
+        wanted = min(wanted, most)
+        while wanted > 0 and self._ledger.pooled:
+            count = min(wanted, self._in_time(rank, now_s))
+            if count < 1:
+                self.hungry.add(rank)
+                break
+            start, stop = self._ledger.lease(rank, count)
+            grants.append(
+                GrantBatches(rank=rank, epoch=self._epoch, start=start, stop=stop)
+            )
+            wanted -= stop - start
+            self._moved(rank)
+        return grants
+
+    def feed_hungry(self, now_s: float) -> list[GrantBatches]:
+        """Asks again for ranks that were refused: the pool has grown."""
+        return [
+            grant for rank in sorted(self.hungry) for grant in self.top_up(rank, now_s)
+        ]
+
+    def feed_first(self, now_s: float) -> list[GrantBatches]:
+        """Leases the next batch to the rank that would end it first, if refused."""
+        if not self.hungry or not self._ledger.pooled:
+            return []
+        earliest = self._earliest(now_s)
+        if earliest is None or earliest not in self.hungry:
+            return []
+        return self.top_up(earliest, now_s)
+
+    def _in_time(self, rank: int, now_s: float) -> int:
+        """How many batches more a rank ends about when all work ends."""
+        pace = self._paces[rank]
+        batch_s = pace.batch_s or 1.0
+        held = self._ledger.leased(rank)
+        begun = 0.0
+        if held and self._is_timed:
+            begun = min(1.0, max(0.0, (now_s - pace.since_s) / batch_s))
+        work = self._ledger.pooled + self._ledger.total_leased - self._begun(now_s)
+        fits = math.floor(work / self._rate / batch_s + 0.5 - (held - begun) + 1e-9)
+        if fits < 1 and self._earliest(now_s) == rank:
+            return 1
+        return fits
+
+    def _begun(self, now_s: float) -> float:
+        """Batches' worth of work that is done of batches under way."""
+        if not self._is_timed:
+            return 0.0
+        begun = now_s * self._begun_rate - self._begun_at
+        return min(float(self._busy), max(0.0, begun))
+
+    def _earliest(self, now_s: float) -> int | None:
+        """The rank that would be the first to end one more batch."""
+        busy, idle = self._top(self._by_end), self._top(self._by_cost)
+        if busy is None or idle is None:
+            best = busy or idle
+            return None if best is None else best[1]
+        return busy[1] if max(busy[0], now_s) <= now_s + idle[0] else idle[1]
+
+    def _top(self, heap: list[tuple[float, int, int]]) -> tuple[float, int, int] | None:
+        while heap:
+            _, rank, version = heap[0]
+            pace = self._paces.get(rank)
+            if pace is not None and pace.version == version:
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _forget(self, pace: _Pace) -> None:
+        if pace.is_busy:
+            self._busy -= 1
+            self._begun_rate -= pace.begun_rate
+            self._begun_at -= pace.begun_at
+            pace.is_busy = False
+
+    def _moved(self, rank: int) -> None:
+        """Keeps the sums and the order as a rank's work or speed changes."""
+        pace = self._paces[rank]
+        self._forget(pace)
+        pace.version += 1
+        batch_s = pace.batch_s or 1.0
+        held = self._ledger.leased(rank)
+        if held:
+            pace.is_busy = True
+            pace.begun_rate = 1.0 / batch_s
+            pace.begun_at = pace.since_s / batch_s
+            self._busy += 1
+            self._begun_rate += pace.begun_rate
+            self._begun_at += pace.begun_at
+            ends_s = pace.since_s + (held + 1) * batch_s
+            heapq.heappush(self._by_end, (ends_s, rank, pace.version))
+        else:
+            heapq.heappush(self._by_cost, (batch_s, rank, pace.version))
+        if not self._busy:
+            self._begun_rate = self._begun_at = 0.0
+
+
+def _joined(grants: Sequence[GrantBatches]) -> list[GrantBatches]:
+    """Consecutive leases of one rank as one; order of each rank's leases kept."""
+    joined: list[GrantBatches] = []
+    last: dict[int, int] = {}
+    for grant in grants:
+        at = last.get(grant.rank)
+        if at is not None and joined[at].stop == grant.start:
+            whole = joined[at]
+            joined[at] = GrantBatches(
+                rank=whole.rank, epoch=whole.epoch, start=whole.start, stop=grant.stop
+            )
+        else:
+            last[grant.rank] = len(joined)
+            joined.append(grant)
+    return joined

@@ -1,0 +1,165 @@
+"""How long windows last: El Che fed with what the ranks report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elche.cadence.alignment import aligned_anchor
+from elche.cadence.divergence import DivergenceGuard, Guard, NoGuard
+from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.config import RunConfig
+from elche.coordination.window_book import Part, Reduction
+
+WAIT_TOLERANCE = 0.01
+"""Part of a window that ranks may wait for each other without lengthening it."""
+ALIGNED_RANKS = 64
+"""With more ranks no anchor makes whole batches of all end together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the next window is to be.
+
+    Attributes:
+        wall_s: its length, None while it can only be counted.
+        batches: planned batches per rank.
+    """
+
+    wall_s: float | None
+    batches: Mapping[int, int]
+
+
+class Pacing:
+    """El Che, alignment and divergence guard of one run.
+
+    Args:
+        config: the run's settings.
+        ranks: the members, in order.
+        overlapped: reductions overlap with the next window.
+        guard: watches the replicas' divergence; None for the configured one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Sequence[int],
+        *,
+        overlapped: bool,
+        guard: Guard | None = None,
+    ) -> None:
+        self._config = config
+        self._ranks = list(ranks)
+        self._overlapped = overlapped
+        if guard is None:
+            guard = DivergenceGuard() if config.guard else NoGuard()
+        self._guard = guard
+        self._may_grow = True
+        self.el_che = ElChe(
+            ElCheConfig(
+                world_size=len(self._ranks),
+                anchor=config.anchor,
+                min_anchor=min(config.min_anchor, max(config.max_anchor, 1)),
+                max_anchor=config.max_anchor,
+                overhead_target=config.overhead_target,
+                max_batch_diff=config.max_batch_diff,
+                speed_hints=config.speed_hints,
+            )
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members."""
+        return self._ranks
+
+    def batch_s(self) -> dict[int, float]:
+        """Delivered seconds per batch of each rank; 0.0 where not measured."""
+        costs = self.el_che.ms_per_batch
+        return {r: ms / 1e3 for r, ms in zip(self._ranks, costs, strict=True)}
+
+    def change(self, ranks: Sequence[int]) -> None:
+        """The membership has changed."""
+        old = {rank: at for at, rank in enumerate(self._ranks)}
+        self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
+        self._ranks = list(ranks)
+
+    def measure(
+        self, parts: Mapping[int, Part], last: Reduction | None, *, is_tail: bool
+    ) -> str:
+        """Feeds El Che with the delivered times of a closed window.
+
+        What a window costs beside its batches is the reduction, and the wait at its
+        end as far as it is more than whole batches explain. The end of an epoch tells
+        nothing about either.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        before = self.el_che.anchor
+        sync_s = 0.0
+        if last is not None and not is_tail and self._may_grow:
+            window_s = self.el_che.anchor_wall_ms / 1e3
+            wait_s = last.mean_wait_s - WAIT_TOLERANCE * window_s
+            sync_s = last.sync_s + max(0.0, wait_s)
+        ordered = [parts[rank] for rank in self._ranks]
+        self.el_che.report_timing(
+            [part.timed_s * 1e3 for part in ordered],
+            [part.timed for part in ordered],
+            sync_s * 1e3,
+        )
+        if self.el_che.anchor == before:
+            return ""
+        return (
+            f"anchor {before} -> {self.el_che.anchor}: a synchronisation costs "
+            f"{sync_s * 1e3:.1f} ms of a window of {self.el_che.anchor_wall_ms:.0f} ms"
+        )
+
+    def watch(self, reduction: Reduction, batches: int) -> str:
+        """Shows the guard what a reduction found; it acts before El Che may grow.
+
+        Args:
+            reduction: done on every rank.
+            batches: of the slowest rank in its window.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        verdict = self._guard.observe(reduction.divergences, max(1, batches))
+        self._may_grow = not verdict.hold
+        if verdict.nudge is None:
+            return ""
+        before = self.el_che.anchor
+        self.el_che.nudge_anchor_down(verdict.nudge)
+        return f"anchor {before} -> {self.el_che.anchor}: {verdict.reason}"
+
+    def pace(self) -> Pace:
+        """The coming window: by wall time once speeds are known.
+
+        An anchor that the user has not fixed may be stretched to one at which whole
+        batches of all ranks end together.
+        """
+        counts = self.el_che.batch_counts
+        wall_ms = self._wall_ms()
+        stretch = 1.0
+        if wall_ms > 0:
+            stretch = wall_ms / self.el_che.anchor_wall_ms
+        return Pace(
+            wall_ms / 1e3 if wall_ms > 0 else None,
+            {
+                rank: round(count * stretch)
+                for rank, count in zip(self._ranks, counts, strict=True)
+            },
+        )
+
+    def _wall_ms(self) -> float:
+        el_che = self.el_che
+        if not el_che.enabled or not el_che.is_calibrated:
+            return 0.0
+        wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
+        fixed = self._config.anchor >= self._config.max_anchor
+        many = len(self._ranks) > ALIGNED_RANKS
+        held = fixed or many or self._overlapped or not self._may_grow
+        if held or not all(cost > 0 for cost in costs_ms):
+            return wall_ms
+        anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
+        return wall_ms * anchor / el_che.anchor

@@ -1,0 +1,74 @@
+"""What was said and decided lately, told when somebody asks. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields
+
+from elche.coordination.messages import (
+    BatchesDone,
+    Event,
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+    StepsDone,
+)
+
+STORY_ENTRIES = 4000
+_LEASED = (BatchesDone, GrantBatches, GrantSteps, StepsDone)
+
+
+class Story:
+    """The last messages and decisions of a run.
+
+    Messages are kept as they are and put into words only when asked for, so keeping
+    them costs next to nothing.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, float, str, Event | Instruction | str]] = deque(
+            maxlen=STORY_ENTRIES
+        )
+
+    def heard(self, event: Event, now_s: float) -> None:
+        """An event came."""
+        self._entries.append((event.rank, now_s, "<-", event))
+
+    def told(self, instruction: Instruction, now_s: float) -> None:
+        """An instruction went out."""
+        self._entries.append((instruction.rank, now_s, "->", instruction))
+
+    def decided(self, why: str, now_s: float, rank: int = -1) -> None:
+        """A decision, in words."""
+        self._entries.append((rank, now_s, "!!", why))
+
+    def of_rank(self, rank: int | None = None) -> list[str]:
+        """What a rank said and was told; everything when None."""
+        return [
+            _line(entry) for entry in self._entries if rank is None or entry[0] == rank
+        ]
+
+    def of_batch(self, batch: int, epoch: int) -> list[str]:
+        """Where a batch was leased and trained on."""
+        return [
+            _line(entry)
+            for entry in self._entries
+            if isinstance(entry[3], _LEASED)
+            and entry[3].epoch == epoch
+            and entry[3].start <= batch < entry[3].stop
+        ]
+
+
+def _line(entry: tuple[int, float, str, Event | Instruction | str]) -> str:
+    _, now_s, arrow, what = entry
+    text = what if isinstance(what, str) else _short(what)
+    return f"{now_s:.3f} {arrow} {text}"
+
+
+def _short(message: Event | Instruction) -> str:
+    """A message in one line, long fields cut."""
+    parts = []
+    for field in fields(message):
+        text = repr(getattr(message, field.name))
+        parts.append(f"{field.name}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"{type(message).__name__}({', '.join(parts)})"

@@ -1,0 +1,196 @@
+"""The accounts of windows: who has done what in which, and who still owes its end.
+
+Under ``cadence`` all ranks are in one window. *Overlapped*, a rank that has closed the
+window being collected is already in the next one, so there are two accounts. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elche.coordination.messages import (
+    BatchesDone,
+    OpenWindow,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.errors import ProtocolError
+
+
+@dataclass(slots=True)
+class Part:
+    """One rank's part of one window.
+
+    ``permitted`` batches is the most that it has been told it may run, None without a
+    limit. Where ``is_drained``, its rank knew that the epoch ends when it began it.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    timed: int = 0
+    timed_s: float = 0.0
+    closed: WindowClosed | None = None
+    opened: OpenWindow | None = None
+    told_to_close: bool = False
+    permitted: int | None = None
+    is_drained: bool = False
+
+
+class WindowBook:
+    """Parts of the window being collected, and of the next one where overlapped.
+
+    Args:
+        ranks: the members.
+        window: the first window's number.
+    """
+
+    def __init__(self, ranks: Iterable[int], window: int) -> None:
+        self.window = window
+        self.parts = {rank: Part() for rank in ranks}
+        self.ahead = {rank: Part() for rank in self.parts}
+        self._open = len(self.parts)
+
+    @property
+    def all_closed(self) -> bool:
+        """Whether every rank has closed the window being collected."""
+        return self._open == 0
+
+    @property
+    def any_closed(self) -> bool:
+        """Whether a rank has."""
+        return self._open < len(self.parts)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has trained in the next window."""
+        return not any(part.batches for part in self.ahead.values())
+
+    def window_of(self, rank: int) -> int:
+        """The window that a rank trains in."""
+        return self.window + (self.parts[rank].closed is not None)
+
+    def part(self, rank: int) -> Part:
+        """A rank's part of the window that it trains in."""
+        part = self.parts[rank]
+        return part if part.closed is None else self.ahead[rank]
+
+    def batches_since(self, rank: int) -> int:
+        """Batches of a rank since the last synchronisation that was begun."""
+        return self.parts[rank].batches + self.ahead[rank].batches
+
+    def trained(self, event: BatchesDone) -> Part:
+        """Counts batches that a rank reports.
+
+        Raises:
+            ProtocolError: the window is not the one it is in.
+        """
+        if event.window != self.window_of(event.rank):
+            raise ProtocolError(
+                f"rank {event.rank} trains in window {event.window}, it should be in "
+                f"{self.window_of(event.rank)}"
+            )
+        part = self.part(event.rank)
+        part.batches += event.stop - event.start
+        part.samples += event.samples
+        part.timed += event.timed
+        part.timed_s += event.timed_s
+        return part
+
+    def close(self, event: WindowClosed) -> None:
+        """Takes a rank's end of the window being collected.
+
+        Raises:
+            ProtocolError: it is not in that window.
+        """
+        part = self.parts.get(event.rank)
+        if part is None or part.closed is not None or event.window != self.window:
+            raise ProtocolError(
+                f"rank {event.rank} closes window {event.window}, open is {self.window}"
+            )
+        part.closed = event
+        self._open -= 1
+
+    def advance(self) -> dict[int, Part]:
+        """Begins to collect the next window; returns the parts of the last one."""
+        done = self.parts
+        self.parts = self.ahead
+        self.ahead = {rank: Part() for rank in self.parts}
+        self._open = len(self.parts)
+        self.window += 1
+        return done
+
+    def unopened(self) -> list[int]:
+        """Ranks that have not been told of the window being collected."""
+        return [rank for rank, part in self.parts.items() if part.opened is None]
+
+    def add(self, rank: int) -> None:
+        """A new rank takes part from here on."""
+        self.parts[rank], self.ahead[rank] = Part(), Part()
+        self._open += 1
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        part = self.parts.pop(rank)
+        self.ahead.pop(rank)
+        self._open -= part.closed is None
+
+
+class Reduction:
+    """One reduction under way: who has its result.
+
+    Args:
+        window: whose.
+        ranks: who takes part.
+    """
+
+    def __init__(self, window: int, ranks: Iterable[int]) -> None:
+        self.window = window
+        self.attempt = 0
+        self.reports: dict[int, WindowReduced] = {}
+        self.missing = set(ranks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank has the result."""
+        return not self.missing
+
+    def reduced(self, event: WindowReduced) -> None:
+        """A rank has it.
+
+        Raises:
+            ProtocolError: it is of another window, or was said twice.
+        """
+        if event.window != self.window or event.rank not in self.missing:
+            raise ProtocolError(
+                f"rank {event.rank} reduced window {event.window} out of turn"
+            )
+        self.missing.discard(event.rank)
+        self.reports[event.rank] = event
+
+    def again(self, ranks: Iterable[int]) -> None:
+        """All of these shall report once more: the membership has changed."""
+        self.attempt += 1
+        self.missing = set(ranks)
+        self.reports.clear()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.missing.discard(rank)
+        self.reports.pop(rank, None)
+
+    @property
+    def sync_s(self) -> float:
+        """What it cost the rank that it cost most."""
+        return max((report.sync_s for report in self.reports.values()), default=0.0)
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Mean wait for other ranks."""
+        waits = [report.wait_s for report in self.reports.values()]
+        return sum(waits) / len(waits) if waits else 0.0
+
+    @property
+    def divergences(self) -> list[float]:
+        """Of all ranks, in their order."""
+        return [self.reports[rank].divergence for rank in sorted(self.reports)]

@@ -1,0 +1,87 @@
+"""Windows when the membership changes: who keeps what, and what is redone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elche.coordination.messages import Adopt, Instruction
+from elche.coordination.policy import Member
+from elche.coordination.reductions import ReductionPlanner
+from elche.coordination.window_book import Reduction
+from elche.coordination.window_state import WindowState
+
+
+def remove_member(state: WindowState, rank: int) -> None:
+    """A rank is gone: its leases and what it had not committed are pooled again."""
+    state.is_paused = True
+    del state.members[rank]
+    state.left.discard(rank)
+    if rank in state.joining:
+        state.joining.remove(rank)
+    state.ledger.remove(rank)
+    state.leasing.remove(rank)
+    state.book.remove(rank)
+    state.throttle.stop(rank)
+    state.pacing.change(sorted(state.members))
+    if state.is_draining:
+        state.ledger.abandon()
+    if state.reduction is not None:
+        state.reduction.remove(rank)
+
+
+def add_member(state: WindowState, member: Member) -> None:
+    """A rank joins; it takes part once it holds the common model."""
+    state.is_paused = True
+    state.members[member.rank] = member
+    state.joining.append(member.rank)
+    state.ledger.add(member.rank)
+    state.leasing.add(member.rank, member.horizon_batches)
+    state.book.add(member.rank)
+    state.pacing.change(sorted(state.members))
+
+
+def settle(
+    state: WindowState, planner: ReductionPlanner, reduced: Mapping[int, int]
+) -> list[Instruction]:
+    """All members are in the new group: a reduction under way is taken over or redone.
+
+    If one of them holds the result of the window that was being reduced, all adopt it,
+    with the part of those who are gone. If none does, it is redone without them.
+
+    Args:
+        state: of the epoch.
+        planner: plans the reduction again.
+        reduced: the last window whose result each member holds.
+
+    Returns:
+        What the members are told.
+    """
+    state.is_paused = False
+    if state.joining and state.reduction is None:
+        state.reduction = Reduction(state.book.window - 1, state.members)
+        state.reduction.attempt -= 1
+    running = state.reduction
+    if running is None:
+        return []
+    running.again(state.members)
+    holders = [rank for rank, window in reduced.items() if window >= running.window]
+    if holders:
+        return [
+            Adopt(
+                rank=rank, epoch=state.epoch, window=running.window, source=min(holders)
+            )
+            for rank in state.members
+        ]
+    state.progress_samples -= state.ledger.staged_samples
+    state.ledger.unstage()
+    state.reduced_parts = {
+        rank: part
+        for rank, part in state.reduced_parts.items()
+        if rank in state.members
+    }
+    state.progress_samples += state.ledger.stage()
+    return [
+        *planner.plan(
+            state.reduced_parts, state.reduction_settings, state.epoch, running
+        )
+    ]

@@ -1,0 +1,164 @@
+"""How ranks are given work: windows opened, batches leased, idle ranks told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elche.coordination.messages import (
+    CloseWindow,
+    GrantBatches,
+    Instruction,
+    OpenWindow,
+    Permit,
+)
+from elche.coordination.pacing import Pace
+from elche.coordination.window_state import WindowState
+
+
+def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
+    """Opens for each of these ranks the window that it comes to."""
+    if not ranks:
+        return []
+    pace = state.pacing.pace()
+    sizes = state.ledger.sizes
+    batches = min(sum(pace.batches.values()), sizes.num_batches)
+    planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
+    return [
+        *(() if state.is_draining else grant_planned(state)),
+        *(_open(state, rank, pace, planned_samples) for rank in ranks),
+    ]
+
+
+def permits(state: WindowState) -> list[Instruction]:
+    """How far each rank may go, now that the slowest has moved."""
+    told: list[Instruction] = []
+    for rank in state.members:
+        part = state.book.part(rank)
+        batches = _permit(state, rank)
+        if part.opened is not None and part.closed is None and batches is not None:
+            part.permitted = max(batches, part.permitted or 0)
+            told.append(
+                Permit(
+                    rank=rank,
+                    epoch=state.epoch,
+                    window=state.book.window_of(rank),
+                    batches=batches,
+                )
+            )
+    return told
+
+
+def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
+    """Tops up these ranks; tells those that get nothing more to close."""
+    told = list(ranks)
+    if state.is_draining or state.source is not None:
+        granted = [] if state.is_draining else grant_planned(state)
+        return [*granted, *close_idle(state, told)]
+    had = state.ledger.pooled
+    instructions: list[Instruction] = []
+    for rank in told:
+        instructions += state.leasing.top_up(rank, now_s)
+    instructions += state.leasing.feed_first(now_s)
+    ran_out = had and not state.ledger.pooled
+    return instructions + close_idle(state, state.members if ran_out else told)
+
+
+def grant_planned(state: WindowState) -> list[Instruction]:
+    """Leases what a plan says, two windows ahead and past every loader's horizon."""
+    granted: list[Instruction] = []
+    ranks = sorted(state.members)
+    horizon = max(member.horizon_batches for member in state.members.values())
+    while state.source is not None:
+        ahead = state.planned_until - state.book.window
+        held = min(state.ledger.leased(rank) for rank in ranks)
+        if ahead > 2 and (held > horizon or ahead > 2 + horizon):
+            break
+        plan = state.source.window(state.planned_until - state.first_window)
+        if plan is None:
+            break
+        state.planned_until += 1
+        for rank, parts in zip(ranks, plan.parts, strict=True):
+            for start, stop in parts:
+                state.ledger.lease_range(rank, start, stop)
+                granted.append(
+                    GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
+                )
+    return granted
+
+
+def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+    """Tells ranks that will get no more work in their window to close it."""
+    others_wait = state.book.any_closed
+    nothing_left = state.ledger.pooled == 0
+    told: list[Instruction] = []
+    rose = False
+    for rank in ranks:
+        part = state.book.part(rank)
+        if part.told_to_close or part.opened is None or part.closed is not None:
+            continue
+        starved = nothing_left or (others_wait and rank in state.leasing.hungry)
+        if state.is_draining or (starved and not state.ledger.leased(rank)):
+            part.told_to_close = True
+            rose |= state.throttle.stop(rank)  # it has nothing to catch up with
+            told.append(
+                CloseWindow(
+                    rank=rank,
+                    epoch=state.epoch,
+                    window=state.book.window_of(rank),
+                    drain=state.is_draining,
+                )
+            )
+    return told + (permits(state) if rose else [])
+
+
+def _open(
+    state: WindowState, rank: int, pace: Pace, planned_samples: int
+) -> OpenWindow:
+    window = state.book.window_of(rank)
+    committed = state.progress_samples
+    if window > state.book.window:  # the one before is planned, not yet counted
+        committed += state.planned_samples
+    else:
+        state.planned_samples = planned_samples
+    plan = state.planned(window)
+    if plan is None:
+        batches = pace.batches[rank]
+        opened = OpenWindow(
+            rank=rank,
+            epoch=state.epoch,
+            window=window,
+            wall_s=pace.wall_s,
+            max_batches=batches if pace.wall_s is None else None,
+            hold_after=_permit(state, rank),
+            adopt_at=None,
+            committed_samples=committed,
+            planned_samples=planned_samples,
+            planned_batches=batches,
+        )
+    else:
+        at = state.place(rank)
+        opened = OpenWindow(
+            rank=rank,
+            epoch=state.epoch,
+            window=window,
+            wall_s=None,
+            max_batches=plan.batches(at),
+            hold_after=None,
+            adopt_at=plan.adopt_at[at],
+            committed_samples=plan.committed_samples,
+            planned_samples=plan.planned_samples,
+            planned_batches=plan.planned_batches[at],
+        )
+    part = state.book.part(rank)
+    part.opened, part.permitted = opened, opened.hold_after
+    part.is_drained = state.is_draining
+    return opened
+
+
+def _permit(state: WindowState, rank: int) -> int | None:
+    """Batches that a rank may run in the window it is in; None without a limit."""
+    limit = state.throttle.limit
+    if limit is None:
+        return None
+    before = state.book.batches_since(rank) - state.book.part(rank).batches
+    return max(0, limit - before)

@@ -1,0 +1,421 @@
+"""``cadence`` and ``async``: windows, and their reductions.
+
+A window opens for every rank with a length; each closes it at the batch boundary
+nearest to the deadline. When all have, the reduction is planned with what they really
+did, and the window is committed when all hold its result. Under ``async`` ranks go on
+meanwhile: a rank's next window begins where its last one ended, and it closes only
+after the last result is adopted, so at most one reduction is under way. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elche.cadence.divergence import Guard
+from elche.config import RunConfig
+from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    BatchesDone,
+    EpochLeft,
+    Event,
+    Instruction,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.metrics import RankReport
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.reductions import ReductionPlanner
+from elche.coordination.throttle import Throttle
+from elche.coordination.window_book import Reduction
+from elche.coordination.window_members import add_member, remove_member, settle
+from elche.coordination.window_opening import (
+    close_idle,
+    lease,
+    open_windows,
+    permits,
+)
+from elche.coordination.window_state import WindowState
+from elche.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """What another policy has done of an epoch.
+
+    Attributes:
+        batches: the first so many are committed.
+        totals: what the ranks did for them.
+        progress_samples: of the whole run so far.
+    """
+
+    batches: int
+    totals: EpochTotals
+    progress_samples: int
+
+
+class WindowPolicy(Policy):
+    """Windows and reductions of one run.
+
+    Args:
+        config: the run's settings.
+        members: all ranks, in order.
+        epochs: epochs of the run if known; decides whether outer momentum pays.
+        guard: watches the replicas' divergence; None for the configured one.
+        idle: ranks that are given no work: they cost more than they bring.
+    """
+
+    is_elastic = True
+
+    def __init__(
+        self,
+        config: RunConfig,
+        members: Sequence[Member],
+        epochs: int | None,
+        guard: Guard | None = None,
+        idle: frozenset[int] = frozenset(),
+    ) -> None:
+        self.name = config.policy
+        self._state = WindowState(config, members, guard, idle)
+        self._planner = ReductionPlanner(config, epochs)
+
+    @property
+    def first_window(self) -> int:
+        """The number of the next window."""
+        return self._state.book.window
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the membership can grow now."""
+        state = self._state
+        busy = state.reduction is not None or state.is_paused
+        return not (busy or state.is_final or state.is_draining)
+
+    def begin_epoch(
+        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
+    ) -> Outcome:
+        """Opens the epoch's first window with its first leases."""
+        state = self._state
+        state.reset(sizes, epoch, now_s)
+        state.take_plan(sizes, plan)
+        ranks = list(state.members)
+        instructions = open_windows(state, ranks)
+        if state.source is None:
+            instructions += state.leasing.first(ranks, now_s)
+        return self._outcome(instructions + close_idle(state, ranks))
+
+    def start_from(self, progress_samples: int) -> None:
+        """So many samples of the run were trained on under another policy."""
+        self._state.progress_samples = progress_samples
+
+    def take_over(
+        self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
+    ) -> Outcome:
+        """Goes on with an epoch of which another policy has committed the beginning."""
+        state = self._state
+        state.reset(sizes, epoch, now_s)
+        state.ledger.skip(done.batches)
+        state.totals = done.totals
+        state.totals.first_window = done.batches
+        state.progress_samples = done.progress_samples
+        ranks = list(state.members)
+        told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
+        return self._outcome(told + close_idle(state, ranks))
+
+    def handle(self, event: Event, now_s: float) -> Outcome:
+        """Takes an event of the epoch under way."""
+        if isinstance(event, BatchesDone):
+            return self._outcome(self._batches_done(event, now_s))
+        if isinstance(event, WindowClosed):
+            return self._closed(event, now_s)
+        if isinstance(event, WindowReduced):
+            return self._reduced(event, now_s)
+        if isinstance(event, EpochLeft):
+            return self._outcome(self._leave(event))
+        raise ProtocolError(
+            f"{self._state.config.policy}: unexpected {type(event).__name__}"
+        )
+
+    def check(self) -> None:
+        """Asserts the ledger's invariants and the window's."""
+        state = self._state
+        state.ledger.check()
+        for rank in state.members:
+            part = state.book.part(rank)
+            if not state.is_final:
+                assert part.batches == state.ledger.trained(rank), f"rank {rank}"
+            if part.permitted is not None:
+                assert part.batches <= part.permitted, f"rank {rank} leads"
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's loop has left the epoch early."""
+        return rank in self._state.left
+
+    def waiting_for(self) -> str:
+        """Ranks that have not closed, or not reduced, the window."""
+        state = self._state
+        if state.is_paused:
+            return "the ranks that stay to form their new group"
+        if state.reduction is not None and not state.book.any_closed:
+            return f"the reduction on ranks {sorted(state.reduction.missing)[:8]}"
+        late = [r for r, part in state.book.parts.items() if part.closed is None]
+        return f"ranks {late[:8]} to end window {state.book.window} of epoch " + str(
+            state.epoch
+        )
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone; nothing is begun until :meth:`regrouped`."""
+        remove_member(self._state, rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins; nothing is begun until :meth:`regrouped`."""
+        add_member(self._state, member)
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """All members have formed their group; says who holds which result."""
+        state = self._state
+        again = settle(state, self._planner, reduced)
+        if state.reduction is None and state.book.all_closed:
+            return self._end_window(now_s)
+        if state.reduction is not None and state.is_final and state.has_work:
+            state.is_final = False
+            again += self._next_window(now_s)
+        hungry = sorted(state.leasing.hungry)
+        return self._outcome([*again, *lease(state, hungry, now_s)])
+
+    def _outcome(
+        self, instructions: list[Instruction], *, epoch_over: bool = False
+    ) -> Outcome:
+        notes, self._state.notes = self._state.notes, []
+        return Outcome(instructions, epoch_over, notes)
+
+    def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
+        state, rank = self._state, event.rank
+        samples = state.ledger.sizes.samples_in(event.start, event.stop)
+        if event.epoch != state.epoch or event.samples != samples:
+            raise ProtocolError(
+                f"rank {rank} claims {event.samples} samples of batches {event.start} "
+                f"to {event.stop - 1} of epoch {event.epoch}, which have {samples} in "
+                f"epoch {state.epoch}"
+            )
+        state.ledger.train(rank, event.start, event.stop)
+        state.book.trained(event)
+        state.totals.add(
+            event.window,
+            RankReport(
+                rank=rank,
+                samples=event.samples,
+                busy_s=event.busy_s,
+                data_wait_s=event.data_wait_s,
+            ),
+        )
+        state.leasing.trained(rank, now_s)
+        told: list[Instruction] = []
+        if state.throttle.done(rank, state.book.batches_since(rank)):
+            told += permits(state)
+        return told + lease(state, [rank], now_s)
+
+    def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
+        state, rank = self._state, event.rank
+        was_first = not state.book.any_closed
+        state.book.close(event)
+        state.ledger.close(rank)
+        if event.scalars:
+            state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
+        part = state.book.parts[rank]
+        if state.is_draining and (part.is_drained or not state.is_overlapped):
+            self._give_back(rank)
+        told: list[Instruction] = []
+        goes_on = state.is_overlapped and self._opens_early
+        if not (goes_on and state.ledger.leased(rank)) and state.throttle.stop(rank):
+            told += permits(state)
+        if state.book.all_closed and not state.is_paused:
+            ended = self._end_window(now_s)
+            ended.instructions[:0] = told
+            return ended
+        if state.is_overlapped and self._opens_early:
+            told += open_windows(state, [rank])
+        touched = set(state.leasing.hungry) if was_first else set()
+        return self._outcome(told + close_idle(state, sorted({*touched, rank})))
+
+    @property
+    def _opens_early(self) -> bool:
+        """Whether a rank may begin its next window before all have ended this one."""
+        state = self._state
+        return state.pacing.el_che.is_calibrated or state.source is not None
+
+    def _end_window(self, now_s: float) -> Outcome:
+        """All ranks have closed it: measure, reduce, and go on to the next."""
+        state = self._state
+        self._reject_unusable()
+        touched = any(part.batches for part in state.book.parts.values())
+        over = not state.has_work
+        # A planned window is left when its result is adopted, in the next one.
+        follows = state.is_overlapped and state.source is not None and touched
+        state.is_final = over and state.book.is_untouched and not follows
+        if not touched and (state.is_final or not state.is_overlapped):
+            self._advance()
+            if state.is_final:
+                return self._outcome(self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(self._next_window(now_s))
+        is_tail = state.is_final or state.ledger.pooled == 0
+        if state.source is None:  # a plan does not depend on measurements
+            state.note(
+                state.pacing.measure(
+                    state.book.parts, state.last_reduction, is_tail=is_tail
+                )
+            )
+        told = self._begin_reduction()
+        state.progress_samples += state.ledger.stage()
+        state.planned_samples = 0
+        self._advance()
+        if not state.is_final:
+            told += self._next_window(now_s)
+        return self._outcome(told)
+
+    def _reject_unusable(self) -> None:
+        """Contributions that are not finite go back; twice, they are left out."""
+        state = self._state
+        for rank, part in state.book.parts.items():
+            assert part.closed is not None
+            if part.closed.is_finite:
+                continue
+            part.samples = 0
+            for start, stop in state.ledger.reject(rank):
+                state.note(f"rank {rank}: batches {start}..{stop - 1} gave no number")
+                for batch in range(start, stop):
+                    seen = state.rejected.get((batch, batch + 1), 0) + 1
+                    state.rejected[batch, batch + 1] = seen
+                    if seen > 1 or state.is_draining:
+                        state.ledger.leave_out(batch, batch + 1)
+                        state.left_out.append((batch, batch + 1))
+
+    def _begin_reduction(self) -> list[Instruction]:
+        state = self._state
+        state.reduction = Reduction(state.book.window, state.members)
+        state.reduced_parts = dict(state.book.parts)
+        planned = state.planned(state.book.window)
+        if planned is not None and planned.reduction is not None:
+            settings = dict(planned.reduction)
+            settings["buffers"] = tuple(settings["buffers"])
+        else:
+            settings = self._planner.settings(
+                state.reduced_parts,
+                state.ledger.sizes.num_batches,
+                state.pacing.el_che.total_batches,
+            )
+        state.reduction_settings = settings
+        self._record(settings)
+        return [
+            *self._planner.plan(
+                state.reduced_parts, settings, state.epoch, state.reduction
+            )
+        ]
+
+    def _record(self, settings: dict[str, object]) -> None:
+        """Writes down what the window did, for a replay."""
+        state = self._state
+        ranks = sorted(state.members)
+        opened = [state.book.parts[rank].opened for rank in ranks]
+        last = state.last_reduction
+        reports = {} if last is None else last.reports
+        first = next(plan for plan in opened if plan is not None)
+        state.record.windows.append(
+            WindowPlan(
+                parts=[list(state.ledger.parts(rank)) for rank in ranks],
+                adopt_at=[
+                    reports[rank].adopted_at if rank in reports else 0 for rank in ranks
+                ],
+                committed_samples=first.committed_samples,
+                planned_samples=first.planned_samples,
+                planned_batches=[
+                    plan.planned_batches if plan else 0 for plan in opened
+                ],
+                reduction=settings,
+            )
+        )
+
+    def _advance(self) -> None:
+        state = self._state
+        state.book.advance()
+        state.throttle = Throttle(state.config.max_batch_diff, state.members)
+        for rank in state.members:
+            state.throttle.done(rank, state.book.batches_since(rank))
+
+    def _next_window(self, now_s: float) -> list[Instruction]:
+        state = self._state
+        state.leasing.set_costs(state.pacing.batch_s())
+        told = open_windows(state, state.book.unopened())
+        if state.throttle.limit is not None:
+            told += permits(state)
+        told += lease(state, sorted(state.leasing.hungry), now_s)
+        return told + close_idle(state, state.members)
+
+    def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
+        """A rank has the result; when all have, the window is committed."""
+        state = self._state
+        if state.reduction is None:
+            raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
+        state.reduction.reduced(event)
+        state.totals.add(
+            event.window,
+            RankReport(
+                rank=event.rank,
+                sync_wait_s=event.sync_s + event.wait_s,
+                divergence=event.divergence,
+                parameter_norm=event.parameter_norm or None,
+            ),
+        )
+        if not state.reduction.is_done or state.is_paused:
+            return self._outcome([])
+        done, state.reduction = state.reduction, None
+        state.ledger.commit()
+        if state.joining:
+            joined, state.joining = state.joining, []
+            return self._outcome(open_windows(state, joined) + self._greet(now_s))
+        state.last_reduction = done
+        told: list[Instruction] = [
+            state.totals.close_window(
+                done.window, now_s, min(state.members), done.sync_s
+            )
+        ]
+        counts = [part.batches for part in state.reduced_parts.values()]
+        active = [count for count in counts if count]
+        if state.source is None:
+            state.note(state.pacing.watch(done, min(active, default=0)))
+        if state.is_final:
+            return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
+        return self._outcome(told)
+
+    def _greet(self, now_s: float) -> list[Instruction]:
+        return lease(self._state, sorted(self._state.members), now_s)
+
+    def _leave(self, event: EpochLeft) -> list[Instruction]:
+        """A loop left early: the epoch ends for all, with a draining commit."""
+        state = self._state
+        if event.epoch != state.epoch:
+            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+        state.is_draining = True
+        state.left.add(event.rank)
+        self._give_back(event.rank)
+        for rank in state.members:
+            state.book.part(rank).told_to_close = False
+        return close_idle(state, state.members)
+
+    def _give_back(self, rank: int) -> None:
+        """A rank has dropped its leases, and nobody gets any more."""
+        state = self._state
+        state.ledger.give_back(rank)
+        state.ledger.abandon()
+        state.leasing.returned(rank)
+
+    def _end_epoch(self, now_s: float) -> list[Instruction]:
+        state = self._state
+        return state.totals.end_epoch(
+            sorted(state.members),
+            now_s,
+            anchor=state.pacing.el_che.anchor,
+            plan=state.record.to_text(),
+            left_out=tuple(state.left_out),
+        )

@@ -1,0 +1,124 @@
+"""Everything that the window policies know of an epoch under way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elche.cadence.divergence import Guard
+from elche.config import RunConfig
+from elche.coordination.epoch_plan import (
+    EpochPlan,
+    FixedWindows,
+    RecordedWindows,
+    WindowPlan,
+    WindowSource,
+)
+from elche.coordination.leasing import Leasing
+from elche.coordination.ledger import BatchSizes, EpochLedger, Range
+from elche.coordination.pacing import Pacing
+from elche.coordination.policy import EpochTotals, Member
+from elche.coordination.throttle import Throttle
+from elche.coordination.window_book import Part, Reduction, WindowBook
+
+
+class WindowState:
+    """Members, ledger, book and plans of one run's windows.
+
+    Args:
+        config: the run's settings.
+        members: all ranks, in order.
+        guard: watches the replicas' divergence; None for the configured one.
+        idle: ranks that are given no work.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        members: Sequence[Member],
+        guard: Guard | None,
+        idle: frozenset[int] = frozenset(),
+    ) -> None:
+        self.config = config
+        self.idle = idle
+        self.is_overlapped = config.policy == "async"
+        self.members = {member.rank: member for member in members}
+        self.pacing = Pacing(
+            config, list(self.members), overlapped=self.is_overlapped, guard=guard
+        )
+        self.epoch = -1
+        self.progress_samples = 0
+        self.planned_samples = 0
+        self.book = WindowBook(self.members, 0)
+        self.left: set[int] = set()
+        self.notes: list[str] = []
+        self.reset(BatchSizes(()), 0, 0.0)
+
+    def reset(self, sizes: BatchSizes, epoch: int, now_s: float) -> None:
+        """Begins an epoch."""
+        self.epoch = epoch
+        self.ledger = EpochLedger(sizes, self.members)
+        self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
+        self.is_draining = self.is_final = self.is_paused = False
+        self.left = set()
+        self.reduction: Reduction | None = None
+        self.last_reduction: Reduction | None = None
+        self.reduced_parts: dict[int, Part] = {}
+        self.reduction_settings: dict[str, object] = {}
+        self.joining: list[int] = []
+        self.rejected: dict[Range, int] = {}
+        self.left_out: list[Range] = []
+        self.source: WindowSource | None = None
+        self.planned_until = self.first_window = self.book.window
+        self.record = EpochPlan(policy=self.config.policy, world_size=len(self.members))
+        self.book = WindowBook(self.members, self.book.window)
+        self.throttle = Throttle(self.config.max_batch_diff, self.members)
+        self.leasing = Leasing(
+            self.ledger,
+            {
+                rank: member.horizon_batches
+                for rank, member in self.members.items()
+                if rank not in self.idle
+            },
+            epoch,
+            now_s,
+        )
+        self.leasing.set_costs(self.pacing.batch_s())
+
+    def take_plan(self, sizes: BatchSizes, text: str) -> None:
+        """Follows a recorded plan, or one made from the settings alone."""
+        if text:
+            self.source = RecordedWindows(
+                EpochPlan.from_text(text, self.config.policy, len(self.members))
+            )
+        elif self.config.deterministic:
+            counts = self.pacing.el_che.batch_counts
+            self.source = FixedWindows(sizes, counts, self.progress_samples)
+
+    def planned(self, window: int) -> WindowPlan | None:
+        """The plan of a window; an empty one past the end of a planned epoch."""
+        if self.source is None:
+            return None
+        plan = self.source.window(window - self.first_window)
+        if plan is None:
+            nothing = [0] * len(self.members)
+            plan = WindowPlan(
+                parts=[[] for _ in nothing],
+                adopt_at=nothing,
+                committed_samples=self.progress_samples,
+                planned_batches=nothing,
+            )
+        return plan
+
+    def place(self, rank: int) -> int:
+        """Where a rank stands in a plan's lists."""
+        return sorted(self.members).index(rank)
+
+    def note(self, text: str) -> None:
+        """Keeps a decision for the story."""
+        if text:
+            self.notes.append(text)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything of the epoch is still to be trained on."""
+        return bool(self.ledger.total_leased or self.ledger.pooled)

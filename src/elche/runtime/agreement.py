@@ -15,6 +15,7 @@ from elche.coordination.messages import PROTOCOL_VERSION, Join
 from elche.errors import ConfigError
 from elche.runtime.environment import Placement
 from elche.runtime.leased_data import horizon_batches
+from elche.runtime.prefetch import most_ahead
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,7 +65,7 @@ def join_event(
             for name, tensor in named
         ),
         device=placement.device_name,
-        horizon_batches=horizon_batches(loader),
+        horizon_batches=horizon_batches(loader) + most_ahead(placement.device),
     )
 
 

@@ -113,11 +113,18 @@ class BatchFeed(Generic[Tag]):
         self._queued: deque[tuple[Tag, IndexBatch]] = deque()
         self._drawn: deque[Tag | None] = deque()
         self._ended = False
+        self._load: Callable[[IndexBatch], Any] | None = None
         self._loader = leased_loader(loader, self, generator)
         self._iterator: Iterator[Any] | None = None
 
-    def start(self) -> None:
-        """Begins an epoch: forgets what was queued before."""
+    def start(self, load: Callable[[IndexBatch], Any] | None = None) -> None:
+        """Begins an epoch: forgets what was queued before.
+
+        Args:
+            load: makes a batch at once (a data set kept on the device), in place of
+                the DataLoader.
+        """
+        self._load = load
         self._queued.clear()
         self._drawn.clear()
         self._ended = False
@@ -147,6 +154,13 @@ class BatchFeed(Generic[Tag]):
         Raises:
             Whatever the user's dataset or collate function raises.
         """
+        if self._load is not None:
+            if not self._queued and not self._ended:
+                self._refill()
+            if not self._queued:
+                return None
+            queued, batch = self._queued.popleft()
+            return queued, self._load(batch)
         if self._iterator is None:
             self._iterator = iter(self._loader)
         try:

@@ -46,6 +46,11 @@ class EpochPositions:
             position += samples * count
         self.num_batches = batch
 
+    @property
+    def has_integer_keys(self) -> bool:
+        """Whether positions are indices, as of a sequence."""
+        return isinstance(self._keys, torch.Tensor)
+
     def samples_of(self, batch: int) -> int:
         """Samples of a batch."""
         return self.sizes.run_of(batch)[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -12,10 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.cadence.throughput import CostEstimate
-from elche.comm.averaging import ParameterAverager
-from elche.comm.buffers import BufferAverager
+from elche.comm.probe import probe_reduction_s
 from elche.comm.process_group import broadcast_tensors
-from elche.comm.reducer import GradientReducer
 from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
@@ -29,6 +28,8 @@ from elche.coordination.messages import (
     Instruction,
     Welcome,
 )
+from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.window_loop import WindowLoop
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime.agreement import (
     checksum,
@@ -37,14 +38,20 @@ from elche.runtime.agreement import (
     min_share_samples,
     state_tensors,
 )
-from elche.runtime.cadence_epoch import CadenceEpoch, CadenceHooks
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
-from elche.runtime.leased_data import BatchFeed
+from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.news import RunNews
+from elche.runtime.plan_file import PlanFile
 from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.scalars import ScalarLog
 from elche.runtime.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.synchroniser import Synchroniser
+from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -71,18 +78,19 @@ class Run:
         self.worker = worker
         self.config = config
         self.reports: list[EndEpoch] = []
+        self.news = RunNews(worker.rank)
+        worker.on_news = self.news.take
         self._model = model
-        self._optimizer = optimizer
         self._loader = loader
         self._devices = devices
-        self._reducer: GradientReducer | None = None
-        self._averager: ParameterAverager | None = None
-        self._feed: BatchFeed[Any] | None = None
+        self._synchroniser = Synchroniser(config, model, optimizer, worker.group)
+        self._probe_s = 0.0
+        self._plans = PlanFile.for_rank(config, worker.rank)
+        self._batches: LeasedBatches | None = None
         self._batch_cost = CostEstimate()
-        self._signature: list[tuple[int, bool]] = []
         self._epoch = -1
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
-        self._under_way: SyncEpoch | CadenceEpoch | None = None
+        self._under_way: SyncEpoch | WindowEpoch | None = None
         self._samples_before = 0
         self._pending_error: ElcheError | None = None
         self._closed = False
@@ -131,10 +139,25 @@ class Run:
     @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
-        if isinstance(self._under_way, CadenceEpoch):
+        if isinstance(self._under_way, WindowEpoch):
             return self._under_way.progress_samples
         done = self._under_way.samples_done if self._under_way is not None else 0
         return float(self._samples_before + done)
+
+    @property
+    def scalars(self) -> ScalarLog:
+        """What this rank logs."""
+        return self.news.scalars
+
+    @property
+    def window_metrics(self) -> deque[WindowMetrics]:
+        """Of windows that have ended; always empty on ranks other than 0."""
+        return self.news.window_metrics
+
+    @property
+    def epoch_metrics(self) -> list[EpochMetrics]:
+        """Of epochs that have ended."""
+        return self.news.epoch_metrics
 
     @property
     def samples_in_hand(self) -> int:
@@ -150,11 +173,11 @@ class Run:
         else:
             parts = [f"{self._devices.count(kind)} x {kind}" for kind in kinds]
             what = f"{count} devices, unequal: {', '.join(parts)}"
-        line = f"elche: {what}; policy {self.config.policy}"
-        synchroniser = self._averager or self._reducer
-        if synchroniser is not None:
-            line += f", {synchroniser.extra_bytes / 1e6:.1f} MB for reductions"
-        return line
+        held_mb = self._synchroniser.extra_bytes / 1e6
+        return (
+            f"elche: {what}; policy {self.config.policy}, {held_mb:.1f} MB for "
+            "reductions"
+        )
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
@@ -169,11 +192,11 @@ class Run:
             ConfigError: inside a loop under ``cadence``.
         """
         self.check()
-        if isinstance(self._under_way, CadenceEpoch):
+        if isinstance(self._under_way, WindowEpoch):
             raise ConfigError(
                 "a barrier inside the loop would wait for ever: under policy "
-                "'cadence' ranks run different numbers of batches; call it between "
-                "epochs"
+                f"{self.config.policy!r} ranks run different numbers of batches; call "
+                "it between epochs"
             )
         passed: list[BarrierPassed] = []
 
@@ -206,9 +229,8 @@ class Run:
         else:
             self._end_iteration()
         self._closed = True
-        if self._reducer is not None:
-            self._reducer.detach()
-        self._feed = None
+        self._synchroniser.detach()
+        self._batches = None
         self.worker.close(farewell)
 
     def _end_iteration(self) -> None:
@@ -218,64 +240,18 @@ class Run:
             iteration.close()
         self._iteration = None
 
-    def check_parameters(self) -> None:
-        """Refuses a change of what is trained inside an epoch.
-
-        Raises:
-            ConfigError: parameters were frozen, unfrozen or added since it began.
-        """
-        if self._signature != self._current_signature():
-            raise ConfigError(
-                "parameters were frozen, unfrozen or added inside an epoch; do it "
-                "between epochs, on every rank"
-            )
-
     @property
     def _is_mixed(self) -> bool:
         """Whether devices of several kinds round each in its own way."""
         on_cpu = all(name.startswith("CPU") for name in self._devices)
         return not on_cpu and len(set(self._devices)) > 1
 
-    def _layout(self, changed: bool) -> str:
-        """What is trained now, and whether that has changed since the last epoch."""
-        named = [
-            f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
-            for name, p in self._model.named_parameters()
-        ]
-        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
-        return f"{digest} {'changed' if changed else 'same'}"
-
-    def _current_signature(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self._model.parameters()]
-
-    def _build(self) -> None:
-        """Builds what the policy needs for the parameters that are trained now."""
-        if self._reducer is not None:
-            self._reducer.detach()
-        self._signature = self._current_signature()
-        trainable = [p for p in self._model.parameters() if p.requires_grad]
-        group = self.worker.group
-        if self.config.policy == "sync":
-            self._reducer = GradientReducer(
-                trainable,
-                group,
-                int(self.config.bucket_cap_mb * 2**20),
-                BufferAverager.for_model(self._model, group),
-            )
-            self._reducer.attach()
-        else:
-            self._averager = ParameterAverager(
-                trainable,
-                self._model,
-                self._optimizer,
-                group,
-                reset_state=self.config.optimizer_state == "reset",
-            )
-            self._averager.build()
-
     def _attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
-        self._build()
+        self._synchroniser.build()
+        if self.config.policy == "auto":
+            numel = self._synchroniser.num_parameters
+            self._probe_s = probe_reduction_s(self.worker.group, numel)
         rank = self.worker.rank
         if self.config.seed is None:
             separate_rank(rank)
@@ -283,23 +259,29 @@ class Run:
             seed_rank(self.config.seed, rank)
         generator = torch.Generator()
         generator.manual_seed(rank_seed(torch.initial_seed(), rank))
-        self._feed = BatchFeed(self._loader, generator, self._refill)
+        self._batches = LeasedBatches(
+            self._loader, generator, self.worker.placement.device, self._refill
+        )
 
     def _refill(self) -> None:
         if self._under_way is not None:
             self._under_way.refill()
 
     def _run_epoch(self) -> Generator[Any, None, None]:
-        positions = self._open_epoch()
-        assert self._feed is not None
-        self._feed.start()
-        run = self._epoch_run(positions)
+        positions, window = self._open_epoch()
+        batches = self._batches
+        assert batches is not None
+        batches.start(positions)
+        run = self._epoch_run(positions, window)
         self._under_way = run
         try:
             yield from run.batches()
+            if isinstance(run, SyncEpoch) and run.switch is not None:
+                run = self._under_way = self._switched(run, positions)
+                yield from run.batches()
         finally:
             if not self._closed:
-                self._feed.finish()
+                batches.finish()
                 self._under_way = None
                 if run.end is not None:
                     self._samples_before += sum(run.end.samples)
@@ -307,22 +289,26 @@ class Run:
                     self._samples_before += run.samples_done
                 if run.end is not None:
                     self.reports.append(run.end)
+                    self._plans.keep(run.end.plan)
+                    self.news.name_left_out(run.end, positions)
 
-    def _open_epoch(self) -> EpochPositions:
-        """Agrees on the epoch and shares its positions."""
+    def _open_epoch(self) -> tuple[EpochPositions, int]:
+        """Agrees on the epoch and shares its positions; also its first window."""
         self._epoch += 1
         worker = self.worker
         keys, sizes = None, None
         if worker.rank == 0:
             keys, sizes = enumerate_batches(self._loader, self._epoch)
-        changed = self._signature != self._current_signature()
+        changed = self._synchroniser.is_changed
         worker.send(
             EpochOpened(
                 rank=worker.rank,
                 epoch=self._epoch,
                 sizes=sizes.runs if sizes is not None else None,
-                layout=self._layout(changed),
+                layout=self._synchroniser.layout(),
                 checksum="" if changed or self._is_mixed else checksum(self._model),
+                plan=self._plans.epoch(self._epoch),
+                probe_s=self._probe_s,
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
@@ -331,32 +317,55 @@ class Run:
             broadcast_tensors(
                 worker.group, [t.detach() for t in tensors], "sharing a changed model"
             )
-            self._build()
+        if changed or begin.policy != self._synchroniser.policy:
+            self._synchroniser.build(begin.policy)
         shared = share_keys(worker.group, keys)
-        return EpochPositions(
+        positions = EpochPositions(
             shared, BatchSizes(begin.sizes), self._epoch, self.config.seed
         )
+        return positions, begin.window
 
-    def _epoch_run(self, positions: EpochPositions) -> SyncEpoch | CadenceEpoch:
-        assert self._feed is not None
-        if self._reducer is not None:
+    def _epoch_run(
+        self, positions: EpochPositions, window: int
+    ) -> SyncEpoch | WindowEpoch:
+        reducer, batches = self._synchroniser.reducer, self._batches
+        assert batches is not None
+        if reducer is not None:
             return SyncEpoch(
                 self.worker,
-                self._feed,
+                batches,
                 positions,
-                self._reducer,
+                reducer,
                 min_share_samples(self._model),
-                self.check_parameters,
+                self._hooks(),
             )
-        assert self._averager is not None
-        self._averager.rebase()
-        return CadenceEpoch(
-            self.worker,
-            self._feed,
-            positions,
-            self._averager,
-            self._batch_cost,
-            CadenceHooks(self._keep_error, self.check_parameters),
+        return self._window_epoch(positions, window)
+
+    def _switched(self, before: SyncEpoch, positions: EpochPositions) -> WindowEpoch:
+        """Windows take over what is left of the epoch."""
+        assert before.switch is not None
+        self._synchroniser.build(before.switch.policy)
+        epoch = self._window_epoch(positions, before.switch.window)
+        for instruction in before.later:
+            epoch.handle(instruction)
+        return epoch
+
+    def _window_epoch(self, positions: EpochPositions, window: int) -> WindowEpoch:
+        sync = self._synchroniser.windows
+        assert sync is not None
+        batches = self._batches
+        assert batches is not None
+        sync.rebase()
+        loop = WindowLoop(
+            self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
+        )
+        return WindowEpoch(self.worker, batches, positions, sync, loop, self._hooks())
+
+    def _hooks(self) -> EpochHooks:
+        return EpochHooks(
+            self._keep_error,
+            self._synchroniser.check,
+            self.news.drain_scalars,
         )
 
     def _keep_error(self, error: ElcheError) -> None:

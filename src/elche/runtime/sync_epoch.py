@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from elche.coordination.messages import (
     GrantSteps,
     Instruction,
     StepsDone,
+    SwitchPolicy,
 )
 from elche.errors import CommunicationError, ProtocolError
-from elche.runtime.leased_data import BatchFeed
+from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
-from elche.runtime.transfer import to_device
+from elche.runtime.window_epoch import EpochHooks
 from elche.runtime.worker import Worker
 
 
@@ -52,34 +53,39 @@ class _Measured:
 class SyncEpoch:
     """Hands out this rank's share of every global batch.
 
+    Ends early, with ``switch`` set, where windows take over (``auto``); instructions
+    that came after that are ``later``.
+
     Args:
         worker: this rank's shell.
-        feed: the leased stream of batches.
+        batches: the leased stream of batches.
         positions: the epoch.
         reducer: reduces gradients during backward.
         min_share_samples: least samples that the model can train on.
-        check: called at every step; raises if the run cannot go on.
+        hooks: where metrics go, and what is checked at every step.
     """
 
     def __init__(
         self,
         worker: Worker,
-        feed: BatchFeed[Step],
+        batches: LeasedBatches,
         positions: EpochPositions,
         reducer: GradientReducer,
         min_share_samples: int,
-        check: Callable[[], None],
+        hooks: EpochHooks,
     ) -> None:
         self._worker = worker
-        self._feed = feed
+        self._leased = batches
         self._positions = positions
         self._reducer = reducer
         self._min_share_samples = min_share_samples
-        self._check = check
+        self._hooks = hooks
         self._grants: deque[GrantSteps] = deque()
         self._granted_until = 0
         self._measured = _Measured()
         self.end: EndEpoch | None = None
+        self.switch: SwitchPolicy | None = None
+        self.later: list[Instruction] = []
         self.samples_done = 0
         self.samples_in_hand = 0
 
@@ -106,11 +112,12 @@ class SyncEpoch:
     def _steps(self) -> Iterator[tuple[Step, Any]]:
         began_s = time.monotonic()
         for number in range(self._positions.num_batches):
-            step, data = self._next(number)
+            got = self._next(number)
+            if got is None:
+                return
+            step, data = got
             ready_s = time.monotonic()
-            if self._worker.placement.device.type != "cpu":
-                data = to_device(data, self._worker.placement.device)
-            self._check()
+            self._hooks.check()
             self._reducer.begin_step(step.scale, step.active_ranks)
             self._worker.span("data wait", "data wait", began_s, ready_s)
             yield step, data
@@ -123,19 +130,26 @@ class SyncEpoch:
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")
 
-    def _next(self, number: int) -> tuple[Step, Any]:
-        """The next batch; waits only if its grant has not come."""
-        while True:
-            got = self._feed.next()
+    def _next(self, number: int) -> tuple[Step, Any] | None:
+        """The next batch; waits only if its grant has not come. None: see `switch`."""
+        while self.switch is None or number < self.switch.step:
+            got = self._leased.take()
             if got is not None:
                 if got[0].step != number:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
                 return got
-            if self._granted_until <= number and not self._feed.has_work:
+            if self._granted_until <= number and not self._leased.has_work:
                 self._worker.receive(self.handle, f"the grant of step {number}")
+        return None
 
     def handle(self, instruction: Instruction) -> None:
         """Takes a grant, or the end of the epoch."""
+        if self.switch is not None:
+            self.later.append(instruction)
+            return
+        if isinstance(instruction, SwitchPolicy):
+            self.switch = instruction
+            return
         if isinstance(instruction, EndEpoch):
             self.end = instruction
             return
@@ -153,10 +167,10 @@ class SyncEpoch:
             else:
                 few = min(self._min_share_samples, total)
                 batch = self._positions.index_batch(number, 0, few)
-            self._feed.push(step, batch)
+            self._leased.push(step, batch)
         self._granted_until = instruction.stop
         if self._granted_until == self._positions.num_batches:
-            self._feed.end()
+            self._leased.end()
 
     def _account(self, step: Step, step_s: float, data_wait_s: float) -> None:
         measured = self._measured
@@ -182,6 +196,7 @@ class SyncEpoch:
                     sync_wait_s=measured.sync_wait_s,
                     warm=measured.warm,
                     backward_passes=self._reducer.backward_passes,
+                    scalars=self._hooks.scalars(False),
                 )
             )
             self._measured = _Measured()

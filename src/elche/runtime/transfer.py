@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+logger = logging.getLogger(__name__)
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -15,22 +21,48 @@ def to_device(data: Any, device: torch.device) -> Any:
     Containers that are not tuples, lists, mappings or objects with ``.to`` are handed
     on as they are.
     """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+    return map_batch(data, move, lambda item: item.to(device))
+
+
+def map_batch(
+    data: Any,
+    on_tensor: Callable[[torch.Tensor], Any],
+    on_object: Callable[[Any], Any],
+) -> Any:
+    """A batch with something done to its tensors and its objects with ``.to``."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=data.device.type == "cpu")
-    if hasattr(data, "to") and callable(data.to):
-        return data.to(device)
+        return on_tensor(data)
+    if _has_to(data):
+        return on_object(data)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(item, device) for item in data))
+        return type(data)(*(map_batch(item, on_tensor, on_object) for item in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(to_device(item, device) for item in data)
+        return type(data)(map_batch(item, on_tensor, on_object) for item in data)
     if isinstance(data, Mapping):
-        moved = {key: to_device(value, device) for key, value in data.items()}
+        mapped = {
+            key: map_batch(value, on_tensor, on_object) for key, value in data.items()
+        }
         if type(data) is dict or not hasattr(data, "update"):
-            return moved
+            return mapped
         same = copy.copy(data)
-        same.update(moved)
+        same.update(mapped)
         return same
     return data
+
+
+def tensors_in(data: Any) -> list[torch.Tensor] | None:
+    """Every tensor that :func:`to_device` moves; None if some are out of sight.
+
+    Out of sight are those of an object that only its own ``.to`` can move, and tensors
+    whose memory is in several pieces (sparse and nested ones). Packed sequences and
+    dictionaries of :class:`collections.UserDict`'s kind are looked into.
+    """
+    found: list[torch.Tensor] = []
+    return found if _collect(data, found) else None
 
 
 def batch_length(batch: Any) -> int:
@@ -45,3 +77,112 @@ def batch_length(batch: Any) -> int:
             if length:
                 return length
     return 0
+
+
+class Fence(Protocol):
+    """A place in a stream of copies."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A batch on its way to the device.
+
+    Attributes:
+        data: the batch there; to be used behind ``fence`` only.
+        source: what is being read; to be kept until ``fence`` is passed.
+        fence: the end of this copy.
+    """
+
+    data: Any
+    source: Any
+    fence: Fence
+
+
+class CopyStream(Protocol):
+    """Copies beside the training, and what orders the two."""
+
+    def copy(self, data: Any, pin: bool) -> Copy:
+        """Begins to copy a batch, staged in pinned memory if ``pin``."""
+
+    def wait(self, fence: Fence) -> None:
+        """Makes the stream that trains wait for a copy; the host does not."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tells the allocator that the stream that trains uses a copied tensor."""
+
+
+class CudaCopyStream:
+    """A CUDA stream of its own for copies to one device.
+
+    A copied tensor's memory belongs to this stream's pool. Without :meth:`keep` it
+    would go to the next copy as soon as Python drops the batch, while kernels that
+    read it are still queued.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._can_pin = True
+
+    def copy(self, data: Any, pin: bool) -> Copy:
+        """Begins to copy a batch.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: the device has no room for it.
+        """
+        source = self._pinned(data) if pin else data
+        with torch.cuda.stream(self._stream):
+            moved = to_device(source, self._device)
+            fence = torch.cuda.Event()
+            fence.record()
+        return Copy(moved, source, fence)
+
+    def wait(self, fence: Any) -> None:
+        """Makes the current stream wait for a copy."""
+        torch.cuda.current_stream(self._device).wait_event(fence)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Ties a copied tensor's memory to the current stream's work."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def _pinned(self, data: Any) -> Any:
+        """The batch in pinned memory, or as it was where none can be had."""
+        if not self._can_pin:
+            return data
+        try:
+            return map_batch(data, _pin_tensor, lambda item: item)
+        except RuntimeError as error:
+            self._can_pin = False
+            logger.warning("batches are copied from pageable memory: %s", error)
+            return data
+
+
+def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return tensor
+    return tensor.pin_memory()
+
+
+def _has_to(data: Any) -> bool:
+    return callable(getattr(data, "to", None))
+
+
+def _collect(data: Any, found: list[torch.Tensor]) -> bool:
+    """Appends the tensors of a batch; False if there are others that it cannot see."""
+    if isinstance(data, torch.Tensor):
+        found.append(data)
+        return data.layout == torch.strided and not data.is_nested
+    if _has_to(data) and not isinstance(data, (PackedSequence, UserDict)):
+        return False
+    items: Iterable[Any] = ()
+    if isinstance(data, Mapping):
+        items = data.values()
+    elif isinstance(data, (list, tuple)):
+        items = data
+    return all(_collect(item, found) for item in items)

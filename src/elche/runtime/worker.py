@@ -23,6 +23,8 @@ from elche.coordination.messages import (
     GrantBatches,
     GrantSteps,
     Instruction,
+    MetricsReported,
+    PolicyChosen,
     Welcome,
 )
 from elche.errors import (
@@ -61,6 +63,7 @@ class Worker:
         self.world_size = placement.world_size
         self.timeout_s = timeout_s + VERDICT_S
         self.is_cold = True
+        self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.spans: deque[Span] = deque(maxlen=200_000)
         self._channel = channel
         self._group: Group | None = None
@@ -99,14 +102,14 @@ class Worker:
             RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
         """
         while (instruction := self._channel.poll()) is not None:
-            self._raise_if_abort(instruction)
-            handle(instruction)
+            if not self._is_news(instruction):
+                handle(instruction)
 
     def receive(self, handle: Callable[[Instruction], None], waiting_for: str) -> None:
         """Waits for one instruction and handles it."""
         instruction = self._channel.receive(self.timeout_s, waiting_for)
-        self._raise_if_abort(instruction)
-        handle(instruction)
+        if not self._is_news(instruction):
+            handle(instruction)
 
     def sleep_until_told(self, timeout_s: float) -> None:
         """Sleeps until an instruction comes, at most ``timeout_s``."""
@@ -118,12 +121,11 @@ class Worker:
         Grants of an epoch that the loop has left are passed over; nothing else may
         come first.
         """
-        instruction: Instruction | None = None
-        while instruction is None or isinstance(
-            instruction, (GrantSteps, GrantBatches)
-        ):
+        while True:
             instruction = self._channel.receive(self.timeout_s, waiting_for)
-        self._raise_if_abort(instruction)
+            stale = isinstance(instruction, (GrantSteps, GrantBatches))
+            if not self._is_news(instruction) and not stale:
+                break
         if not isinstance(instruction, kind):
             raise ProtocolError(
                 f"rank {self.rank} waited for {waiting_for}, got {instruction!r}"
@@ -180,6 +182,14 @@ class Worker:
         if abort is not None:
             self._raise_if_abort(abort)
 
+    def _is_news(self, instruction: Instruction) -> bool:
+        """Hands on what is no work; raises if the run was ended."""
+        self._raise_if_abort(instruction)
+        if isinstance(instruction, (MetricsReported, PolicyChosen)):
+            self.on_news(instruction)
+            return True
+        return False
+
     def _raise_if_abort(self, instruction: Instruction) -> None:
         if isinstance(instruction, Abort):
             self._aborted = _error_of(instruction)
@@ -197,6 +207,10 @@ class Worker:
                 self._aborted = _error_of(instruction)
                 return self._aborted
         return CommunicationError(text)
+
+
+def _ignore(news: MetricsReported | PolicyChosen) -> None:
+    """Nobody reads it yet."""
 
 
 def _error_of(abort: Abort) -> ElcheError:

@@ -1,0 +1,90 @@
+"""Batches from lease to device: the feed that loads, the prefetcher that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elche.runtime.leased_data import BatchFeed, IndexBatch
+from elche.runtime.positions import EpochPositions
+from elche.runtime.prefetch import DevicePrefetcher
+from elche.runtime.resident_data import ResidentDataset
+
+
+class LeasedBatches:
+    """What the epochs of a run draw their batches from.
+
+    A data set that fits on the device beside the training is kept there from the first
+    epoch on whose beginning that is known.
+
+    Args:
+        loader: the user's DataLoader.
+        generator: source of randomness for its workers, different on every rank.
+        device: where batches go.
+        refill: called when the loader draws and nothing is queued; may push.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generator: torch.Generator,
+        device: torch.device,
+        refill: Callable[[], None],
+    ) -> None:
+        self._device = device
+        self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
+        self._resident = ResidentDataset.of(loader) if device.type == "cuda" else None
+        self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(
+            self._feed.next,
+            device,
+            None if self._resident is None else self._resident.total_bytes,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch is queued, loading, or on its way to the device."""
+        return self._prefetcher.has_batch or self._feed.has_work
+
+    def start(self, positions: EpochPositions) -> None:
+        """Begins an epoch."""
+        self._feed.start(self._load_here(positions))
+
+    def push(self, tag: Any, batch: IndexBatch) -> None:
+        """Queues an index batch; it comes out of :meth:`take` with its tag."""
+        self._feed.push(tag, batch)
+
+    def take(self) -> tuple[Any, Any] | None:
+        """The next batch, on the device; None if none was there to load."""
+        return self._prefetcher.take()
+
+    def end(self) -> None:
+        """Nothing more will be pushed in this epoch."""
+        self._feed.end()
+
+    def discard(self) -> None:
+        """Drops what is queued, drawn or moved ahead."""
+        self._feed.discard()
+        self._prefetcher.discard()
+
+    def finish(self) -> None:
+        """Ends the epoch."""
+        self._feed.finish()
+        self._prefetcher.discard()
+
+    def _load_here(
+        self, positions: EpochPositions
+    ) -> Callable[[IndexBatch], Any] | None:
+        """Indexes a data set that is kept on the device; None to load as usual."""
+        resident = self._resident
+        if resident is None or not positions.has_integer_keys:
+            return None
+        if not resident.is_placed:
+            if not self._prefetcher.wants_resident:
+                return None
+            if not resident.place(self._device):
+                self._resident = None  # no second try
+                return None
+        return lambda batch: resident.batch(batch.keys)

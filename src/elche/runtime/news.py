@@ -1,0 +1,79 @@
+"""What a rank is told beside its work: metrics, choices, samples left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from elche.coordination.messages import (
+    EndEpoch,
+    MetricsReported,
+    PolicyChosen,
+    Scalars,
+)
+from elche.coordination.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
+from elche.runtime.positions import EpochPositions
+from elche.runtime.scalars import ScalarLog
+
+logger = logging.getLogger(__name__)
+
+
+class RunNews:
+    """Keeps metrics for the user, and says what they should know.
+
+    Args:
+        rank: this rank.
+
+    Attributes:
+        scalars: what this rank logs.
+        window_metrics: of windows that have ended; always empty but on rank 0.
+        epoch_metrics: of epochs that have ended.
+        say: told lines for people.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.scalars = ScalarLog()
+        self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
+        self.epoch_metrics: list[EpochMetrics] = []
+        self.say: Callable[[str], None] = logger.info
+
+    def drain_scalars(self, final: bool) -> Scalars:
+        """What was logged since the last time; ``final`` waits for all of it."""
+        return self.scalars.drain(final=final)
+
+    def take(self, report: MetricsReported | PolicyChosen) -> None:
+        """Keeps what a window or an epoch brought; says what was chosen."""
+        if isinstance(report, PolicyChosen):
+            self.say(f"elche: policy {report.policy}: {report.reason}")
+            return
+        values = {k: _tuples(v) for k, v in json.loads(report.values).items()}
+        if report.window < 0:
+            self.epoch_metrics.append(EpochMetrics(**values))
+        else:
+            self.window_metrics.append(WindowMetrics(**values))
+
+    def name_left_out(self, end: EndEpoch, positions: EpochPositions) -> None:
+        """Says which samples gave no usable contribution, twice."""
+        for start, stop in end.left_out if self._rank == 0 else ():
+            keys = [
+                key
+                for batch in range(start, stop)
+                for key in positions.index_batch(batch).keys
+            ]
+            logger.warning(
+                "epoch %d: batches %d to %d were left out: what ranks learned from "
+                "them was not finite, twice; samples %s",
+                end.epoch,
+                start,
+                stop - 1,
+                keys,
+            )
+
+
+def _tuples(value: Any) -> Any:
+    """A value read from JSON, with tuples where it has lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

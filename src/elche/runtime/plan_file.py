@@ -1,0 +1,72 @@
+"""The file that a run records its plan to, and is replayed from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from elche.config import RunConfig
+from elche.errors import ConfigError
+
+
+class PlanFile:
+    """Recorded epochs of one run, on rank 0; other ranks hold nothing.
+
+    Args:
+        record: where to write them, None for nowhere.
+        epochs: the plans to replay, None for a run of its own.
+    """
+
+    def __init__(self, record: Path | None, epochs: list[str] | None) -> None:
+        self._record = record
+        self._replayed = epochs
+        self._kept: list[str] = []
+
+    @staticmethod
+    def for_rank(config: RunConfig, rank: int) -> PlanFile:
+        """Reads what is to be replayed.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no record.
+        """
+        if rank != 0:
+            return PlanFile(None, None)
+        record = Path(config.record) if config.record is not None else None
+        if config.replay is None:
+            return PlanFile(record, None)
+        try:
+            epochs = json.loads(Path(config.replay).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot replay {config.replay!r}: {error}; expected a file that a run "
+                "with record= has written"
+            ) from error
+        if not isinstance(epochs, list) or not all(isinstance(e, dict) for e in epochs):
+            raise ConfigError(
+                f"cannot replay {config.replay!r}: expected a list of epochs, as a run "
+                "with record= writes"
+            )
+        return PlanFile(record, [json.dumps(epoch) for epoch in epochs])
+
+    def epoch(self, number: int) -> str:
+        """The plan of an epoch, "" for none.
+
+        Raises:
+            ConfigError: the record has fewer epochs.
+        """
+        if self._replayed is None:
+            return ""
+        if number >= len(self._replayed):
+            raise ConfigError(
+                f"the record holds {len(self._replayed)} epochs, this run begins "
+                f"epoch {number}"
+            )
+        return self._replayed[number]
+
+    def keep(self, plan: str) -> None:
+        """Writes down an epoch that has ended."""
+        if self._record is None or not plan:
+            return
+        self._kept.append(plan)
+        text = "[" + ",\n".join(self._kept) + "]\n"
+        self._record.write_text(text, encoding="utf-8")

@@ -1,0 +1,119 @@
+"""What this rank trains, and what brings it together with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from elche.comm.buffers import BufferAverager
+from elche.comm.process_group import Group
+from elche.comm.reducer import GradientReducer
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.runtime.window_sync import WindowSync, make_window_sync
+
+
+class Synchroniser:
+    """Built for the parameters that are trained now, and the policy in force.
+
+    Args:
+        config: the agreed settings.
+        model: the model.
+        optimizer: its optimizer.
+        group: the process group.
+
+    Attributes:
+        policy: the one in force; under ``auto`` at first ``"sync"``.
+        reducer: of gradients, under ``sync``.
+        windows: of windows, under the other policies.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
+        self._signature: list[tuple[int, bool]] = []
+        self.policy = "sync" if config.policy == "auto" else config.policy
+        self.reducer: GradientReducer | None = None
+        self.windows: WindowSync | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of what is trained."""
+        return sum(parameter.numel() for parameter in self._trainable)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory held beside the model."""
+        held = self.windows or self.reducer
+        return held.extra_bytes if held is not None else 0
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen or added since it was built."""
+        return self._signature != self._current_signature()
+
+    def build(self, policy: str | None = None) -> None:
+        """Builds what a policy needs, together with all ranks; None keeps it."""
+        self.detach()
+        self.policy = policy or self.policy
+        self.reducer = self.windows = None
+        self._signature = self._current_signature()
+        if self.policy == "sync":
+            self.reducer = GradientReducer(
+                self._trainable,
+                self._group,
+                int(self._config.bucket_cap_mb * 2**20),
+                BufferAverager.for_model(self._model, self._group),
+            )
+            self.reducer.attach()
+        else:
+            config = replace(self._config, policy=self.policy)
+            self.windows = make_window_sync(
+                config, self._trainable, self._model, self._optimizer, self._group
+            )
+
+    def detach(self) -> None:
+        """Takes every hook off the parameters."""
+        if self.reducer is not None:
+            self.reducer.detach()
+        if self.windows is not None:
+            self.windows.detach()
+
+    def check(self) -> None:
+        """Refuses a change of what is trained inside an epoch.
+
+        Raises:
+            ConfigError: parameters were frozen, unfrozen or added since it began.
+        """
+        if self.is_changed:
+            raise ConfigError(
+                "parameters were frozen, unfrozen or added inside an epoch; do it "
+                "between epochs, on every rank"
+            )
+
+    def layout(self) -> str:
+        """What is trained now, and whether that has changed since the last epoch."""
+        named = [
+            f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
+            for name, p in self._model.named_parameters()
+        ]
+        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+        return f"{digest} {'changed' if self.is_changed else 'same'}"
+
+    @property
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _current_signature(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for p in self._model.parameters()]

@@ -1,0 +1,321 @@
+"""An epoch of windows, as one rank runs it: carries out what `WindowLoop` decides."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elche.comm.parameter_group import SyncResult
+from elche.coordination.messages import (
+    BatchesDone,
+    CloseWindow,
+    EndEpoch,
+    EpochLeft,
+    GrantBatches,
+    Instruction,
+    Reduce,
+    Scalars,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.window_loop import Action, Do, WindowLoop
+from elche.errors import ElcheError, ProtocolError
+from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.positions import EpochPositions
+from elche.runtime.window_sync import WindowSync
+from elche.runtime.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class EpochHooks:
+    """What an epoch asks of its run.
+
+    Attributes:
+        on_error: told about an error that a `break` cannot raise.
+        check: called at the end of every window; raises if the run cannot go on.
+        scalars: what the user logged since it was last asked; True waits for all.
+    """
+
+    on_error: Callable[[ElcheError], None]
+    check: Callable[[], None]
+    scalars: Callable[[bool], Scalars]
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """Batches done of the lease under way that the coordinator has not been told."""
+
+    start: int
+    stop: int
+    samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    timed: int = 0
+    timed_s: float = 0.0
+
+
+class WindowEpoch:
+    """Trains on leases from window to window.
+
+    Args:
+        worker: this rank's shell.
+        batches: the leased stream of batches.
+        positions: the epoch.
+        sync: reduces the windows.
+        loop: decides what is next.
+        hooks: where errors and metrics go, and what is checked.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        batches: LeasedBatches,
+        positions: EpochPositions,
+        sync: WindowSync,
+        loop: WindowLoop,
+        hooks: EpochHooks,
+    ) -> None:
+        self._worker = worker
+        self._leased = batches
+        self._positions = positions
+        self._sync = sync
+        self._loop = loop
+        self._hooks = hooks
+        self._leases: deque[tuple[int, int]] = deque()
+        self._unreported: _Unreported | None = None
+        self._in_hand: tuple[int, float, float] | None = None
+        self._is_leaving = False
+        self._closed_s = 0.0
+        self._waited_s = 0.0
+        self._held_s = 0.0
+
+    @property
+    def end(self) -> EndEpoch | None:
+        """The coordinator's word that the epoch is over."""
+        return self._loop.end
+
+    @property
+    def progress_samples(self) -> float:
+        """Samples of the run before this window, plus planned ones so far."""
+        return self._loop.progress_samples
+
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand."""
+        if self._in_hand is None:
+            return 0
+        return self._positions.samples_of(self._in_hand[0])
+
+    def refill(self) -> None:
+        """Reads leases that have come; called when the loader draws."""
+        self._worker.take_all(self.handle)
+
+    def batches(self) -> Iterator[Any]:
+        """Yields this rank's batches; a break drains and ends the epoch everywhere."""
+        try:
+            yield from self._train()
+        except GeneratorExit:
+            try:
+                self._leave()
+            except ElcheError as error:
+                self._hooks.on_error(error)
+
+    def _train(self) -> Iterator[Any]:
+        began_s = time.monotonic()
+        while True:
+            action = self._next()
+            if action.do is Do.STOP:
+                return
+            if action.do is not Do.TRAIN:
+                self._carry_out(action)
+                began_s = time.monotonic()
+                continue
+            got = self._leased.take()
+            if got is None:
+                continue
+            batch, data = got
+            ready_s = time.monotonic()
+            self._worker.span("data wait", "data wait", began_s, ready_s)
+            self._in_hand = (batch, began_s, ready_s)
+            self._sync.begin_batch(self._positions.samples_of(batch))
+            yield data
+            self._batch_done()
+            began_s = time.monotonic()
+
+    def _next(self) -> Action:
+        self._worker.take_all(self.handle)
+        in_flight = self._loop.in_flight is not None
+        return self._loop.next(
+            time.monotonic(),
+            has_work=self._leased.has_work,
+            is_reduced=in_flight and self._sync.poll(),
+        )
+
+    def _carry_out(self, action: Action) -> None:
+        """Everything but training."""
+        if action.do is Do.WAIT:
+            self._wait(action)
+        elif action.do is Do.CLOSE:
+            self._close_window()
+        elif action.do is Do.BEGIN:
+            assert isinstance(action.instruction, Reduce)
+            began_s = time.monotonic()
+            self._sync.begin(action.instruction)
+            self._loop.begun()
+            self._held_s = time.monotonic() - began_s
+        elif action.do in (Do.REDUCE, Do.FINISH):
+            assert isinstance(action.instruction, Reduce)
+            self._reduce(action.instruction, is_begun=action.do is Do.FINISH)
+        else:
+            raise ProtocolError(
+                f"rank {self._worker.rank}: this run's membership is fixed, got "
+                f"{action.instruction!r}"
+            )
+
+    def _wait(self, action: Action) -> None:
+        began_s = time.monotonic()
+        if action.timeout_s is None:
+            self._worker.receive(self.handle, action.why)
+        else:
+            self._worker.sleep_until_told(action.timeout_s)
+        self._waited_s += time.monotonic() - began_s
+
+    def _batch_done(self) -> None:
+        """The loop came back: the batch in hand is trained on."""
+        if self._in_hand is None:
+            return
+        batch, began_s, ready_s = self._in_hand
+        self._in_hand = None
+        self._worker.pace_device()
+        samples = self._positions.samples_of(batch)
+        self._sync.batch_done()
+        busy_s = time.monotonic() - began_s
+        is_timed, self._worker.is_cold = not self._worker.is_cold, False
+        self._loop.trained(busy_s if is_timed else None)
+        part = self._unreported
+        if part is None:
+            part = self._unreported = _Unreported(batch, batch)
+        part.stop = batch + 1
+        part.samples += samples
+        part.busy_s += busy_s
+        part.data_wait_s += ready_s - began_s
+        if is_timed:
+            part.timed += 1
+            part.timed_s += busy_s
+        if part.stop == self._leases[0][1]:
+            self._leases.popleft()
+            self._report()
+        elif self._loop.is_throttled:
+            self._report()
+        self._worker.span(f"batch {batch}", "batch", ready_s, samples=samples)
+
+    def _report(self) -> None:
+        """Tells the coordinator what is done of a lease."""
+        part, self._unreported = self._unreported, None
+        if part is None:
+            return
+        self._worker.send(
+            BatchesDone(
+                rank=self._worker.rank,
+                epoch=self._positions.epoch,
+                window=self._loop.window,
+                start=part.start,
+                stop=part.stop,
+                samples=part.samples,
+                busy_s=part.busy_s,
+                data_wait_s=part.data_wait_s,
+                timed=part.timed,
+                timed_s=part.timed_s,
+            )
+        )
+
+    def _close_window(self) -> None:
+        self._hooks.check()
+        self._report()
+        began_s = time.monotonic()
+        is_finite = self._sync.close()
+        self._worker.send(
+            WindowClosed(
+                rank=self._worker.rank,
+                epoch=self._positions.epoch,
+                window=self._loop.window,
+                state=self._sync.state_layout(),
+                changed_buffers=self._sync.changed_buffers(),
+                is_finite=is_finite,
+                scalars=self._hooks.scalars(False),
+            )
+        )
+        self._closed_s = time.monotonic()
+        self._held_s = self._closed_s - began_s
+        self._waited_s = 0.0
+        self._loop.closed(began_s)
+
+    def _reduce(self, plan: Reduce, *, is_begun: bool) -> None:
+        """Puts the window's result into the model and says so."""
+        started_s = time.monotonic()
+        if not self._sync.is_overlapped:
+            self._worker.span("wait for ranks", "sync wait", self._closed_s, started_s)
+        wait_s, held_s = self._waited_s, self._held_s
+        if is_begun:
+            drained = self._loop.batches == 0
+            result: SyncResult = self._sync.finish(plan, is_drained=drained)
+        else:
+            result = self._sync.reduce(plan)
+        self._worker.span(f"sync {plan.window}", "sync", started_s)
+        adopted_at = self._loop.batches if is_begun else 0
+        now_s = time.monotonic()
+        self._loop.reduced(now_s)
+        if is_begun:
+            held_s += now_s - started_s
+        else:
+            held_s = now_s - started_s
+        self._waited_s = self._held_s = 0.0
+        self._worker.send(
+            WindowReduced(
+                rank=self._worker.rank,
+                epoch=self._positions.epoch,
+                window=plan.window,
+                sync_s=held_s,
+                wait_s=wait_s,
+                divergence=result.divergence,
+                adopted_at=adopted_at,
+                parameter_norm=result.parameter_norm,
+            )
+        )
+
+    def handle(self, instruction: Instruction) -> None:
+        """Takes an instruction of the epoch."""
+        if isinstance(instruction, GrantBatches):
+            if not self._is_leaving:
+                self._leases.append((instruction.start, instruction.stop))
+                for batch in range(instruction.start, instruction.stop):
+                    self._leased.push(batch, self._positions.index_batch(batch))
+            return
+        if isinstance(instruction, CloseWindow) and instruction.drain:
+            self._discard()
+        if isinstance(instruction, EndEpoch):
+            self._leased.end()
+        self._loop.handle(instruction, time.monotonic())
+
+    def _discard(self) -> None:
+        """Leases not begun go back."""
+        self._report()
+        self._leased.discard()
+        self._leases.clear()
+
+    def _leave(self) -> None:
+        """The loop broke off: commit what was trained, and end the epoch for all."""
+        if self.end is not None:
+            return
+        self._is_leaving = True
+        self._batch_done()
+        self._discard()
+        epoch = self._positions.epoch
+        self._worker.send(
+            EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
+        )
+        while (action := self._next()).do is not Do.STOP:
+            self._carry_out(action)

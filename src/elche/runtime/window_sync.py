@@ -1,0 +1,290 @@
+"""What a window reduces: parameters at its end, parameters meanwhile, or gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elche.comm.averaging import ParameterAverager
+from elche.comm.gradient_window import GradientWindow
+from elche.comm.overlap import OverlappedAverager
+from elche.comm.parameter_group import SyncResult
+from elche.comm.process_group import Group
+from elche.config import RunConfig
+from elche.coordination.messages import Reduce
+from elche.errors import ProtocolError
+
+
+class WindowSync(ABC):
+    """How one rank takes part in the reductions of its windows."""
+
+    is_overlapped = False
+
+    @property
+    @abstractmethod
+    def extra_bytes(self) -> int:
+        """Host memory held beside the model."""
+
+    @abstractmethod
+    def rebase(self) -> None:
+        """Takes the present model as the common one."""
+
+    def begin_batch(self, samples: int) -> None:  # noqa: B027
+        """A loop body begins on so many samples."""
+
+    def batch_done(self) -> None:  # noqa: B027
+        """The loop body has run."""
+
+    def detach(self) -> None:  # noqa: B027
+        """Takes every hook off the parameters."""
+
+    def state_layout(self) -> str:
+        """Names what of the optimizer's state can be averaged."""
+        return ""
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """Indices of buffers written since the last reduction."""
+        return ()
+
+    def close(self) -> bool:
+        """The window ends; True if what this rank did in it can be used."""
+        return True
+
+    @abstractmethod
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """Reduces now, waiting for the others."""
+
+    def begin(self, plan: Reduce) -> None:
+        """Begins an overlapped reduction."""
+        raise ProtocolError(f"window {plan.window} is not reduced overlapped")
+
+    def poll(self) -> bool:
+        """Whether the overlapped reduction's result is there."""
+        return False
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        """Adopts the overlapped reduction, waiting if need be."""
+        raise ProtocolError(f"window {plan.window} is not reduced overlapped")
+
+
+def make_window_sync(
+    config: RunConfig,
+    parameters: Sequence[nn.Parameter],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+) -> WindowSync:
+    """What the settings ask for, built with all ranks of the group."""
+    if config.sums_gradients:
+        window = GradientWindow(parameters, group)
+        window.build()
+        sync = GradientSync(parameters, optimizer, window, config.max_grad_norm)
+        sync.attach()
+        return sync
+    reset_state = config.optimizer_state == "reset"
+    if config.policy == "async":
+        overlapped = OverlappedAverager(
+            parameters, model, optimizer, group, reset_state=reset_state
+        )
+        overlapped.build()
+        return OverlappedSync(overlapped, optimizer)
+    averager = ParameterAverager(
+        parameters, model, optimizer, group, reset_state=reset_state
+    )
+    averager.build()
+    return ParameterSync(averager, parameters, optimizer)
+
+
+@final
+class ParameterSync(WindowSync):
+    """Parameters averaged at the end of the window."""
+
+    def __init__(
+        self,
+        averager: ParameterAverager,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._averager = averager
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._is_finite = True
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._averager.extra_bytes
+
+    def rebase(self) -> None:
+        """See :meth:`WindowSync.rebase`."""
+        self._averager.rebase()
+
+    def state_layout(self) -> str:
+        """See :meth:`WindowSync.state_layout`."""
+        return self._averager.state_layout()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._averager.changed_buffers()
+
+    def close(self) -> bool:
+        """See :meth:`WindowSync.close`."""
+        self._is_finite = all_finite(self._parameters)
+        return self._is_finite
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
+        result = self._averager.synchronise(plan)
+        if not self._is_finite and not plan.include_state:
+            self._optimizer.state.clear()
+        return result
+
+
+@final
+class OverlappedSync(WindowSync):
+    """Parameters averaged while the next window runs."""
+
+    is_overlapped = True
+
+    def __init__(
+        self, averager: OverlappedAverager, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._averager = averager
+        self._optimizer = optimizer
+        self._is_finite = True
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._averager.extra_bytes
+
+    def rebase(self) -> None:
+        """See :meth:`WindowSync.rebase`."""
+        self._averager.rebase()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._averager.changed_buffers()
+
+    def close(self) -> bool:
+        """See :meth:`WindowSync.close`."""
+        self._is_finite = self._averager.snapshot()
+        return self._is_finite
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`."""
+        self._averager.begin(plan)
+        return self._averager.adopt(plan, drained=True)
+
+    def begin(self, plan: Reduce) -> None:
+        """See :meth:`WindowSync.begin`."""
+        self._averager.begin(plan)
+
+    def poll(self) -> bool:
+        """See :meth:`WindowSync.poll`."""
+        return self._averager.poll()
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        """See :meth:`WindowSync.finish`."""
+        result = self._averager.adopt(plan, drained=is_drained)
+        if not self._is_finite:
+            self._optimizer.state.clear()
+        return result
+
+
+@final
+class GradientSync(WindowSync):
+    """Gradients summed over the window; one common optimizer step at its end.
+
+    Gradients are taken away at the end of every backward pass, so that the loop's own
+    ``optimizer.step()`` finds none and does nothing.
+
+    Args:
+        parameters: the trainable parameters.
+        optimizer: steps them at the window's end.
+        window: sums the gradients.
+        max_grad_norm: clip the reduced gradient to this norm.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        window: GradientWindow,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._window = window
+        self._max_grad_norm = max_grad_norm
+        self._samples = 0
+        self._in_backward = False
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Watches for gradients."""
+        for parameter in self._parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(hook)
+
+    def detach(self) -> None:
+        """See :meth:`WindowSync.detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._window.add(self._samples, is_whole=False)
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._window.extra_bytes
+
+    def rebase(self) -> None:
+        """Parameters only change by common steps."""
+
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._samples = samples
+        self._in_backward = False
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._window.add(self._samples)
+        self._samples = 0
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`."""
+        self._window.reduce()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return SyncResult(divergence=0.0, parameter_norm=0.0)
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is a finite number (one pass, one answer per device)."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return all(
+        bool(
+            torch.stack([n.float() for n in torch._foreach_norm(some)]).isfinite().all()
+        )
+        for some in by_device.values()
+    )

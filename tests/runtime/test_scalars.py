@@ -1,0 +1,263 @@
+"""Logged scalars: weighted sums, read back without waiting for the device."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elche.errors import ConfigError
+from elche.runtime.scalars import BUFFER_VALUES, ScalarLog
+
+
+class HeldCopy:
+    """A copy that is done when the test says so."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values.detach().clone()
+        self.has_graph = values.requires_grad
+        self.done = False
+        self.waits = 0
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def values(self) -> list[float]:
+        self.waits += not self.done
+        return self._values.tolist()
+
+
+class Device:
+    """A device whose copies are held back; hands out a log that uses it."""
+
+    def __init__(self) -> None:
+        self.copies: list[HeldCopy] = []
+        self.log = ScalarLog(self._begin)
+
+    def _begin(self, values: torch.Tensor) -> HeldCopy:
+        self.copies.append(HeldCopy(values))
+        return self.copies[-1]
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy.done = True
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_are_weighted() -> None:
+    log = ScalarLog()
+    log.log("loss", 2.0, 3)
+    log.log("loss", torch.tensor([[4.0]]), 1.0)
+    log.log("hits", True, 2)
+    log.log("count", torch.tensor(7), 2)
+    assert log.drain() == (
+        ("count", 14.0, 2.0),
+        ("hits", 2.0, 2.0),
+        ("loss", 10.0, 4.0),
+    )
+    assert log.drain() == ()
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e6, 1e6), st.integers(1, 512).map(float), st.booleans()),
+        min_size=1,
+    )
+)
+def test_sums_are_exact(logged: list[tuple[float, float, bool]]) -> None:
+    """Whether numbers or tensors, at once or from a device."""
+    device = Device()
+    for log in (ScalarLog(), device.log):
+        for value, weight, as_tensor in logged:
+            double = torch.tensor(value, dtype=torch.float64)
+            log.log("loss", double if as_tensor else value, weight)
+        weighted_sum = math.fsum(value * weight for value, weight, _ in logged)
+        total = sum(weight for _, weight, _ in logged)
+        assert log.drain(final=True) == (("loss", weighted_sum, total),)
+
+
+def test_a_value_counts_when_the_device_has_computed_it() -> None:
+    device = Device()
+    device.log.log("loss", torch.tensor(2.0), 3.0)
+    device.log.log("plain", 5.0, 1.0)
+    assert device.log.drain() == (("plain", 5.0, 1.0),)
+    device.log.log("loss", torch.tensor(4.0), 1.0)
+    assert device.log.drain() == ()
+    device.copies[1].done = True
+    assert device.log.drain() == (("loss", 4.0, 1.0),)
+    device.copies[0].done = True
+    assert device.log.drain() == (("loss", 6.0, 3.0),)
+    assert [copy.waits for copy in device.copies] == [0, 0]
+
+
+def test_the_last_drain_waits() -> None:
+    device = Device()
+    device.log.log("loss", torch.tensor(2.0), 3.0)
+    assert device.log.drain() == ()
+    device.log.log("loss", torch.tensor(4.0), 1.0)
+    assert device.log.drain(final=True) == (("loss", 10.0, 4.0),)
+    assert [copy.waits for copy in device.copies] == [1, 1]
+
+
+def test_what_is_forgotten_is_not_waited_for() -> None:
+    device = Device()
+    device.log.log("loss", torch.tensor(1.0), 1.0)
+    device.log.drain()
+    device.log.log("loss", torch.tensor(2.0), 1.0)
+    device.log.log("plain", 3.0, 1.0)
+    device.log.clear()
+    assert device.log.drain(final=True) == ()
+    assert [copy.waits for copy in device.copies] == [0]
+
+
+def test_logging_reads_nothing_from_the_device() -> None:
+    """What makes the host wait is `aten::_local_scalar_dense`, or a copy to it."""
+    device = Device()
+    device.log.log("loss", torch.tensor(1.0), 1.0)
+    value = torch.tensor([2.0], requires_grad=True)
+    with Operations() as seen:
+        device.log.log("loss", value, 1.0)
+    assert "copy_" in seen.names
+    assert not {"_local_scalar_dense", "_to_copy", "item"} & set(seen.names)
+    assert device.copies == []
+    with Operations() as seen:
+        ScalarLog().log("loss", value, 1.0)
+    assert "_local_scalar_dense" in seen.names
+
+
+def test_more_values_than_a_buffer_holds() -> None:
+    device = Device()
+    count = 2 * BUFFER_VALUES + 3
+    for number in range(count):
+        device.log.log("loss", torch.tensor(float(number)), 2.0)
+    assert len(device.copies) == 2
+    device.finish()
+    assert device.log.drain(final=True) == (
+        ("loss", float(count * (count - 1)), 2.0 * count),
+    )
+
+
+def test_what_is_logged_may_be_overwritten() -> None:
+    for log in (ScalarLog(), Device().log):
+        running = torch.tensor(1.0)
+        log.log("loss", running, 1.0)
+        running += 10.0
+        assert log.drain(final=True) == (("loss", 1.0, 1.0),)
+
+
+def test_the_graph_of_a_loss_is_not_kept() -> None:
+    device = Device()
+    for log in (ScalarLog(), device.log):
+        loss = torch.ones((), requires_grad=True) * 2.0
+        log.log("loss", loss, 1.0)
+        alive = weakref.ref(loss)
+        del loss
+        gc.collect()
+        assert alive() is None
+        log.drain()
+    assert [copy.has_graph for copy in device.copies] == [False]
+
+
+def test_inference_mode_and_training_share_a_buffer() -> None:
+    log = Device().log
+    with torch.inference_mode():
+        log.log("loss", torch.tensor(1.0), 1.0)
+    log.log("loss", torch.tensor(2.0), 1.0)
+    assert log.drain(final=True) == (("loss", 3.0, 2.0),)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite(bad: float) -> None:
+    """They count one each, whatever their weight; the others' sum stands."""
+    for log in (ScalarLog(), Device().log):
+        log.log("loss", bad, 32.0)
+        log.log("loss", torch.tensor(bad), 32.0)
+        log.log("loss", 3.0, 2.0)
+        assert log.drain(final=True) == (("loss", 6.0, 2.0), ("loss", math.inf, 2.0))
+
+
+def test_a_sum_beyond_the_range_of_floats() -> None:
+    log = ScalarLog()
+    log.log("big", 1.7e308, 1.0)
+    log.log("big", 1.7e308, 1.0)
+    assert log.drain() == (("big", math.inf, 1.0),)
+    log.log("big", 1.7e308, 2.0)
+    assert log.drain() == (("big", math.inf, 1.0),)
+
+
+def test_weight_zero_adds_nothing() -> None:
+    """A rank without samples in a step runs on others', and its loss is no one's."""
+    for log in (ScalarLog(), Device().log):
+        log.log("loss", math.nan, 0)
+        log.log("loss", torch.tensor(1.0), 0.0)
+        assert log.drain(final=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "weight", "says"),
+    [
+        ("", 1.0, 1.0, "string of 1 to 200 characters, got ''"),
+        ("x" * 201, 1.0, 1.0, "string of 1 to 200 characters, got 'xxx"),
+        (3, 1.0, 1.0, "string of 1 to 200 characters, got '3'"),
+        ("loss", "1.0", 1.0, "'loss': expected a real number or a tensor of one, got"),
+        ("loss", None, 1.0, "got 'None' of type NoneType"),
+        ("loss", 1j, 1.0, "got '1j' of type complex"),
+        ("loss", 10**400, 1.0, "expected a real number .* of type int"),
+        ("loss", torch.ones(2), 1.0, r"got a tensor of shape \[2\] and torch.float32"),
+        ("loss", torch.ones(0), 1.0, r"got a tensor of shape \[0\]"),
+        ("loss", torch.tensor(1j), 1.0, "expected one real number, .* torch.complex64"),
+        ("loss", 1.0, -1.0, "weight that is finite and not negative, got -1.0"),
+        ("loss", 1.0, math.nan, "weight that is finite and not negative, got nan"),
+        ("loss", 1.0, math.inf, "weight that is finite and not negative, got inf"),
+        ("loss", 1.0, "2", "weight that is finite and not negative, got '2'"),
+        ("loss", "a", 0, "expected a real number"),
+    ],
+)
+def test_wrong_arguments(name: Any, value: Any, weight: Any, says: str) -> None:
+    log = ScalarLog()
+    with pytest.raises(ConfigError, match=says):
+        log.log(name, value, weight)
+    assert log.drain(final=True) == ()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_real_device() -> None:
+    """Logging returns while the device is still busy; nothing is lost or misread."""
+    log = ScalarLog()
+    value = torch.ones((), device="cuda")
+    log.log("loss", value, 1.0)
+    assert log.drain(final=True) == (("loss", 1.0, 1.0),)
+    torch.cuda._sleep(200_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    for number in range(3):
+        log.log("loss", value * number, 2.0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        log.log("side", torch.full((), 5.0, device="cuda"), 1.0)
+    early = log.drain()
+    assert not busy.query()
+    assert ("loss", 6.0, 6.0) not in early
+    assert sorted(early + log.drain(final=True)) == [
+        ("loss", 6.0, 6.0),
+        ("side", 5.0, 1.0),
+    ]

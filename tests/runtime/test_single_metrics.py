@@ -1,0 +1,347 @@
+"""Scalars and metrics on one device, and how they are waited for."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import elche
+from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.runtime.metrics_view import MetricsView
+from elche.runtime.scalars import ScalarLog
+from elche.runtime.single import SingleRun
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    elche.shutdown()
+
+
+def numbers(length: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(length)).reshape(length, 1))
+
+
+def set_up(loader: DataLoader[Any], **options: Any) -> Any:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return elche.setup(model, optimizer, loader, **options)
+
+
+class Source:
+    """A run of which nothing is known but its metrics."""
+
+    def __init__(self, epochs: int = 0) -> None:
+        self.scalars = ScalarLog()
+        self.samples_in_hand = 1
+        self.window_metrics: deque[WindowMetrics] = deque()
+        self.epoch_metrics = [epoch(number) for number in range(epochs)]
+
+
+def epoch(number: int) -> EpochMetrics:
+    return EpochMetrics(epoch=number, **_row())
+
+
+def window(number: int) -> WindowMetrics:
+    return WindowMetrics(epoch=0, window=number, **_row())
+
+
+def _row() -> dict[str, Any]:
+    times = ("busy_s", "data_wait_s", "transfer_s", "sync_wait_s")
+    return {
+        "synchronisations": 1,
+        "duration_s": 1.0,
+        "rank_samples": (1,),
+        **dict.fromkeys(times, (0.0,)),
+    }
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_mean_is_over_samples(seed: int | None) -> None:
+    """The short last batch counts as much as it has samples."""
+    model, _, loader = set_up(DataLoader(numbers(10), batch_size=4), seed=seed)
+    for (x,) in loader:
+        elche.log_scalar("x", x.mean())
+        elche.log_scalar("one", 1)
+    metrics = elche.epoch_metrics()
+    assert metrics.scalars == {"one": 1.0, "x": 4.5}
+    assert (metrics.epoch, metrics.rank_samples, metrics.shares) == (0, (10,), (1.0,))
+    assert metrics.synchronisations == 0
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert metrics.parameter_norm == pytest.approx(float(flat.norm()))
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(7.0))
+
+
+class Opaque:
+    """A batch in which nobody can count."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.mean = sum(float(item[0]) for item in items) / len(items)
+
+
+@pytest.mark.parametrize(
+    ("loader", "mean"),
+    [
+        (DataLoader(numbers(7), batch_sampler=[[0], [1, 2, 3], [4, 5, 6]]), 3.0),
+        (DataLoader(Streamed(), batch_size=3), 3.0),
+        (DataLoader(numbers(7), batch_size=3, drop_last=True), 2.5),
+        (DataLoader(numbers(7), batch_size=3, collate_fn=Opaque), 3.0),
+        (DataLoader(numbers(7), batch_size=None), 3.0),
+    ],
+    ids=["batch sampler", "iterable", "drop last", "opaque", "no batching"],
+)
+def test_samples_in_hand_of_every_loader(loader: DataLoader[Any], mean: float) -> None:
+    _, _, loader = set_up(loader)
+    for batch in loader:
+        if isinstance(batch, Opaque):
+            elche.log_scalar("x", batch.mean)
+        else:
+            x = batch[0] if isinstance(batch, (list, tuple)) else batch
+            elche.log_scalar("x", x.float().mean())
+    assert elche.epoch_metrics().scalars == {"x": pytest.approx(mean)}
+
+
+def test_nothing_counts_outside_the_loop() -> None:
+    _, _, loader = set_up(DataLoader(numbers(4), batch_size=2))
+    elche.log_scalar("loss", 100.0)
+    for _ in loader:
+        elche.log_scalar("loss", 1.0)
+    elche.log_scalar("loss", 100.0)
+    assert elche.epoch_metrics().scalars == {"loss": 1.0}
+    for _ in loader:
+        pass
+    assert elche.epoch_metrics().scalars == {}
+    assert elche.epoch_metrics().parameter_norm is None
+
+
+def test_before_setup_and_after_shutdown() -> None:
+    set_up(DataLoader(numbers(4)))
+    elche.shutdown()
+    with pytest.raises(ConfigError, match=r"log_scalar\(\) needs a run"):
+        elche.log_scalar("loss", 1.0)
+
+
+def test_windows_are_read_once_and_tile_the_epochs() -> None:
+    loader = SingleRun(
+        DataLoader(numbers(10), batch_size=2),
+        nn.Linear(1, 1),
+        torch.device("cpu"),
+        None,
+        window_s=0.0,
+    )
+    view = MetricsView(loader)
+    read: list[WindowMetrics] = []
+    for epoch_number in range(2):
+        for (x,) in loader:
+            view.log("x", x.mean())
+            read += view.windows()
+        read += view.windows()
+        metrics = view.epoch(epoch_number, None)
+        mine = [each for each in read if each.epoch == epoch_number]
+        assert sum(each.samples for each in mine) == metrics.samples == 10
+        assert sum(each.busy_s[0] for each in mine) == pytest.approx(metrics.busy_s[0])
+        assert math.fsum(each.duration_s for each in mine) == pytest.approx(
+            metrics.duration_s
+        )
+        assert metrics.scalars == {"x": 4.5}
+    assert [each.window for each in read] == list(range(len(read)))
+    assert [each.samples for each in read] == 2 * [2, 2, 2, 2, 2, 0]
+    assert view.windows() == []
+
+
+def test_metrics_of_a_short_run_are_one_window() -> None:
+    _, _, loader = set_up(DataLoader(numbers(4)))
+    assert elche.metrics() == []
+    for _ in loader:
+        assert elche.metrics() == []
+    elche.shutdown()
+    assert [each.samples for each in elche.metrics()] == [4]
+    assert elche.metrics() == []
+
+
+def test_waiting_for_data_is_measured() -> None:
+    class Slow(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.02)
+            return torch.ones(1)
+
+    _, _, loader = set_up(DataLoader(Slow(), batch_size=2))
+    for _ in loader:
+        time.sleep(0.01)
+    metrics = elche.epoch_metrics()
+    assert 0.08 <= metrics.data_wait_s[0] < metrics.busy_s[0]
+    assert metrics.compute_s[0] >= 0.02
+    assert metrics.duration_s >= metrics.busy_s[0]
+    assert metrics.rank_samples_per_s[0] == pytest.approx(4 / metrics.busy_s[0])
+
+
+def test_the_end_of_an_epoch_waits_for_what_was_logged() -> None:
+    class Late:
+        """A copy that is never there unless somebody waits for it."""
+
+        def __init__(self, values: torch.Tensor) -> None:
+            self._values = values
+
+        def is_done(self) -> bool:
+            return False
+
+        def values(self) -> list[float]:
+            return self._values.tolist()
+
+    model, plain = nn.Linear(1, 1), DataLoader(numbers(4), batch_size=2)
+    loader = SingleRun(plain, model, torch.device("cpu"), None, window_s=0.0)
+    loader.scalars = ScalarLog(Late)
+    view = MetricsView(loader)
+    for (x,) in loader:
+        view.log("x", x.mean())
+    assert view.last_epoch().scalars == {"x": 1.5}
+    assert [each.scalars for each in view.windows()] == [{}, {}, {"x": 1.5}]
+
+
+def test_a_broken_epoch_has_metrics() -> None:
+    _, _, loader = set_up(DataLoader(numbers(10), batch_size=2))
+    for number, _ in enumerate(loader):
+        elche.log_scalar("number", number)
+        if number == 2:
+            break
+    gc.collect()
+    metrics = elche.epoch_metrics()
+    assert metrics.samples == 4
+    assert metrics.scalars == {"number": 1.0}
+    assert elche.progress_samples() == 4
+
+
+def test_a_peek_at_a_batch_disturbs_nothing() -> None:
+    _, _, loader = set_up(DataLoader(numbers(6), batch_size=2))
+    peek = iter(loader)
+    next(peek)
+    for number, _ in enumerate(loader):
+        elche.log_scalar("number", number)
+        if number == 1:
+            del peek
+            gc.collect()
+    assert elche.epoch_metrics(epoch=0).samples == 0
+    assert elche.epoch_metrics(epoch=1).samples == 6
+    assert elche.epoch_metrics().scalars == {"number": 1.0}
+
+
+def test_the_training_thread_cannot_wait_for_itself() -> None:
+    _, _, loader = set_up(DataLoader(numbers(4)))
+    with pytest.raises(ConfigError, match="metrics of an epoch are not there yet"):
+        elche.epoch_metrics()
+    for _ in loader:
+        with pytest.raises(ConfigError, match="the metrics of epoch 0 are not there"):
+            elche.epoch_metrics(epoch=0)
+    assert elche.epoch_metrics(epoch=0) == elche.epoch_metrics()
+
+
+def test_another_thread_waits_for_an_epoch() -> None:
+    _, _, loader = set_up(DataLoader(numbers(4)))
+    seen: list[EpochMetrics] = []
+    watcher = threading.Thread(
+        target=lambda: seen.extend(
+            elche.epoch_metrics(epoch=number, timeout_s=60.0) for number in range(2)
+        )
+    )
+    watcher.start()
+    for _ in range(2):
+        for _ in loader:
+            pass
+    watcher.join(60.0)
+    assert [each.epoch for each in seen] == [0, 1]
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_nobody_waits_for_a_run_that_has_ended(number: int | None) -> None:
+    view = MetricsView(Source(epochs=0 if number is None else 1))
+    failures: list[str] = []
+
+    def watch() -> None:
+        with pytest.raises(CommunicationError, match="the run ended before") as raised:
+            view.epoch(number, None)
+        failures.append(str(raised.value))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    view.end()
+    watcher.join(60.0)
+    what = "an epoch" if number is None else "epoch 1"
+    assert failures == [f"the run ended before {what} did"]
+
+
+def test_nobody_waits_for_a_training_thread_that_is_gone() -> None:
+    views: list[MetricsView] = []
+    trainer = threading.Thread(target=lambda: views.append(MetricsView(Source())))
+    trainer.start()
+    trainer.join()
+    with pytest.raises(CommunicationError, match="the run ended before an epoch did"):
+        views[0].epoch(None, None)
+
+
+def test_a_wait_has_a_deadline() -> None:
+    view = MetricsView(Source(epochs=1))
+    says: list[str] = []
+
+    def watch() -> None:
+        with pytest.raises(DeadlineError, match="did not end within") as raised:
+            view.epoch(1, 0.03)
+        says.append(str(raised.value))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    watcher.join(60.0)
+    assert says == ["epoch 1 did not end within 0.03 s"]
+
+
+def test_a_forgotten_epoch() -> None:
+    source = Source(epochs=5)
+    del source.epoch_metrics[:2]
+    with pytest.raises(ConfigError, match=r"epoch 1 are forgotten; kept .* 2 to 4"):
+        MetricsView(source).epoch(1, None)
+
+
+def test_metrics_outlive_the_run_but_the_model_does_not() -> None:
+    model, _, loader = set_up(DataLoader(numbers(4)))
+    for _ in loader:
+        elche.log_scalar("loss", 2.0)
+    alive = weakref.ref(model)
+    elche.shutdown()
+    del model, loader
+    gc.collect()
+    assert alive() is None
+    assert elche.epoch_metrics().scalars == {"loss": 2.0}
+
+
+def test_a_callback_sees_each_window_once_and_so_does_the_reader() -> None:
+    source = Source()
+    view = MetricsView(source)
+    seen: list[int] = []
+    view.on_window = lambda metrics: seen.append(metrics.window)
+    source.window_metrics.extend(window(number) for number in range(3))
+    assert view.windows() == []  # a reader in another thread calls nobody back
+    view.take_windows()
+    view.take_windows()
+    assert seen == [0, 1, 2]
+    assert [each.window for each in view.windows()] == [0, 1, 2]
+    assert view.windows() == []

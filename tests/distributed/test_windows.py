@@ -1,0 +1,199 @@
+"""Policy `async`, gradient windows, plans and `auto`, in real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import (
+    Task,
+    Trace,
+    difference,
+    identical,
+    plain,
+    shared,
+)
+from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
+from tests.distributed.window_cases import (
+    POISON,
+    shared_over_slow_link,
+    train_on_poison,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+def _positions(traces: list[Trace], epoch: int) -> list[int]:
+    return sorted(index for trace in traces for index in trace.orders[epoch])
+
+
+def _with(task: Task, **options: Any) -> Task:
+    return dataclasses.replace(task, options={**task.options, **options})
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> None:
+    reference = plain(task)
+    traces = ranks3.run(shared, _with(task, policy="async"), case_setup=serve_in_thread)
+    for epoch in range(task.epochs):
+        assert _positions(traces, epoch) == sorted(reference.orders[epoch])
+    assert identical([trace.state for trace in traces])
+    assert all(torch.isfinite(value).all() for value in traces[0].state.values())
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_async_shares_by_speed_and_learns(ranks2: RankPool, transport: str) -> None:
+    task = Task(samples=3200, batch_size=8, epochs=1, model="norm", optimizer="adamw")
+    task = _with(task, policy="async", transport=transport)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    assert 0.7 < traces[0].shares[0][0] < 0.9
+    assert traces[0].windows[0] > 3
+    assert identical([trace.state for trace in traces])
+    assert int(traces[0].state["1.num_batches_tracked"]) == 400
+
+
+def test_a_break_drains_async_for_all(ranks3: RankPool) -> None:
+    task = Task(samples=400, batch_size=4, loop="break", options={"policy": "async"})
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    for epoch in range(task.epochs):
+        seen = _positions(traces, epoch)
+        assert len(seen) == len(set(seen)) < 400
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-13)])
+def test_a_gradient_window_is_a_step_on_the_union(
+    ranks2: RankPool, optimizer: str, dtype: str, bound: float
+) -> None:
+    """Windows of two batches and one: every step is one on three batches' samples."""
+    task = Task(
+        samples=16 * 3 * 8 + 20,
+        epochs=2,
+        dtype=dtype,
+        optimizer=optimizer,
+        shuffle=False,
+        options={
+            "policy": "cadence",
+            "update": "gradients",
+            "deterministic": True,
+            "speed_hints": (1.0, 0.5),
+        },
+    )
+    reference = plain(dataclasses.replace(task, batch_size=48, options={}))
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, reference.state) <= bound
+
+
+def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
+    task = Task(
+        samples=16 * 3 * 4,
+        shuffle=False,
+        dtype="float64",
+        options={
+            "policy": "cadence",
+            "update": "gradients",
+            "deterministic": True,
+            "speed_hints": (1.0, 0.5),
+            "max_grad_norm": 0.1,
+        },
+    )
+    clipped = dataclasses.replace(task, batch_size=48, loop="clip", options={})
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert difference(traces[0].state, plain(clipped).state) <= 1e-13
+    free = plain(dataclasses.replace(clipped, loop="plain"))
+    assert difference(traces[0].state, free.state) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_recorded_run_replays_bit_for_bit(
+    ranks3: RankPool, policy: str, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "plan.json")
+    task = Task(samples=700, batch_size=8, optimizer="adamw", options={"seed": 5})
+    first = ranks3.run(
+        shared,
+        _with(task, policy=policy, record=record),
+        case_setup=serve_in_thread,
+        env=_speeds(1.0, 0.6, 0.3),
+    )
+    again = ranks3.run(
+        shared,
+        _with(task, policy=policy, replay=record),
+        case_setup=serve_in_thread,
+        env=_speeds(0.4, 1.0, 0.5),
+    )
+    assert [trace.orders for trace in again] == [trace.orders for trace in first]
+    assert identical([first[0].state, *(trace.state for trace in again)])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) -> None:
+    task = Task(samples=600, batch_size=8, optimizer="adamw", options={"seed": 5})
+    task = _with(task, policy=policy, deterministic=True, speed_hints=(1.0, 0.5))
+    runs = [
+        ranks2.run(shared, task, case_setup=serve_in_thread, env=speeds)
+        for speeds in (_speeds(1.0, 0.5), _speeds(0.5, 1.0))
+    ]
+    assert [t.orders for t in runs[0]] == [t.orders for t in runs[1]]
+    assert identical([trace.state for run in runs for trace in run])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
+    task = Task(samples=640, batch_size=8, epochs=1)
+    task = _with(task, policy=policy, max_batch_diff=0)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    counts = [len(trace.batch_sizes[0]) for trace in traces]
+    assert sum(counts) == 80
+    assert abs(counts[0] - counts[1]) <= traces[0].windows[0]
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_poisoned_batch_is_tried_twice_and_named(
+    ranks2: RankPool, policy: str
+) -> None:
+    task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
+    task = _with(task, policy=policy, max_anchor=1)
+    ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
+    seen = [index for rank in ranks for index in rank.order]
+    assert seen.count(POISON) == 2
+    left_out = [batch for part in ranks[0].left_out[0] for batch in range(*part)]
+    assert POISON // 8 in left_out
+    assert set(range(400)) == set(seen)
+    assert identical([rank.state for rank in ranks])
+    assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
+
+
+@pytest.mark.parametrize(("sync_s", "stays"), [(0.0, True), (0.03, False)])
+def test_auto_picks_by_what_a_reduction_costs(
+    ranks2: RankPool, sync_s: float, stays: bool
+) -> None:
+    task = Task(samples=3200, batch_size=32, epochs=2, options={"policy": "auto"})
+    results = ranks2.run(
+        shared_over_slow_link,
+        task,
+        sync_s,
+        case_setup=serve_in_thread,
+        env=FOUR_TO_ONE,
+    )
+    traces = [trace for trace, _ in results]
+    said = results[0][1]
+    assert ("elche: policy sync" in said) == stays
+    assert "predicted" in said
+    for epoch in range(task.epochs):
+        assert _positions(traces, epoch) == sorted(range(3200))
+    assert identical([trace.state for trace in traces])
+    assert [windows == 100 for windows in traces[0].windows] == [stays, stays]
+
+
+def _speeds(*speeds: float) -> Any:
+    """Environment of emulated ranks, in the form that the pool takes."""
+    return [{**FOUR_TO_ONE[0], "ELCHE_SPEED": str(speed)} for speed in speeds]

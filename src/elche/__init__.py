@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.config import RunConfig as RunConfig
+    from elche.coordination.metrics import EpochMetrics as EpochMetrics
+    from elche.coordination.metrics import WindowMetrics as WindowMetrics
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import DeadlineError as DeadlineError
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
     from elche.errors import MismatchError as MismatchError
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
+    from elche.learning_rate import ProgressLR as ProgressLR
     from elche.session import barrier as barrier
     from elche.session import device as device
+    from elche.session import epoch_metrics as epoch_metrics
     from elche.session import is_main_process as is_main_process
+    from elche.session import log_scalar as log_scalar
+    from elche.session import metrics as metrics
     from elche.session import progress_samples as progress_samples
     from elche.session import rank as rank
     from elche.session import setup as setup
@@ -36,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
     "elche.config": ("RunConfig",),
+    "elche.coordination.metrics": ("EpochMetrics", "WindowMetrics"),
     "elche.errors": (
         "CommunicationError",
         "ConfigError",
@@ -45,10 +52,14 @@ _HOMES = {
         "ProtocolError",
         "RemoteRankError",
     ),
+    "elche.learning_rate": ("ProgressLR",),
     "elche.session": (
         "barrier",
         "device",
+        "epoch_metrics",
         "is_main_process",
+        "log_scalar",
+        "metrics",
         "progress_samples",
         "rank",
         "setup",

@@ -21,14 +21,17 @@ from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
 from elche.coordination.messages import Failed, Left
+from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.connect import stop_coordinator
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
-from elche.runtime.loader import RunLoader, SingleLoader
+from elche.runtime.loader import RunLoader
+from elche.runtime.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.seeding import seed_rank
+from elche.runtime.single import SingleRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,8 @@ class _Process:
     """What this process has under way."""
 
     run: Run | None = None
-    single: SingleLoader | None = None
+    single: SingleRun | None = None
+    metrics: MetricsView | None = None
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     hooked = False
@@ -103,13 +107,15 @@ def setup(
         _say(_single_line(placement))
         if config.seed is not None:
             seed_rank(config.seed, 0)
-        _process.single = SingleLoader(loader, placement.device, config.seed)
-        return model, optimizer, _process.single
+        single = SingleRun(loader, model, placement.device, config.seed)
+        _process.single, _process.metrics = single, MetricsView(single)
+        return model, optimizer, single
     check_shared(model, optimizer, loader, config.policy)
     _watch_process()
     run = Run.start(placement, config, model, optimizer, loader, epochs)
-    _process.run = run
+    _process.run, _process.metrics = run, MetricsView(run)
     if placement.rank == 0:
+        run.news.say = _say
         _say(run.headline())
     return model, optimizer, RunLoader(loader, run)
 
@@ -172,6 +178,72 @@ def progress_samples() -> float:
     return 0.0 if _process.single is None else float(_process.single.samples_done)
 
 
+def log_scalar(name: str, value: float | torch.Tensor) -> None:
+    """Logs a number of the batch in hand; its means are in the metrics.
+
+    The value counts as often as this rank's batch has samples, so the mean over ranks
+    is that over samples. A tensor may be on any device and nothing waits for it: what
+    the device has not computed when a window ends counts in a later window of the
+    epoch. Outside the loop over the loader nothing is in hand and nothing counts, so a
+    loss function that logs may be used for evaluation as well.
+
+    Args:
+        name: of the scalar.
+        value: a real number, or a tensor that holds one.
+
+    Raises:
+        ConfigError: there is no run yet, the name is no name, or the value no real
+            scalar.
+    """
+    view = current_metrics()
+    if view is None:
+        raise ConfigError("elche.log_scalar() needs a run: call elche.setup first")
+    if name in view.reserved:
+        raise ConfigError(f"the Trainer itself logs {name!r}; choose another name")
+    view.log(name, value)
+
+
+def metrics() -> list[WindowMetrics]:
+    """Metrics of the windows that have ended since the last call; does not wait.
+
+    On rank 0, and in a run of one, where a window is about a second; the last ones stay
+    readable when the run has ended. On other ranks the list is empty. The newest 1000
+    windows are kept for whoever asks seldom.
+    """
+    return [] if _process.metrics is None else _process.metrics.windows()
+
+
+def epoch_metrics(
+    epoch: int | None = None, timeout_s: float | None = None
+) -> EpochMetrics:
+    """Metrics of an epoch, on any rank.
+
+    At once if the epoch has ended. Another thread than the one that trains waits for
+    its end, as long as the run lives.
+
+    Args:
+        epoch: which, counted from 0; None for the last one that has ended, or the first
+            if none has.
+        timeout_s: most seconds to wait.
+
+    Raises:
+        ConfigError: there is no run, the training thread would wait for itself, or the
+            epoch is so old that its metrics are forgotten.
+        CommunicationError: the run ended before the epoch did.
+        DeadlineError: the epoch did not end within ``timeout_s``.
+    """
+    if _process.metrics is None:
+        raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
+    return _process.metrics.epoch(epoch, timeout_s)
+
+
+def current_metrics() -> MetricsView | None:
+    """The view of the run under way, None if there is none."""
+    if _process.run is None and _process.single is None:
+        return None
+    return _process.metrics
+
+
 def shutdown() -> None:
     """Ends the run of this process: leaves, and closes group and channel.
 
@@ -183,6 +255,8 @@ def shutdown() -> None:
     emulation, _process.emulation = _process.emulation, None
     if emulation is not None:
         emulation.remove()
+    if _process.metrics is not None:
+        _process.metrics.end()
     _process.barriers = 0
     _process.single = None
 
@@ -258,6 +332,8 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run, _process.run = _process.run, None
+    if _process.metrics is not None:
+        _process.metrics.end()
     if run is None:
         return
     text = "".join(traceback.format_exception(error))

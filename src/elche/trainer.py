@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,14 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from elche import session
+from elche.coordination.metrics import EpochMetrics
 from elche.errors import ConfigError
-from elche.runtime.transfer import batch_length, to_device
+from elche.learning_rate import ProgressLR
+from elche.runtime.transfer import to_device
 from elche.trainer_config import (
     EpochRecord,
     RunReport,
     TrainResult,
     trainer_config,
 )
+
+logger = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -139,76 +145,101 @@ class _Fitting:
             config=self._config.run,
             epochs=self._config.epochs,
         )
-        self._lrs = [group["lr"] for group in optimizer.param_groups]
+        metrics = session.current_metrics()
+        assert metrics is not None
+        metrics.reserved = frozenset({"loss"})
+        metrics.on_window = self._config.on_window_end
+        self._metrics = metrics
         length = len(self._config.dataset)  # type: ignore[arg-type]
         if self._config.drop_last:
             length -= length % self._config.batch_size
-        self._epoch_samples = length
-        self._samples_here = 0
+        run_clips = (
+            self._config.run.sums_gradients and session.current_run() is not None
+        )
+        self._clip_norm = None if run_clips else self._config.max_grad_norm
+        self._schedule = self._rates(optimizer, length * self._config.epochs)
 
     def run(self) -> TrainResult:
         """Trains, evaluates, and collects."""
-        history = []
+        history: list[EpochRecord] = []
         for epoch in range(self._config.epochs):
             record = self._epoch(epoch)
             history.append(record)
-            if self._config.on_epoch_end is not None and session.is_main_process():
-                self._config.on_epoch_end(record)
-        state = {
+            if session.is_main_process():
+                if self._config.on_epoch_end is not None:
+                    self._config.on_epoch_end(record)
+                self._checkpoint(epoch, sum(each.samples for each in history))
+        return TrainResult(self._state(), history, self._report(history))
+
+    def _epoch(self, epoch: int) -> EpochRecord:
+        self._model.train()
+        started_s = time.monotonic()
+        for batch in self._loader:
+            self._metrics.take_windows()
+            if self._schedule is not None:
+                self._schedule.step()
+            self._step(batch)
+        duration_s = time.monotonic() - started_s
+        self._metrics.take_windows()
+        metrics = self._metrics.last_epoch()
+        return EpochRecord(
+            epoch=epoch,
+            train_loss=_train_loss(metrics),
+            eval_loss=self._evaluate(metrics.shares),
+            samples=metrics.samples,
+            duration_s=duration_s,
+            samples_per_s=metrics.samples / duration_s,
+            shares=metrics.shares,
+            scalars=metrics.scalars,
+            busy_s=metrics.busy_s,
+            data_wait_s=metrics.data_wait_s,
+            transfer_s=metrics.transfer_s,
+            sync_wait_s=metrics.sync_wait_s,
+        )
+
+    def _step(self, batch: Any) -> None:
+        loss = self._trainer.loss(self._model, batch)
+        loss.backward()
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._metrics.log("loss", loss)
+
+    def _rates(
+        self, optimizer: torch.optim.Optimizer, total_samples: int
+    ) -> ProgressLR | None:
+        """What sets the rate of every step; without a schedule it is scaled once."""
+        schedule = self._config.lr_schedule
+        factor = self._config.lr_factor(session.world_size())
+        if schedule is not None:
+            return ProgressLR(optimizer, schedule, total_samples, factor)
+        if factor != 1.0:
+            ProgressLR(optimizer, _constant, total_samples, factor).step()
+        return None
+
+    def _checkpoint(self, epoch: int, samples: int) -> None:
+        """Hands a checkpoint out if one is due; what the callback raises is logged."""
+        save = self._config.on_checkpoint
+        every = self._config.checkpoint_every_epochs or 1
+        if save is None or (epoch + 1) % every:
+            return
+        checkpoint = {"model": self._state(), "epoch": epoch, "samples": samples}
+        try:
+            save(epoch, checkpoint)
+        except Exception:
+            logger.exception(
+                "on_checkpoint failed after epoch %d; training goes on", epoch
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """The consensus, copied to the CPU."""
+        return {
             name: value.detach().to("cpu", copy=True)
             if isinstance(value, torch.Tensor)
             else value
             for name, value in self._model.state_dict().items()
         }
-        return TrainResult(state, history, self._report(history))
-
-    def _epoch(self, epoch: int) -> EpochRecord:
-        self._model.train()
-        started_s = time.monotonic()
-        loss_sum = torch.zeros((), dtype=torch.float64)
-        samples = 0
-        for batch in self._loader:
-            self._follow_schedule(epoch)
-            loss = self._trainer.loss(self._model, batch)
-            loss.backward()
-            if self._config.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(
-                    self._model.parameters(), self._config.max_grad_norm
-                )
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            here = self._samples_in_hand(batch)
-            loss_sum += loss.detach().to("cpu", torch.float64) * here
-            samples += here
-            self._samples_here += here
-        duration_s = time.monotonic() - started_s
-        total_loss, total = _summed([float(loss_sum), float(samples)])
-        run = session.current_run()
-        shares = run.reports[-1].shares if run is not None else (1.0,)
-        return EpochRecord(
-            epoch=epoch,
-            train_loss=total_loss / max(total, 1.0),
-            eval_loss=self._evaluate(shares),
-            samples=int(total),
-            duration_s=duration_s,
-            samples_per_s=total / duration_s,
-            shares=shares,
-        )
-
-    def _samples_in_hand(self, batch: Any) -> int:
-        """Samples of this rank's batch that count; a rank may have none of its own."""
-        run = session.current_run()
-        return run.samples_in_hand if run is not None else batch_length(batch)
-
-    def _follow_schedule(self, epoch: int) -> None:
-        if self._config.lr_schedule is None:
-            return
-        run = session.current_run()
-        done = run.progress_samples if run is not None else self._samples_here
-        progress = done / (self._epoch_samples * self._config.epochs)
-        factor = self._config.lr_schedule(min(1.0, progress))
-        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-            group["lr"] = lr * factor
 
     def _evaluate(self, shares: tuple[float, ...]) -> float | None:
         """Mean loss of the consensus; ranks divide the evaluation set by speed."""
@@ -264,6 +295,17 @@ class _Fitting:
             synchronisations=sum(end.windows for end in ends),
             anchor=ends[-1].anchor if ends else 1,
         )
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+def _train_loss(metrics: EpochMetrics) -> float:
+    """The mean loss; a mean of the finite ones alone would hide that it diverged."""
+    if "loss" in metrics.non_finite:
+        return math.nan
+    return metrics.scalars.get("loss", 0.0)
 
 
 def _summed(values: list[float]) -> list[float]:

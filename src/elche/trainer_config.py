@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from elche import session
 from elche.config import RunConfig
+from elche.coordination.metrics import WindowMetrics
 from elche.errors import ConfigError
 
 
@@ -28,10 +30,23 @@ class TrainerConfig:
         drop_last: leave out an incomplete last batch.
         collate_fn: makes a batch of samples; None for torch's default.
         num_workers: loading processes of each rank.
-        max_grad_norm: clip gradients to this norm (after the reduction).
+        max_grad_norm: clip gradients to this norm, after the reduction.
         lr_schedule: factor on the learning rate as a function of progress in samples,
             0 to 1; the same on every rank, whatever its speed.
+        lr_scale: constant factor on top of it. ``"linear"`` is the linear scaling rule
+            (Goyal et al., 2017), the batches whose samples go into one common update:
+            1 under ``sync``, where ``batch_size`` is already the global batch, and the
+            world size under ``cadence`` and ``async``. Or a number. ``"none"`` is 1.
+        on_window_end: called on rank 0 with the `WindowMetrics` of every window, in the
+            training thread between two batches.
         on_epoch_end: called on rank 0 with each `EpochRecord`.
+        on_checkpoint: called on rank 0 at the end of an epoch with its number and a
+            dictionary of ``"model"`` (the consensus' state dict, copied to the CPU),
+            ``"epoch"`` and ``"samples"`` (trained on so far). The other ranks wait
+            meanwhile, at most the run's ``timeout_s``. If it raises, that is logged
+            and training goes on.
+        checkpoint_every_epochs: call it at the end of every so many epochs; None for
+            each.
         run: settings of the run (policy, seed, and so on).
     """
 
@@ -46,14 +61,16 @@ class TrainerConfig:
     num_workers: int = 0
     max_grad_norm: float | None = None
     lr_schedule: Callable[[float], float] | None = None
+    lr_scale: str | float = "none"
+    on_window_end: Callable[[WindowMetrics], None] | None = None
     on_epoch_end: Callable[[EpochRecord], None] | None = None
+    on_checkpoint: Callable[[int, dict[str, Any]], None] | None = None
+    checkpoint_every_epochs: int | None = None
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"expected {name} to be an int >= 1, got {value!r}")
+            _whole(name, getattr(self, name))
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
                 f"expected a positive max_grad_norm, got {self.max_grad_norm!r}"
@@ -72,8 +89,53 @@ class TrainerConfig:
                 f"drop_last leaves nothing of {length} samples in batches of "
                 f"{self.batch_size}"
             )
+        self._check_scale()
+        self._check_callbacks()
         if self.eval_dataset is not None and len(self.eval_dataset) == 0:  # type: ignore[arg-type]
             raise ConfigError("eval_dataset is empty; expected a sample, or None")
+
+    def lr_factor(self, world_size: int) -> float:
+        """The number that ``lr_scale`` stands for."""
+        if self.lr_scale == "linear":
+            return 1.0 if self.run.policy == "sync" else float(world_size)
+        return 1.0 if self.lr_scale == "none" else float(self.lr_scale)
+
+    def _check_scale(self) -> None:
+        scale = self.lr_scale
+        if isinstance(scale, str):
+            if scale not in ("none", "linear"):
+                raise ConfigError(
+                    "expected lr_scale to be 'none', 'linear' or a positive number, "
+                    f"got {scale!r}"
+                )
+        elif isinstance(scale, bool) or not 0.0 < scale < math.inf:
+            raise ConfigError(f"expected a positive finite lr_scale, got {scale!r}")
+        if scale != "linear":
+            return
+        if self.run.policy == "auto":
+            raise ConfigError(
+                "lr_scale 'linear' depends on the policy, which policy 'auto' chooses "
+                "by measurement; name a policy, or give lr_scale as a number"
+            )
+        if self.run.sums_gradients:
+            raise ConfigError(
+                "lr_scale 'linear' needs a fixed number of samples per update, and "
+                "gradient windows change theirs; give lr_scale as a number"
+            )
+
+    def _check_callbacks(self) -> None:
+        for name in ("on_window_end", "on_epoch_end", "on_checkpoint"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ConfigError(f"expected {name} to be callable, got {function!r}")
+        if self.checkpoint_every_epochs is None:
+            return
+        _whole("checkpoint_every_epochs", self.checkpoint_every_epochs)
+        if self.on_checkpoint is None:
+            raise ConfigError(
+                "checkpoint_every_epochs needs on_checkpoint, which is to save the "
+                "checkpoint"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +144,19 @@ class EpochRecord:
 
     Attributes:
         epoch: counted from 0.
-        train_loss: mean over all samples of all ranks.
+        train_loss: mean over all samples of all ranks; not a number if the loss of a
+            batch was not finite.
         eval_loss: of the consensus, None without an evaluation set.
         samples: trained on by all ranks.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
         shares: each rank's part of the samples.
+        scalars: mean over samples of each scalar that was logged, and of ``"loss"``;
+            values that were not finite are left out.
+        busy_s: delivered time per rank (data wait, transfer and compute).
+        data_wait_s: of it, waiting for data.
+        transfer_s: of it, moving batches to the device.
+        sync_wait_s: in synchronisations, per rank.
     """
 
     epoch: int
@@ -97,6 +166,11 @@ class EpochRecord:
     duration_s: float
     samples_per_s: float
     shares: tuple[float, ...]
+    scalars: dict[str, float]
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    sync_wait_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +240,17 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     ]
     if missing:
         raise ConfigError(f"Trainer needs {', '.join(missing)}")
-    run_options = {name: options[name] for name in options if name in run_fields}
-    run = session.run_config(options.get("config"), run_options)
-    return TrainerConfig(
-        run=run, **{name: options[name] for name in options if name in own}
+    run = session.run_config(
+        options.get("config"),
+        {name: options[name] for name in options if name in run_fields - own},
     )
+    norm = options.get("max_grad_norm", run.max_grad_norm)
+    mine = {name: options[name] for name in options if name in own}
+    return TrainerConfig(
+        **{**mine, "run": replace(run, max_grad_norm=norm), "max_grad_norm": norm}
+    )
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"expected {name} to be an int >= 1, got {value!r}")

@@ -38,7 +38,7 @@ def test_segments_cover_everything_once(
     assert [segment.start for segment in segments] == edges[:-1]
     assert edges[-1] == sum(tensor.numel() for tensor in tensors)
     for segment in segments:
-        assert 0 < segment.numel
+        assert segment.numel > 0
         assert segment.numel <= limit or segment.last - segment.first == 1
         held = sum(t.numel() for t in tensors[segment.first : segment.last])
         assert segment.numel == held or segment.offset is not None

@@ -32,6 +32,7 @@ LAYERS = {
     "elche.coordination": Layer.PURE,
     "elche.errors": Layer.PURE,
     "elche.monitor": Layer.PURE,
+    "elche.sim": Layer.PURE,
     "elche.comm": Layer.SHELL,
     "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
@@ -39,7 +40,9 @@ LAYERS = {
     "elche.bench": Layer.SURFACE,
     "elche.cli": Layer.SURFACE,
     "elche.demo": Layer.SURFACE,
+    "elche.learning_rate": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
+    "elche.sim_command": Layer.SURFACE,
     "elche.trainer": Layer.SURFACE,
     "elche.trainer_config": Layer.SURFACE,
 }

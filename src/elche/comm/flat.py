@@ -127,8 +127,9 @@ class FlatLayout:
 
     def image(self) -> FlatImage:
         """New memory for all segments; pinned if the tensors are on a CUDA device."""
-        pinned = self.is_staged
-        return self.over(torch.empty(self.numel, dtype=self.dtype, pin_memory=pinned))
+        if self._stage is not None:
+            return self.over(self._stage.host_memory())
+        return self.over(torch.empty(self.numel, dtype=self.dtype))
 
     def scratch(self) -> FlatImage:
         """Memory that all segments share, one after the other."""
@@ -229,6 +230,10 @@ class CudaStage:
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             return None
         return CudaStage(tensors, dtype, devices.pop())
+
+    def host_memory(self) -> torch.Tensor:
+        """New pinned memory of the same size."""
+        return torch.empty(self._flat.numel(), dtype=self._flat.dtype, pin_memory=True)
 
     def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
         """Begins to copy the tensors' present values into pinned memory."""

@@ -26,6 +26,8 @@ from elche.comm.flat import shaped, wire_dtype
 from elche.comm.process_group import Group
 from elche.errors import ConfigError
 
+WHAT = "reducing the gradients of a window"
+
 
 class _Accumulator:
     """Summed gradients of parameters of one wire dtype."""
@@ -82,7 +84,7 @@ class _Accumulator:
 
     def hand_out(self) -> float:
         """Gives every parameter that any rank used its mean; returns all samples."""
-        summed = self.exchange.finish("reducing the gradients of a window")
+        summed = self.exchange.finish(WHAT)
         samples = float(summed[-1].real)
         used = [samples > 0 and flag != 0 for flag in summed[self._numel : -1].tolist()]
         means = summed[: self._numel]
@@ -166,13 +168,25 @@ class GradientWindow:
             self._samples += samples
         self.clear()
 
-    @torch.no_grad()
     def reduce(self) -> float:
-        """Sums over all ranks and begins the next window.
+        """Sums over all ranks, and waits for it: :meth:`begin`, then :meth:`finish`."""
+        self.begin()
+        return self.finish()
 
-        Afterwards every ``p.grad`` is the mean over the window's samples, or None where
-        no rank had a gradient. It is overwritten by the next reduction. The caller
-        clips, steps, and calls :meth:`clear`.
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Ends the window on this rank: sends what was added up."""
+        if self._is_reduced:
+            self._forget()
+        for each in self._sums:
+            each.send(self._samples)
+
+    @torch.no_grad()
+    def finish(self) -> float:
+        """Waits for all ranks, and gives every ``p.grad`` the mean over the window.
+
+        It is None where no rank had a gradient, and overwritten by the next reduction.
+        The caller clips, steps, and calls :meth:`clear`.
 
         Returns:
             The samples of all ranks; 0.0 leaves every ``p.grad`` None.
@@ -180,12 +194,8 @@ class GradientWindow:
         Raises:
             CommunicationError: it failed; nothing has changed on this rank.
         """
-        if self._is_reduced:
-            self._forget()
         for each in self._sums:
-            each.send(self._samples)
-        for each in self._sums:
-            each.exchange.wait("reducing the gradients of a window")
+            each.exchange.wait(WHAT)
         totals = [each.hand_out() for each in self._sums]
         self._is_reduced = True
         return totals[0]

@@ -99,8 +99,8 @@ class OverlappedAverager(Averager):
                 "training goes on; expected include_state=False"
             )
         OuterStep.of(plan)
-        for group in self._groups:
-            group.send(plan.weight)
+        sent = [group.send(plan.weight) for group in self._groups]
+        self._is_finite = self._is_finite and all(sent)
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
 

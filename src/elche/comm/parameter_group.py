@@ -130,7 +130,8 @@ class ParameterGroup:
     def take(self) -> bool:
         """Copies θ_r; returns whether all of it is finite.
 
-        From a CUDA device the copy may still be under way, and the answer is True.
+        From a CUDA device the copy may still be under way: the answer is True, and
+        :meth:`send` gives the real one.
         """
         self._layout.fetch(self._own)
         self._own_is_drift = False
@@ -141,12 +142,13 @@ class ParameterGroup:
                 total += float(own.sum().abs())
         return math.isfinite(total)
 
-    def send(self, weight: float) -> None:
+    def send(self, weight: float) -> bool:
         """Begins the sum of weight × (θ_k − θ_r); 0 sends zeros.
 
         θ_r is what was taken, or, where no copy is kept, what the parameters hold.
+        Returns whether what came from a CUDA device is finite.
         """
-        layout = self._layout
+        layout, total = self._layout, 0.0
         if not self._is_overlapped:
             layout.fetch(self._own)
             self._own_is_drift = False
@@ -157,6 +159,8 @@ class ParameterGroup:
                 if not self._is_overlapped:
                     layout.read(index, self._own)
                 torch.sub(self._base.parts[index], own, out=own)
+            if layout.is_staged:
+                total += float(own.sum().abs())
             if weight == 0.0:
                 message.zero_()
             else:
@@ -164,6 +168,7 @@ class ParameterGroup:
         self._own_is_drift = True
         self._weight = weight
         self.exchange.begin(0)
+        return math.isfinite(total)
 
     def replace(self, rule: OuterStep, spread: Spread) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""

@@ -135,7 +135,6 @@ class Leasing:
         while wanted > 0 and self._ledger.pooled:
             count = min(wanted, self._in_time(rank, now_s))
             if count < 1:
-                self.hungry.add(rank)
                 break
             start, stop = self._ledger.lease(rank, count)
             grants.append(
@@ -143,6 +142,8 @@ class Leasing:
             )
             wanted -= stop - start
             self._moved(rank)
+        if wanted > 0:
+            self.hungry.add(rank)
         return grants
 
     def feed_hungry(self, now_s: float) -> list[GrantBatches]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -64,7 +63,7 @@ class EpochTotals:
             rank=reader,
             epoch=self._epoch,
             window=window,
-            values=json.dumps(brought.as_fields()),
+            values=brought.to_json(),
         )
 
     def end_epoch(
@@ -77,7 +76,7 @@ class EpochTotals:
     ) -> list[Instruction]:
         """The same report to every rank; the plan to the first one only."""
         brought = self._book.end_epoch(now_s)
-        values = json.dumps(brought.as_fields())
+        values = brought.to_json()
         told: list[Instruction] = [
             MetricsReported(rank=rank, epoch=self._epoch, window=-1, values=values)
             for rank in ranks

@@ -57,6 +57,7 @@ class Coordinator:
         self._is_elastic = elastic
         self._members = set(range(world_size))
         self._roster = Roster()
+        self._first_generation = 0
         self._timeout_s = timeout_s
         self._joins: dict[int, Join] = {}
         self._left: set[int] = set()
@@ -86,7 +87,7 @@ class Coordinator:
     @property
     def _has_changed(self) -> bool:
         """Whether the membership is another one than at the start."""
-        return self._roster.generation > 0
+        return self._roster.generation > self._first_generation
 
     @property
     def is_finished(self) -> bool:
@@ -152,7 +153,7 @@ class Coordinator:
             )
         if event.rank not in self._members:
             self._roster.newcomers.append(event)
-            return []
+            return self._turn_away() if self.is_finished else []
         if event.rank in self._left:
             self._early_joins.append(event)
             return self._rejoin(now_s) if self.is_finished else []
@@ -187,6 +188,7 @@ class Coordinator:
         self._policy = build_policy(config, members, settings)
         devices = tuple(join.device for join in joins)
         self._roster.generation += 1
+        self._first_generation = self._roster.generation
         return [
             Welcome(rank=rank, generation=self._roster.generation, devices=devices)
             for rank in sorted(self._members)
@@ -358,6 +360,8 @@ class Coordinator:
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
         if event.rank in self._left or self.is_finished:
             return []
+        if event.rank not in self._members:
+            return []  # it waited to be taken in
         if self._can_lose(event.rank):
             return self._lose(event.rank, now_s)
         if self._is_elastic and self._left and not self._in_epoch:
@@ -381,8 +385,7 @@ class Coordinator:
         for there in self._barriers.values():
             there.discard(rank)
         self._story.decided("gone; the others go on", now_s, rank)
-        if self._in_epoch:
-            self._running_policy().remove(rank)
+        self._running_policy().remove(rank)
         self._roster.change(self._members)
         self._unconfirmed.discard(rank)
         held = []

@@ -142,10 +142,14 @@ class Reduction:
     Args:
         window: whose.
         ranks: who takes part.
+        is_handover: it only brings the common model to ranks that have joined.
     """
 
-    def __init__(self, window: int, ranks: Iterable[int]) -> None:
+    def __init__(
+        self, window: int, ranks: Iterable[int], *, is_handover: bool = False
+    ) -> None:
         self.window = window
+        self.is_handover = is_handover
         self.attempt = 0
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)

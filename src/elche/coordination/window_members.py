@@ -9,6 +9,7 @@ from elche.coordination.policy import Member
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_state import WindowState
+from elche.errors import TransitionError
 
 
 def remove_member(state: WindowState, rank: int) -> None:
@@ -58,13 +59,20 @@ def settle(
     """
     state.is_paused = False
     if state.joining and state.reduction is None:
-        state.reduction = Reduction(state.book.window - 1, state.members)
+        state.reduction = Reduction(
+            state.book.window - 1, state.members, is_handover=True
+        )
         state.reduction.attempt -= 1
     running = state.reduction
     if running is None:
         return []
+    if running.is_handover and not state.joining:
+        state.reduction = None  # who was to take the model over is gone
+        return []
     running.again(state.members)
     holders = [rank for rank, window in reduced.items() if window >= running.window]
+    if running.is_handover:
+        holders += [rank for rank in state.members if rank not in state.joining]
     if holders:
         return [
             Adopt(
@@ -72,6 +80,8 @@ def settle(
             )
             for rank in state.members
         ]
+    if running.is_handover:
+        raise TransitionError("nobody who is left holds the model")
     state.progress_samples -= state.ledger.staged_samples
     state.ledger.unstage()
     state.reduced_parts = {

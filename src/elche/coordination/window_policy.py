@@ -176,7 +176,7 @@ class WindowPolicy(Policy):
         """All members have formed their group; says who holds which result."""
         state = self._state
         again = settle(state, self._planner, reduced)
-        if state.reduction is None and state.book.all_closed:
+        if self._may_end_window:
             return self._end_window(now_s)
         if state.reduction is not None and state.is_final and state.has_work:
             state.is_final = False
@@ -230,7 +230,7 @@ class WindowPolicy(Policy):
         goes_on = state.is_overlapped and self._opens_early
         if not (goes_on and state.ledger.leased(rank)) and state.throttle.stop(rank):
             told += permits(state)
-        if state.book.all_closed and not state.is_paused:
+        if self._may_end_window:
             ended = self._end_window(now_s)
             ended.instructions[:0] = told
             return ended
@@ -238,6 +238,12 @@ class WindowPolicy(Policy):
             told += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
+
+    @property
+    def _may_end_window(self) -> bool:
+        state = self._state
+        is_free = state.reduction is None and not state.is_paused
+        return is_free and state.book.all_closed
 
     @property
     def _opens_early(self) -> bool:
@@ -371,7 +377,7 @@ class WindowPolicy(Policy):
             return self._outcome([])
         done, state.reduction = state.reduction, None
         state.ledger.commit()
-        if state.joining:
+        if done.is_handover:
             joined, state.joining = state.joining, []
             return self._outcome(open_windows(state, joined) + self._greet(now_s))
         state.last_reduction = done
@@ -386,7 +392,11 @@ class WindowPolicy(Policy):
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
-        return self._outcome(told)
+        if not self._may_end_window:
+            return self._outcome(told)
+        ended = self._end_window(now_s)  # closed before a result was taken over
+        ended.instructions[:0] = told
+        return ended
 
     def _greet(self, now_s: float) -> list[Instruction]:
         return lease(self._state, sorted(self._state.members), now_s)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from elche.coordination.messages import (
     EndEpoch,
@@ -50,11 +48,10 @@ class RunNews:
         if isinstance(report, PolicyChosen):
             self.say(f"elche: policy {report.policy}: {report.reason}")
             return
-        values = {k: _tuples(v) for k, v in json.loads(report.values).items()}
         if report.window < 0:
-            self.epoch_metrics.append(EpochMetrics(**values))
+            self.epoch_metrics.append(EpochMetrics.from_json(report.values))
         else:
-            self.window_metrics.append(WindowMetrics(**values))
+            self.window_metrics.append(WindowMetrics.from_json(report.values))
 
     def name_left_out(self, end: EndEpoch, positions: EpochPositions) -> None:
         """Says which samples gave no usable contribution, twice."""
@@ -72,8 +69,3 @@ class RunNews:
                 stop - 1,
                 keys,
             )
-
-
-def _tuples(value: Any) -> Any:
-    """A value read from JSON, with tuples where it has lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -295,6 +295,7 @@ class Run:
     def _open_epoch(self) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""
         self._epoch += 1
+        self.news.scalars.clear()  # of an epoch that was left early
         worker = self.worker
         keys, sizes = None, None
         if worker.rank == 0:

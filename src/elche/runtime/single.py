@@ -23,7 +23,7 @@ from elche.coordination.metrics import (
     WindowMetrics,
 )
 from elche.runtime.leased_data import BatchFeed
-from elche.runtime.loader import _LoaderLike
+from elche.runtime.loader import LoaderLike
 from elche.runtime.positions import EpochPositions, enumerate_batches
 from elche.runtime.scalars import ScalarLog
 from elche.runtime.transfer import batch_length, to_device
@@ -31,7 +31,7 @@ from elche.runtime.transfer import batch_length, to_device
 WINDOW_S = 1.0
 
 
-class SingleRun(_LoaderLike):
+class SingleRun(LoaderLike):
     """The user's loader on one device: batches moved there, samples seeded if asked.
 
     Nothing is ever synchronised, so a window is what was trained in about a second.
@@ -66,6 +66,7 @@ class SingleRun(_LoaderLike):
         self._feed: BatchFeed[int] | None = None
         self._book = MetricsBook(world_size=1)
         self._epoch = self._window = -1
+        self._size = loader.batch_size
         self._length = self._samples_before = 0
         self._is_training = self._has_scalars = False
         self._data: Any = None
@@ -81,7 +82,7 @@ class SingleRun(_LoaderLike):
         """Samples of the batch in hand, 0 outside the loop."""
         if not self._is_training:
             return 0
-        size = self._loader.batch_size
+        size = self._size
         if size is None or not self._length:
             return batch_length(self._data) or size or 1
         left = self._length - (self.samples_done - self._samples_before)

@@ -184,6 +184,7 @@ class SyncEpoch:
         self.samples_done += self._positions.samples_of(step.step)
         if self._grants and step.step + 1 == self._grants[0].stop:
             grant = self._grants.popleft()
+            is_last = grant.stop == self._positions.num_batches
             self._worker.send(
                 StepsDone(
                     rank=self._worker.rank,
@@ -196,7 +197,7 @@ class SyncEpoch:
                     sync_wait_s=measured.sync_wait_s,
                     warm=measured.warm,
                     backward_passes=self._reducer.backward_passes,
-                    scalars=self._hooks.scalars(False),
+                    scalars=self._hooks.scalars(is_last),
                 )
             )
             self._measured = _Measured()

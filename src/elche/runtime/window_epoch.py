@@ -237,6 +237,7 @@ class WindowEpoch:
         self._report()
         began_s = time.monotonic()
         is_finite = self._sync.close()
+        waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             WindowClosed(
                 rank=self._worker.rank,
@@ -245,7 +246,7 @@ class WindowEpoch:
                 state=self._sync.state_layout(),
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
-                scalars=self._hooks.scalars(False),
+                scalars=self._hooks.scalars(waits),
             )
         )
         self._closed_s = time.monotonic()

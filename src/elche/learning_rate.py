@@ -1,0 +1,92 @@
+"""Learning rates that follow the run's progress, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elche import session
+from elche.errors import ConfigError
+
+
+class ProgressLR:
+    """Sets the learning rate as a function of global progress in samples.
+
+    A rank's own steps say nothing about a run on unequal devices: a fast rank takes
+    more of them. Progress is `elche.progress_samples` over ``total_samples``, the same
+    function on every rank whatever its speed. Call :meth:`step` in the loop, before
+    ``optimizer.step()``::
+
+        schedule = elche.ProgressLR(optimizer, cosine, epochs * len(dataset))
+        for batch in loader:
+            schedule.step()
+            ...
+
+    Args:
+        optimizer: whose groups' rates are set, as multiples of what they were first
+            (``"initial_lr"``, as torch's schedulers name it).
+        fn: factor on the rate by progress from 0 to 1.
+        total_samples: samples of the whole run.
+        scale: a constant factor on top.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fn: Callable[[float], float],
+        total_samples: int,
+        scale: float = 1.0,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+        if not callable(fn):
+            raise ConfigError(f"expected fn to be callable, got {fn!r}")
+        if not total_samples > 0:
+            raise ConfigError(
+                f"expected total_samples to be positive, got {total_samples!r}"
+            )
+        if not 0.0 < scale < math.inf:
+            raise ConfigError(f"expected a positive finite scale, got {scale!r}")
+        self._optimizer = optimizer
+        self._fn = fn
+        self._total_samples = total_samples
+        self._scale = scale
+        for group in optimizer.param_groups:
+            _keep_initial(group)
+
+    def step(self) -> float:
+        """Sets the rates for the batch in hand.
+
+        Returns:
+            The factor on the initial rates.
+
+        Raises:
+            ConfigError: ``fn`` gave no finite number, or a negative one.
+        """
+        progress = min(1.0, session.progress_samples() / self._total_samples)
+        factor = self._fn(progress) * self._scale
+        if not 0.0 <= factor < math.inf:
+            raise ConfigError(
+                f"expected the learning rate's factor at progress {progress:.3f} to be "
+                f"finite and not negative, got {factor!r}"
+            )
+        for group in self._optimizer.param_groups:
+            _keep_initial(group)
+            rate = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return factor
+
+
+def _keep_initial(group: dict[str, Any]) -> None:
+    """Notes a group's rate under the name that torch's schedulers use."""
+    if "initial_lr" not in group:
+        group["initial_lr"] = float(group["lr"])

@@ -1,0 +1,201 @@
+"""A window's gradient is that of one process on the union of all batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from elche.comm.gradient_window import GradientWindow
+from elche.comm.process_group import Group
+from elche.errors import CommunicationError, ConfigError
+from tests.comm.bus import Bus
+
+Batches = Sequence[int]
+
+
+class Net(nn.Module):
+    """A layer that all use, one that large batches use, and one that nobody uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(3, 2)
+        self.large = nn.Linear(3, 2)
+        self.never = nn.Parameter(torch.ones(2))
+        self.to(dtype)
+
+    def loss(self, samples: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(samples, 3, generator=generator).to(self.body.weight.dtype)
+        out = self.body(x)
+        if samples >= 4:
+            out = out + self.large(x)
+        mean: torch.Tensor = out.square().sum(1).mean()
+        return mean
+
+
+def on_one(batches: Sequence[Batches], model: Net) -> list[torch.Tensor | None]:
+    """The gradient of the mean over all samples of all ranks, in one process."""
+    total = sum(map(sum, batches))
+    loss = torch.zeros((), dtype=model.body.weight.dtype)
+    for rank, sizes in enumerate(batches):
+        for number, samples in enumerate(sizes):
+            loss = loss + model.loss(samples, 100 * rank + number) * (samples / total)
+    model.zero_grad()
+    if total:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def run(window: GradientWindow, model: Net, rank: int, batches: Batches) -> None:
+    """One rank's part of a window, in a loop as users write it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for number, samples in enumerate(batches):
+        optimizer.zero_grad()
+        model.loss(samples, 100 * rank + number).backward()
+        window.add(samples)
+        optimizer.step()
+    assert all(
+        torch.equal(old, new)
+        for old, new in zip(before, model.parameters(), strict=True)
+    )
+
+
+def reduce_all(windows: Sequence[GradientWindow]) -> list[float]:
+    """Reduces on a bus: all ranks send before the first one waits."""
+    for window in windows:
+        window.begin()
+    return [window.finish() for window in windows]
+
+
+def made(model: nn.Module, group: Group) -> GradientWindow:
+    window = GradientWindow(list(model.parameters()), group)
+    window.build()
+    return window
+
+
+def relative(
+    found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
+) -> float:
+    """Relative L2 difference of gradients."""
+    pairs = [
+        (a.double(), b.double())
+        for a, b in zip(found, expected, strict=True)
+        if a is not None and b is not None
+    ]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    size = sum(float(b.square().sum()) for _, b in pairs)
+    return math.sqrt(apart / size) if pairs else 0.0
+
+
+def assert_equal(
+    model: nn.Module, expected: list[torch.Tensor | None], bound: float
+) -> None:
+    found = [parameter.grad for parameter in model.parameters()]
+    assert [g is None for g in found] == [g is None for g in expected]
+    assert relative(found, expected) <= bound
+
+
+sizes = st.lists(st.integers(1, 6), max_size=3)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(sizes, min_size=3, max_size=3), min_size=1, max_size=3),
+    st.sampled_from([(torch.float64, 1e-13), (torch.float32, 1e-6)]),
+)
+def test_any_division_gives_the_gradient_of_the_union(
+    script: list[list[Batches]], precision: tuple[torch.dtype, float]
+) -> None:
+    dtype, bound = precision
+    bus = Bus(3)
+    models = [Net(dtype) for _ in range(3)]
+    windows = [made(model, bus.group(rank)) for rank, model in enumerate(models)]
+    for batches in script:
+        for rank, window in enumerate(windows):
+            run(window, models[rank], rank, batches[rank])
+            assert window.samples == sum(batches[rank])
+        total = sum(map(sum, batches))
+        assert reduce_all(windows) == [total] * 3
+        expected = on_one(batches, Net(dtype))
+        for model, window in zip(models, windows, strict=True):
+            assert_equal(model, expected, bound)
+            window.clear()
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    window = GradientWindow([parameter], Bus(1).group(0))
+    window.build()
+    for _ in range(512):
+        parameter.grad = torch.full_like(parameter, 1.0)
+        window.add(1)
+    assert window.reduce() == 512
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.bfloat16
+    assert parameter.grad.item() == 1.0
+
+
+def test_a_batch_without_samples_leaves_no_trace() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    window = GradientWindow([parameter], Bus(1).group(0))
+    window.build()
+    parameter.grad = torch.full((2,), float("nan"))
+    window.add(0)
+    assert parameter.grad is None
+    assert window.reduce() == 0.0
+    assert parameter.grad is None
+
+
+def test_channels_last_gradients_keep_their_places() -> None:
+    parameter = nn.Parameter(
+        torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    )
+    gradient = torch.arange(24.0).view(2, 3, 2, 2)
+    window = GradientWindow([parameter], Bus(1).group(0))
+    window.build()
+    parameter.grad = gradient.to(memory_format=torch.channels_last)
+    window.add(3)
+    window.reduce()
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_failed_reduction_is_redone_with_those_who_are_left() -> None:
+    bus = Bus(2)
+    model = Net()
+    window = made(model, bus.group(0))
+    run(window, model, 0, [3, 2])
+    window.begin()
+    with pytest.raises(CommunicationError, match="gradients of a window failed on ran"):
+        window.finish()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    window.connect(Bus(1).group(0))
+    assert window.reduce() == 5
+    assert_equal(model, on_one([[3, 2]], Net()), 1e-13)
+
+
+@pytest.mark.parametrize("samples", [-1, float("nan"), float("inf")])
+def test_samples_that_cannot_be_are_refused(samples: float) -> None:
+    window = GradientWindow([nn.Parameter(torch.zeros(2))], Bus(1).group(0))
+    with pytest.raises(ConfigError, match="expected a number of samples from 0 on"):
+        window.add(samples)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        GradientWindow([], Bus(1).group(0))
+
+
+def test_memory_is_counted() -> None:
+    window = GradientWindow([nn.Parameter(torch.zeros(10))], Bus(1).group(0))
+    window.build()
+    assert window.extra_bytes == 80

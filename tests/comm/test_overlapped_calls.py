@@ -1,0 +1,184 @@
+"""Overlapped averaging: which call may come when, and what a failure leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elche.comm.overlap import OverlappedAverager
+from elche.comm.process_group import Group
+from elche.errors import CommunicationError, ProtocolError
+from tests.comm.bus import Bus
+from tests.comm.plans import plan
+
+
+def made(
+    group: Group, start: float = 1.0, reset_state: bool = False
+) -> tuple[nn.Parameter, OverlappedAverager, torch.optim.Optimizer]:
+    """One parameter of two elements, and its averager."""
+    model = nn.ParameterList([torch.full((2,), start, dtype=torch.float64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    parameter = next(iter(model.parameters()))
+    averager = OverlappedAverager(
+        [parameter], model, optimizer, group, reset_state=reset_state
+    )
+    averager.build()
+    return parameter, averager, optimizer
+
+
+def moved(parameter: nn.Parameter, by: float) -> None:
+    with torch.no_grad():
+        parameter.add_(by)
+
+
+Calls = Callable[[OverlappedAverager], object]
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "says"),
+    [
+        ("", lambda a: a.begin(plan()), r"begin\(\) came when nothing has been taken"),
+        ("", lambda a: a.poll(), r"poll\(\) came when nothing has been taken"),
+        ("", lambda a: a.adopt(plan()), r"adopt\(\) came when nothing has been taken"),
+        ("s", lambda a: a.adopt(plan()), r"adopt\(\) came when a snapshot has been"),
+        ("sb", lambda a: a.snapshot(), r"snapshot\(\) came when a reduction is under"),
+        ("sb", lambda a: a.begin(plan()), r"begin\(\) came when a reduction is under"),
+        ("sb", lambda a: a.rebase(), r"rebase\(\) came when a reduction is under way"),
+        (
+            "sb",
+            lambda a: a.adopt(plan(window=3)),
+            "expected to adopt window 0, got 3",
+        ),
+        (
+            "s",
+            lambda a: a.begin(plan(include_state=True)),
+            "expected include_state=False",
+        ),
+        ("s", lambda a: a.begin(plan(outer="adam")), "got 'adam'"),
+    ],
+)
+def test_calls_out_of_order_are_refused(before: str, call: Calls, says: str) -> None:
+    parameter, averager, _ = made(Bus(2).group(0))
+    if "s" in before:
+        averager.snapshot()
+    if "b" in before:
+        averager.begin(plan())
+    with pytest.raises(ProtocolError, match=says):
+        call(averager)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_a_window_without_a_reduction_is_forgotten() -> None:
+    parameter, averager, _ = made(Bus(1).group(0))
+    moved(parameter, 2.0)
+    averager.snapshot()
+    averager.rebase()
+    moved(parameter, 1.0)
+    averager.snapshot()
+    averager.snapshot()
+    averager.begin(plan(weight=1.0, active_ranks=1, outer="nesterov", outer_lr=3.0))
+    averager.adopt(plan(weight=1.0, active_ranks=1, outer="nesterov", outer_lr=3.0))
+    # 3 + 3 × (1 + 0.5) × the drift of 1 that came after the rebase.
+    assert parameter.tolist() == [7.5, 7.5]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-4, 4), st.integers(-4, 4), st.integers(-4, 4)),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_steps_before_and_after_a_failure_are_kept(
+    windows: list[tuple[int, int, int]], fails: bool
+) -> None:
+    """A lone rank averages with itself: nothing may be lost or counted twice."""
+    parameter, averager, _ = made(Bus(1).group(0))
+    total = 1.0
+    for number, (first, meanwhile, later) in enumerate(windows):
+        reduction = plan(window=number, weight=1.0, active_ranks=1)
+        moved(parameter, first)
+        averager.snapshot()
+        if fails:
+            averager.connect(Bus(2).group(0))
+            averager.begin(reduction)
+            moved(parameter, meanwhile)
+            assert not averager.poll()
+            with pytest.raises(CommunicationError, match="averaging parameters failed"):
+                averager.adopt(reduction)
+            averager.connect(Bus(1).group(0))
+        else:
+            moved(parameter, meanwhile)
+        averager.begin(reduction)
+        moved(parameter, later)
+        assert averager.poll()
+        total += first + meanwhile + later
+        averager.adopt(reduction)
+        assert parameter.tolist() == [total, total]
+
+
+def test_state_is_reset_when_a_mean_is_adopted() -> None:
+    for reset in (True, False):
+        parameter, averager, optimizer = made(Bus(1).group(0), reset_state=reset)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        averager.snapshot()
+        reduction = plan(weight=1.0, active_ranks=1)
+        averager.begin(reduction)
+        assert optimizer.state
+        averager.adopt(reduction)
+        assert bool(optimizer.state) is not reset
+
+
+def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
+    """0.1 + (mean − 0.1) is not the mean; the ranks began at different values."""
+    bus = Bus(3)
+    ranks = [made(group) for group in bus.groups()]
+    for number, (parameter, averager, _) in enumerate(ranks):
+        moved(parameter, 0.1 + 0.7**number * 1e-3)
+        averager.snapshot()
+    reduction = plan(weight=1 / 3, active_ranks=3)
+    for _, averager, _ in ranks:
+        averager.begin(reduction)
+    for _, averager, _ in ranks:
+        averager.adopt(reduction, drained=True)
+    assert len({tuple(parameter.tolist()) for parameter, _, _ in ranks}) == 1
+
+
+def test_memory_is_counted() -> None:
+    _, averager, _ = made(Bus(1).group(0))
+    # θ_k, a copy of θ_r, the message and an outer momentum, of 16 bytes each.
+    assert averager.extra_bytes == 64
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_on_a_cuda_device_meet_those_on_the_cpu() -> None:
+    bus = Bus(2)
+    ranks = []
+    for rank, device in enumerate(("cuda", "cpu")):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        averager = OverlappedAverager(
+            list(model.parameters()), model, optimizer, bus.group(rank)
+        )
+        averager.build()
+        ranks.append((model, averager))
+    for window, drained in enumerate((False, True)):
+        for rank, (model, averager) in enumerate(ranks):
+            for parameter in model.parameters():
+                moved(parameter, 0.5 + rank)
+            averager.snapshot()
+        for _, averager in ranks:
+            averager.begin(plan(window=window))
+        for _, averager in ranks:
+            averager.adopt(plan(window=window), drained=drained)
+    for ours, theirs in zip(
+        ranks[0][0].parameters(), ranks[1][0].parameters(), strict=True
+    ):
+        assert torch.equal(ours.cpu(), theirs)

@@ -1,0 +1,198 @@
+"""Buffers over windows: counters lose nothing, statistics become their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elche.comm.window_buffers import WindowBuffers
+from elche.errors import CommunicationError
+from tests.comm.bus import Bus
+from tests.comm.plans import plan
+
+
+class Buffered(nn.Module):
+    """A counter, a statistic, a complex one and a mask."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    phase: torch.Tensor
+    mask: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor([5, 0]))
+        self.register_buffer("mean", torch.zeros(2, 2))
+        self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
+        self.register_buffer("mask", torch.tensor([float("-inf"), float("nan")]))
+        self.register_buffer("seen", torch.tensor(False))
+
+
+COUNT, MEAN, PHASE = 0, 1, 2
+
+
+def ranks(world_size: int) -> tuple[list[Buffered], list[WindowBuffers]]:
+    models = [Buffered() for _ in range(world_size)]
+    groups = Bus(world_size).groups()
+    return models, [
+        WindowBuffers(model, group) for model, group in zip(models, groups, strict=True)
+    ]
+
+
+def begin(held: Sequence[WindowBuffers], active: Sequence[bool]) -> None:
+    """What the coordinator does when all ranks have taken."""
+    changed = sorted({index for each in held for index in each.changed()})
+    for rank, each in enumerate(held):
+        count = sum(active)
+        weight = 1 / count if active[rank] else 0.0
+        reduction = plan(
+            rank, weight=weight, active_ranks=count, buffers=tuple(changed)
+        )
+        each.begin(reduction)
+
+
+def finish(held: Sequence[WindowBuffers]) -> None:
+    for each in held:
+        assert each.poll()
+        each.wait()
+        each.apply()
+
+
+increments = st.tuples(st.integers(0, 3), st.integers(0, 3))
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda size: st.lists(
+            st.lists(increments, min_size=size, max_size=size), max_size=5
+        )
+    )
+)
+def test_counters_count_every_increment_once(
+    windows: list[list[tuple[int, int]]],
+) -> None:
+    size = len(windows[0]) if windows else 1
+    models, held = ranks(size)
+    for steps in windows:
+        for model, (before, _) in zip(models, steps, strict=True):
+            model.count[1] += before
+        for each in held:
+            each.take()
+        begin(held, [True] * size)
+        for model, (_, meanwhile) in zip(models, steps, strict=True):
+            model.count[1] += meanwhile
+        finish(held)
+    for each in held:
+        each.take()
+    begin(held, [True] * size)
+    finish(held)
+    total = sum(sum(pair) for steps in windows for pair in steps)
+    assert [model.count.tolist() for model in models] == [[5, total]] * size
+
+
+def test_statistics_are_the_mean_of_what_was_taken() -> None:
+    models, held = ranks(3)
+    mask, seen = models[0].mask.clone(), models[0].seen.clone()
+    for rank, model in enumerate(models):
+        model.mean.fill_(float(rank + 1))
+        model.phase.fill_(complex(rank, 1))
+    for each in held:
+        each.take()
+    begin(held, [True, True, False])
+    for model in models:
+        model.mean.fill_(100.0)
+    finish(held)
+    for model in models:
+        assert model.mean.tolist() == [[1.5, 1.5], [1.5, 1.5]]
+        assert model.phase.tolist() == [0.5 + 1j]
+        assert torch.equal(model.mask.nan_to_num(), mask.nan_to_num())
+        assert torch.equal(model.seen, seen)
+
+
+def test_only_what_changed_travels() -> None:
+    models, held = ranks(2)
+    assert [each.changed() for each in held] == [(), ()]
+    models[1].mean.fill_(1.0)
+    assert [each.changed() for each in held] == [(), (MEAN,)]
+    for each in held:
+        each.take()
+    models[0].phase.fill_(1.0)
+    assert [each.changed() for each in held] == [(), (MEAN,)]
+    begin(held, [True, True])
+    finish(held)
+    assert [each.changed() for each in held] == [(PHASE,), ()]
+    assert [model.mean[0, 0].item() for model in models] == [0.5, 0.5]
+
+
+def test_a_count_that_comes_meanwhile_is_told_in_the_next_window() -> None:
+    models, held = ranks(2)
+    models[0].count[0] += 1
+    for each in held:
+        each.take()
+    begin(held, [True, True])
+    models[1].count[0] += 10
+    finish(held)
+    assert [model.count[0].item() for model in models] == [6, 16]
+    assert [each.changed() for each in held] == [(), (COUNT,)]
+
+
+def test_nobody_trained_and_nothing_is_overwritten() -> None:
+    # Once: the mean over no rank was zero, and a running variance with it.
+    models, held = ranks(2)
+    for model in models:
+        model.mean.fill_(3.0)
+    for each in held:
+        each.take()
+    begin(held, [False, False])
+    finish(held)
+    assert [model.mean[0, 0].item() for model in models] == [3.0, 3.0]
+    assert [each.changed() for each in held] == [(MEAN,), (MEAN,)]
+
+
+def test_a_rank_of_weight_zero_counts_nothing_and_sends_no_nan() -> None:
+    models, held = ranks(2)
+    models[0].mean.fill_(2.0)
+    models[1].mean.fill_(float("nan"))
+    models[1].count[0] += 7
+    for each in held:
+        each.take()
+    begin(held, [True, False])
+    finish(held)
+    for model in models:
+        assert model.mean[0, 0].item() == 2.0
+        assert model.count[0].item() == 5
+
+
+def test_a_failed_reduction_is_redone_in_another_group() -> None:
+    models, held = ranks(2)
+    for rank, model in enumerate(models):
+        model.mean.fill_(float(rank + 1))
+        model.count[0] += 1
+    held[0].take()
+    held[0].begin(plan(buffers=(COUNT, MEAN)))
+    assert not held[0].poll()
+    with pytest.raises(CommunicationError, match="averaging buffers failed on rank 0"):
+        held[0].wait()
+    assert models[0].mean[0, 0].item() == 1.0
+    models[0].mean.fill_(50.0)
+    held[0].connect(Bus(1).group(0))
+    held[0].begin(plan(weight=1.0, active_ranks=1, buffers=(COUNT, MEAN)))
+    finish(held[:1])
+    assert models[0].mean[0, 0].item() == 1.0
+    assert models[0].count[0].item() == 6
+
+
+def test_average_does_it_all_at_once_for_a_lone_rank() -> None:
+    models, held = ranks(1)
+    models[0].mean.fill_(0.25)
+    models[0].count[0] += 2
+    held[0].average(plan(weight=1.0, active_ranks=1, buffers=held[0].changed()))
+    assert models[0].mean[0, 0].item() == 0.25
+    assert models[0].count[0].item() == 7
+    assert held[0].changed() == ()

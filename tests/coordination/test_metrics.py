@@ -1,0 +1,305 @@
+"""Metrics of windows and epochs: exact means, in any order, at any world size."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.coordination.exact_mean import ExactSum, WeightedMean
+from elche.coordination.metrics import (
+    EpochMetrics,
+    MetricsBook,
+    RankReport,
+    WindowMetrics,
+)
+from elche.errors import ProtocolError
+
+FLOATS = st.floats(
+    allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30
+)
+WEIGHTS = st.integers(1, 4096).map(float)
+
+
+def opened(world_size: int = 2, now_s: float = 10.0) -> MetricsBook:
+    book = MetricsBook(world_size)
+    book.begin_epoch(3, now_s)
+    return book
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32)))
+def test_a_sum_is_rounded_once(values: list[float]) -> None:
+    total = ExactSum()
+    for value in values:
+        total.add(value)
+    assert total.value == math.fsum(values)
+
+
+@given(st.lists(st.lists(FLOATS), min_size=1, max_size=5))
+def test_sums_add_up_without_error(parts: list[list[float]]) -> None:
+    total = ExactSum()
+    for part in parts:
+        one = ExactSum()
+        for value in part:
+            one.add(value)
+        total.merge(one)
+    assert total.value == math.fsum(value for part in parts for value in part)
+
+
+def test_a_plain_sum_would_be_wrong() -> None:
+    total = ExactSum()
+    for value in (1e16, 1.0, 1.0, -1e16):
+        total.add(value)
+    assert 1e16 + 1.0 + 1.0 - 1e16 == 0.0
+    assert total.value == 2.0
+
+
+@given(
+    st.lists(st.tuples(FLOATS, WEIGHTS, st.integers(0, 6)), min_size=1),
+    st.randoms(use_true_random=False),
+)
+def test_means_are_exact_in_any_order(
+    logged: list[tuple[float, float, int]], order: random.Random
+) -> None:
+    """Whoever reports first, and in however many reports."""
+    exact = sum((Fraction(value) for value, _, _ in logged), start=Fraction(0)) / sum(
+        Fraction(weight) for _, weight, _ in logged
+    )
+    seen = []
+    for _ in range(2):
+        order.shuffle(logged)
+        book = opened(world_size=7)
+        for weighted_sum, weight, rank in logged:
+            entry = (("loss", weighted_sum, weight),)
+            book.add(0, RankReport(rank=rank, scalars=entry))
+        seen.append(book.close_window(0, 11.0))
+    assert seen[0] == seen[1]
+    mean = seen[0].scalars["loss"]
+    assert abs(Fraction(mean) - exact) <= abs(exact) * Fraction(2, 2**52)
+
+
+def test_window_says_what_every_rank_did() -> None:
+    book = opened()
+    fast = RankReport(rank=0, samples=48, busy_s=1.5, data_wait_s=0.25, transfer_s=0.25)
+    book.add(5, fast)
+    book.add(5, RankReport(rank=0, samples=48, busy_s=0.5, sync_wait_s=0.125))
+    book.add(5, RankReport(rank=1, samples=32, busy_s=2.0, sync_wait_s=0.5))
+    window = book.close_window(5, 12.0, synchronisations=4)
+    assert window == WindowMetrics(
+        epoch=3,
+        window=5,
+        synchronisations=4,
+        duration_s=2.0,
+        rank_samples=(96, 32),
+        busy_s=(2.0, 2.0),
+        data_wait_s=(0.25, 0.0),
+        transfer_s=(0.25, 0.0),
+        sync_wait_s=(0.125, 0.5),
+    )
+    assert window.samples == 128
+    assert window.samples_per_s == 64.0
+    assert window.rank_samples_per_s == (48.0, 16.0)
+    assert window.shares == (0.75, 0.25)
+    assert window.compute_s == (1.5, 2.0)
+
+
+def test_an_epoch_is_the_sum_of_its_windows() -> None:
+    book = opened()
+    for number in range(3):
+        for rank in range(2):
+            report = RankReport(
+                rank=rank,
+                samples=8 + rank,
+                busy_s=0.5,
+                sync_wait_s=0.25,
+                divergence=0.1 * (number + rank),
+                parameter_norm=float(number),
+                scalars=(("loss", 8.0 * number, 8.0), ("rare", 1.0, 1.0))[: 2 - rank],
+            )
+            book.add(number, report)
+        book.close_window(number, 11.0 + number)
+    epoch = book.end_epoch(14.0)
+    assert isinstance(epoch, EpochMetrics)
+    assert (epoch.epoch, epoch.synchronisations, epoch.duration_s) == (3, 3, 4.0)
+    assert epoch.rank_samples == (24, 27)
+    assert epoch.busy_s == (1.5, 1.5)
+    assert epoch.sync_wait_s == (0.75, 0.75)
+    assert epoch.divergence == (0.2, pytest.approx(0.3))
+    assert epoch.parameter_norm == 2.0
+    assert epoch.scalars == {"loss": 1.0, "rare": 1.0}
+
+
+def test_the_next_epoch_begins_anew() -> None:
+    book = opened()
+    book.add(0, RankReport(rank=0, samples=4, scalars=(("loss", 4.0, 4.0),)))
+    book.close_window(0, 11.0)
+    book.add(1, RankReport(rank=1, samples=7))
+    book.begin_epoch(4, 20.0)
+    book.add(0, RankReport(rank=0, samples=1))
+    assert book.close_window(0, 21.0).rank_samples == (1, 0)
+    epoch = book.end_epoch(22.0)
+    assert (epoch.epoch, epoch.samples, epoch.duration_s) == (4, 1, 2.0)
+    assert epoch.scalars == {}
+
+
+def test_windows_may_overlap() -> None:
+    """Under ``async`` a fast rank reports for the next window before this one ends."""
+    book = opened()
+    book.add(0, RankReport(rank=0, samples=1))
+    book.add(1, RankReport(rank=0, samples=10))
+    book.add(0, RankReport(rank=1, samples=2))
+    assert book.close_window(0, 11.0).rank_samples == (1, 2)
+    assert book.close_window(1, 12.0).rank_samples == (10, 0)
+
+
+def test_a_late_report_counts_in_the_next_window_or_the_epoch() -> None:
+    book = opened()
+    book.add(0, RankReport(rank=0, samples=1))
+    book.close_window(0, 11.0)
+    book.add(0, RankReport(rank=1, scalars=(("loss", 6.0, 2.0),)))
+    assert book.close_window(1, 12.0).scalars == {"loss": 3.0}
+    book.add(1, RankReport(rank=1, samples=5))
+    assert book.end_epoch(13.0).rank_samples == (1, 5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_counted_and_left_out(bad: float) -> None:
+    book = opened()
+    scalars = (("loss", bad, 3.0), ("loss", 6.0, 2.0), ("norm", bad, 1.0))
+    book.add(0, RankReport(rank=1, scalars=scalars))
+    window = book.close_window(0, 11.0)
+    assert window.scalars == {"loss": 3.0}
+    assert window.non_finite == {"loss": 3, "norm": 1}
+    assert book.end_epoch(12.0).non_finite == {"loss": 3, "norm": 1}
+
+
+@pytest.mark.parametrize(
+    ("entries", "value", "left_out"),
+    [
+        ([(1.0, 0.0)], None, 0),
+        ([(1.0, -1.0)], None, 1),
+        ([(1.0, math.nan)], None, 1),
+        ([(1.0, math.inf)], None, 1),
+        ([(math.inf, 1e300)], None, 1),
+        ([(math.inf, 2.0**52)] * 3, None, 2**53),
+        ([(1.7e308, 1.0), (1.7e308, 1.0)], None, 1),
+        ([(1e300, 1e-300)], None, 1),
+    ],
+)
+def test_strange_entries(
+    entries: list[tuple[float, float]], value: float | None, left_out: int
+) -> None:
+    """Whatever a rank sends, the book holds, and its counts fit into 64 bits."""
+    mean = WeightedMean()
+    for entry in entries:
+        mean.add(*entry)
+    assert (mean.value, mean.left_out) == (value, left_out)
+
+
+def test_divergence_is_there_when_all_have_said_it() -> None:
+    book = opened()
+    book.add(0, RankReport(rank=0, divergence=0.25))
+    assert book.close_window(0, 11.0).divergence == ()
+    book.add(1, RankReport(rank=0, divergence=0.5))
+    book.add(1, RankReport(rank=1, divergence=math.nan))
+    window = book.close_window(1, 12.0)
+    assert window.divergence == (0.5, math.inf)
+    assert window.as_dict()["divergence"] == [0.5, None]
+
+
+def test_the_lowest_rank_says_the_norm() -> None:
+    seen = set()
+    for ranks in ((0, 1), (1, 0)):
+        book = opened()
+        for rank in ranks:
+            book.add(0, RankReport(rank=rank, parameter_norm=1.0 + rank))
+        seen.add(book.close_window(0, 11.0).parameter_norm)
+    assert seen == {1.0}
+
+
+def test_json_holds_no_strange_numbers() -> None:
+    book = opened()
+    report = RankReport(
+        rank=0,
+        samples=3,
+        divergence=math.inf,
+        parameter_norm=math.nan,
+        scalars=(("loss", math.nan, 2.0), ("gain", 4.0, 2.0)),
+    )
+    book.add(0, report)
+    book.add(0, RankReport(rank=1, divergence=0.0))
+    plain = book.close_window(0, 10.0).as_dict()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert plain["parameter_norm"] is None
+    assert plain["scalars"] == {"gain": 2.0}
+    assert plain["non_finite"] == {"loss": 2}
+    assert plain["samples_per_s"] == 0.0
+    assert plain["window"] == 0
+
+
+@given(
+    st.lists(st.floats(0.0, allow_infinity=False), min_size=2, max_size=2),
+    st.floats(allow_nan=False),
+    st.text(min_size=1),
+)
+def test_metrics_travel_as_text(times_s: list[float], value: float, name: str) -> None:
+    book = opened()
+    for rank, time_s in enumerate(times_s):
+        report = RankReport(
+            rank=rank,
+            samples=3,
+            busy_s=time_s,
+            divergence=abs(value),
+            scalars=((name, value, 2.0),),
+        )
+        book.add(0, report)
+    window, epoch = book.close_window(0, 12.0), book.end_epoch(13.0)
+    assert WindowMetrics.from_json(window.to_json()) == window
+    assert len({window, WindowMetrics.from_json(window.to_json())}) == 1
+    assert EpochMetrics.from_json(epoch.to_json()) == epoch
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"epoch": 1, "strange": 2}'])
+def test_text_that_is_no_metrics(text: str) -> None:
+    with pytest.raises(ProtocolError, match="expected EpochMetrics as JSON, got"):
+        EpochMetrics.from_json(text)
+
+
+def test_ranks_may_join() -> None:
+    book = opened(world_size=1)
+    with pytest.raises(ProtocolError, match="a rank below 1, got one of rank 1"):
+        book.add(0, RankReport(rank=1, samples=1))
+    book.add(0, RankReport(rank=0, samples=1))
+    book.grow(3)
+    book.add(0, RankReport(rank=2, samples=2))
+    assert book.close_window(0, 11.0).rank_samples == (1, 0, 2)
+    assert book.end_epoch(12.0).rank_samples == (1, 0, 2)
+
+
+def test_no_rank_below_zero() -> None:
+    with pytest.raises(ProtocolError, match="got one of rank -1"):
+        opened().add(0, RankReport(rank=-1))
+
+
+def test_a_report_costs_the_same_at_ten_thousand_ranks() -> None:
+    """Ranks ten thousand times as many, and less than five times the time."""
+
+    def fastest_s(world_size: int) -> float:
+        book = opened(world_size)
+        report = RankReport(rank=0, samples=1, scalars=(("loss", 1.0, 1.0),))
+        book.add(0, report)
+        times_s = []
+        for _ in range(9):
+            started_s = time.perf_counter()
+            for _ in range(100):
+                book.add(0, report)
+            times_s.append(time.perf_counter() - started_s)
+        return min(times_s)
+
+    assert fastest_s(10_000) < 5.0 * fastest_s(1)

@@ -1,0 +1,302 @@
+"""The Trainer on one device: records, callbacks, checkpoints, learning rates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elche
+from elche import session
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.runtime.single import SingleRun
+from elche.trainer_config import EpochRecord, TrainerConfig, trainer_config
+
+DATA = TensorDataset(torch.arange(10.0).reshape(10, 1), torch.zeros(10, 1))
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    elche.shutdown()
+
+
+def ones() -> nn.Module:
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+class Kept:
+    """Keeps the optimizer that a trainer makes, and the rate of each step."""
+
+    def __init__(self, lr: float = 0.0) -> None:
+        self.lr = lr
+        self.rates: list[float] = []
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(parameters, lr=self.lr)
+        self.optimizer.register_step_pre_hook(self._note)
+        return self.optimizer
+
+    def _note(self, optimizer: Any, *_: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def trainer(
+    loss: Callable[..., Any] | None = None,
+    optimizer: Kept | None = None,
+    **options: Any,
+) -> elche.Trainer:
+    given = {"dataset": DATA, "batch_size": 4, "epochs": 2, "shuffle": False} | options
+    return elche.Trainer(ones, optimizer or Kept(), loss or nn.L1Loss(), **given)
+
+
+def with_scalar(model: nn.Module, batch: Any) -> torch.Tensor:
+    out: torch.Tensor = model(batch[0]).mean()
+    elche.log_scalar("first", batch[0][0, 0])
+    elche.log_scalar("twice", 2.0 * out)
+    return out
+
+
+def test_a_record_of_an_epoch() -> None:
+    records: list[EpochRecord] = []
+    result = trainer(with_scalar, on_epoch_end=records.append).fit()
+    assert result.history == records
+    assert [record.epoch for record in records] == [0, 1]
+    for record in records:
+        assert record.train_loss == record.scalars["loss"] == 4.5
+        assert record.scalars["twice"] == 9.0
+        assert record.scalars["first"] == pytest.approx((0 * 4 + 4 * 4 + 8 * 2) / 10)
+        assert (record.samples, record.shares) == (10, (1.0,))
+        assert record.samples_per_s == pytest.approx(10 / record.duration_s)
+        assert 0.0 < record.data_wait_s[0] < record.busy_s[0] <= record.duration_s
+        assert (record.transfer_s, record.sync_wait_s) == ((0.0,), (0.0,))
+    assert result.report.samples == 20
+
+
+def test_evaluation_is_not_in_the_scalars() -> None:
+    """A loss function that logs is evaluated with as well."""
+    other = TensorDataset(torch.full((6, 1), 100.0), torch.zeros(6, 1))
+    result = trainer(with_scalar, eval_dataset=other).fit()
+    assert [record.eval_loss for record in result.history] == [100.0, 100.0]
+    assert [record.scalars["twice"] for record in result.history] == [9.0, 9.0]
+
+
+def test_a_loss_that_is_not_finite_shows() -> None:
+    def broken(model: nn.Module, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = model(batch[0]).mean()
+        return out * math.inf if batch[0][0, 0] == 8.0 else out
+
+    record = trainer(broken, epochs=1).fit().history[0]
+    assert math.isnan(record.train_loss)
+    assert record.scalars == {"loss": 3.5}
+
+
+def test_the_name_of_the_loss_is_taken() -> None:
+    def logs(model: nn.Module, batch: Any) -> torch.Tensor:
+        elche.log_scalar("loss", 1.0)
+        out: torch.Tensor = model(batch[0]).mean()
+        return out
+
+    with pytest.raises(ConfigError, match="the Trainer itself logs 'loss'"):
+        trainer(logs).fit()
+
+
+def test_window_callbacks_come_in_order_in_the_training_thread() -> None:
+    told: list[tuple[str, int]] = []
+    threads = set()
+
+    def on_window(metrics: elche.WindowMetrics) -> None:
+        threads.add(threading.current_thread())
+        told.append(("window", metrics.samples))
+
+    def on_epoch(record: EpochRecord) -> None:
+        told.append(("epoch", record.epoch))
+
+    trainer(on_window_end=on_window, on_epoch_end=on_epoch).fit()
+    assert told == [("window", 10), ("epoch", 0), ("window", 10), ("epoch", 1)]
+    assert threads == {threading.current_thread()}
+    assert [metrics.samples for metrics in elche.metrics()] == [10, 10]
+    assert elche.epoch_metrics().epoch == 1
+
+
+def test_window_callbacks_come_between_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where each batch is a window of its own."""
+    monkeypatch.setattr(session, "SingleRun", partial(SingleRun, window_s=0.0))
+    told: list[str] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        told.append("batch")
+        out: torch.Tensor = model(batch[0]).mean()
+        return out
+
+    trainer(loss, on_window_end=lambda _: told.append("window"), epochs=1).fit()
+    assert told == ["batch", "window", "batch", "window", "batch", "window", "window"]
+
+
+def test_a_window_callback_that_raises_ends_the_run() -> None:
+    def on_window(metrics: elche.WindowMetrics) -> None:
+        raise RuntimeError("a fault in a callback")
+
+    with pytest.raises(RuntimeError, match="a fault in a callback"):
+        trainer(on_window_end=on_window).fit()
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(None, [0, 1, 2, 3]), (2, [1, 3])])
+def test_checkpoints(every: int | None, epochs: list[int]) -> None:
+    kept: list[tuple[int, dict[str, Any]]] = []
+    options = {} if every is None else {"checkpoint_every_epochs": every}
+    result = trainer(
+        nn.MSELoss(),
+        Kept(lr=1e-3),
+        epochs=4,
+        on_checkpoint=lambda epoch, state: kept.append((epoch, state)),
+        **options,
+    ).fit()
+    assert [epoch for epoch, _ in kept] == epochs
+    assert [state["epoch"] for _, state in kept] == epochs
+    assert [state["samples"] for _, state in kept] == [10 * (e + 1) for e in epochs]
+    weights = [float(state["model"]["weight"]) for _, state in kept]
+    assert len(set(weights)) == len(epochs)  # copies, which later steps leave alone
+    assert weights[-1] == float(result.model_state["weight"])
+
+
+def test_a_checkpoint_that_fails_is_logged_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[int] = []
+
+    def save(epoch: int, state: dict[str, Any]) -> None:
+        calls.append(epoch)
+        if epoch == 0:
+            raise OSError("the disk is full")
+
+    with caplog.at_level(logging.ERROR):
+        result = trainer(on_checkpoint=save).fit()
+    assert calls == [0, 1]
+    assert len(result.history) == 2
+    (record,) = caplog.records
+    assert record.getMessage() == "on_checkpoint failed after epoch 0; training goes on"
+    assert "OSError: the disk is full" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_an_interrupt_in_a_checkpoint_is_one() -> None:
+    def save(epoch: int, state: dict[str, Any]) -> None:
+        raise KeyboardInterrupt("stop")
+
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        trainer(on_checkpoint=save).fit()
+
+
+def config(**options: Any) -> TrainerConfig:
+    return trainer_config({"dataset": DATA, "batch_size": 4, "epochs": 1} | options)
+
+
+@pytest.mark.parametrize(
+    ("scale", "policy", "factor"),
+    [
+        ("none", "sync", 1.0),
+        ("none", "cadence", 1.0),
+        ("linear", "sync", 1.0),
+        ("linear", "cadence", 3.0),
+        ("linear", "async", 3.0),
+        (0.25, "cadence", 0.25),
+        (2, "auto", 2.0),
+    ],
+)
+def test_scaling_factors(scale: str | float, policy: str, factor: float) -> None:
+    assert config(lr_scale=scale, policy=policy).lr_factor(3) == factor
+
+
+def test_linear_scaling_on_one_device_changes_nothing() -> None:
+    kept = Kept(lr=0.5)
+    trainer(optimizer=kept, lr_scale="linear", policy="cadence").fit()
+    assert set(kept.rates) == {0.5}
+
+
+def test_a_scale_is_on_top_of_a_schedule() -> None:
+    kept = Kept(lr=0.5)
+    trainer(optimizer=kept, lr_scale=3.0, lr_schedule=lambda p: 1 - p).fit()
+    progress = [0.0, 0.2, 0.4, 0.5, 0.7, 0.9]
+    assert kept.rates == pytest.approx([1.5 * (1 - each) for each in progress])
+
+
+def test_without_a_schedule_the_rate_is_the_users_to_change() -> None:
+    kept = Kept(lr=0.5)
+
+    def halve(record: EpochRecord) -> None:
+        kept.optimizer.param_groups[0]["lr"] /= 2
+
+    trainer(optimizer=kept, lr_scale=3.0, on_epoch_end=halve).fit()
+    assert kept.rates == [1.5] * 3 + [0.75] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr_scale": "sqrt"}, "expected lr_scale to be 'none', 'linear' or"),
+        ({"lr_scale": 0.0}, r"expected a positive finite lr_scale, got 0\.0"),
+        ({"lr_scale": math.nan}, "expected a positive finite lr_scale, got nan"),
+        ({"lr_scale": True}, "expected a positive finite lr_scale, got True"),
+        ({"lr_scale": "linear", "policy": "auto"}, "'linear' depends on the policy"),
+        (
+            {"lr_scale": "linear", "policy": "cadence", "update": "gradients"},
+            "gradient windows change theirs; give lr_scale as a number",
+        ),
+        ({"checkpoint_every_epochs": 2}, "needs on_checkpoint"),
+        (
+            {"checkpoint_every_epochs": 0, "on_checkpoint": print},
+            "expected checkpoint_every_epochs to be an int >= 1, got 0",
+        ),
+        ({"on_checkpoint": 3}, "expected on_checkpoint to be callable, got 3"),
+        ({"on_window_end": 3}, "expected on_window_end to be callable, got 3"),
+        ({"on_epoch_end": 3}, "expected on_epoch_end to be callable, got 3"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(**options)
+
+
+def test_clipping_is_said_once_for_loop_and_windows() -> None:
+    """Where a window sums gradients the run clips, elsewhere the loop does."""
+    for given in (
+        config(max_grad_norm=0.5),
+        config(max_grad_norm=0.5, config=RunConfig()),
+        config(config=RunConfig(max_grad_norm=0.5)),
+    ):
+        assert given.max_grad_norm == given.run.max_grad_norm == 0.5
+    assert config().max_grad_norm is None
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "cadence", "update": "gradients"}])
+def test_one_device_clips_under_every_policy(options: dict[str, Any]) -> None:
+    result = trainer(
+        nn.MSELoss(),
+        Kept(lr=1.0),
+        epochs=1,
+        batch_size=10,
+        max_grad_norm=0.5,
+        **options,
+    ).fit()
+    moved = [
+        result.model_state["weight"].item() - 1.0,
+        result.model_state["bias"].item(),
+    ]
+    assert math.hypot(*moved) == pytest.approx(0.5, rel=1e-3)

@@ -13,6 +13,14 @@ from elche.coordination.window_book import Part, Reduction
 
 WAIT_TOLERANCE = 0.01
 """Part of a window that ranks may wait for each other without lengthening it."""
+OVERLAPPED_TARGET = 2.0
+"""Overlapped, a window costs copies alone, and shorter ones learn more per sample: the
+overhead may be so many times the target before windows grow."""
+PATIENT_WINDOWS = 2.0
+PATIENT_BATCHES = 12.0
+"""Overlapped, an average may come so many windows late, or so many batches of the
+slowest rank if that is more: a rank in a long batch holds nobody up at once.
+"""
 ALIGNED_RANKS = 64
 """With more ranks no anchor makes whole batches of all end together."""
 
@@ -23,10 +31,13 @@ class Pace:
 
     Attributes:
         wall_s: its length, None while it can only be counted.
+        patience_s: how long the result of the last window may take, None for no time
+            beyond this window's end.
         batches: planned batches per rank.
     """
 
     wall_s: float | None
+    patience_s: float | None
     batches: Mapping[int, int]
 
 
@@ -55,13 +66,17 @@ class Pacing:
             guard = DivergenceGuard() if config.guard else NoGuard()
         self._guard = guard
         self._may_grow = True
+        is_fixed = config.anchor >= config.max_anchor
+        lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
         self.el_che = ElChe(
             ElCheConfig(
                 world_size=len(self._ranks),
                 anchor=config.anchor,
-                min_anchor=min(config.min_anchor, max(config.max_anchor, 1)),
+                min_anchor=min(lowest, max(config.max_anchor, 1)),
                 max_anchor=config.max_anchor,
-                overhead_target=config.overhead_target,
+                overhead_target=config.overhead_target * (
+                    OVERLAPPED_TARGET if overlapped else 1.0
+                ),
                 max_batch_diff=config.max_batch_diff,
                 speed_hints=config.speed_hints,
             )
@@ -71,6 +86,12 @@ class Pacing:
     def ranks(self) -> list[int]:
         """The members."""
         return self._ranks
+
+    @property
+    def must_calibrate(self) -> bool:
+        """Whether nothing is known of the ranks' speeds, and it matters."""
+        el_che = self.el_che
+        return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
 
     def batch_s(self) -> dict[int, float]:
         """Delivered seconds per batch of each rank; 0.0 where not measured."""
@@ -138,13 +159,20 @@ class Pacing:
         An anchor that the user has not fixed may be stretched to one at which whole
         batches of all ranks end together.
         """
-        counts = self.el_che.batch_counts
+        el_che = self.el_che
+        counts = el_che.batch_counts
         wall_ms = self._wall_ms()
         stretch = 1.0
         if wall_ms > 0:
-            stretch = wall_ms / self.el_che.anchor_wall_ms
+            stretch = wall_ms / el_che.anchor_wall_ms
+        wall_s = wall_ms / 1e3 if wall_ms > 0 else None
+        patience_s = None
+        if wall_s is not None:
+            slowest_s = el_che.anchor_wall_ms / 1e3 / el_che.anchor
+            patience_s = max(PATIENT_WINDOWS * wall_s, PATIENT_BATCHES * slowest_s)
         return Pace(
-            wall_ms / 1e3 if wall_ms > 0 else None,
+            wall_s,
+            patience_s,
             {
                 rank: round(count * stretch)
                 for rank, count in zip(self._ranks, counts, strict=True)

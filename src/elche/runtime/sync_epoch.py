@@ -138,7 +138,8 @@ class SyncEpoch:
                 if got[0].step != number:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
                 return got
-            if self._granted_until <= number and not self._leased.has_work:
+            waits = self._granted_until <= number and not self._leased.has_work
+            if waits and self.switch is None:  # drawing may have brought it
                 self._worker.receive(self.handle, f"the grant of step {number}")
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
 def test_own_loop(policy: str) -> None:
     ended = _run(
         *(sys.executable, "-m", "elche.cli", "run", "--policy", policy),
@@ -46,6 +47,16 @@ def test_trainer() -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+def test_simulating_the_example_cluster() -> None:
+    command = (sys.executable, "-m", "elche.cli", "simulate", "examples/cluster.toml")
+    ended = _run(*command, "--json", "-")
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout)
+    assert 0.9 < figures["efficiency"] <= 1.0
+    assert figures["coordinator_us_per_event"] > 0
+    assert figures["waits"]
 
 
 def test_the_loop_in_the_readme(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.distributed.cases import (
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.window_cases import (
     POISON,
+    share_with_slow_loader,
     shared_over_slow_link,
     train_on_poison,
 )
@@ -192,6 +193,17 @@ def test_auto_picks_by_what_a_reduction_costs(
         assert _positions(traces, epoch) == sorted(range(3200))
     assert identical([trace.state for trace in traces])
     assert [windows == 100 for windows in traces[0].windows] == [stays, stays]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_loader_three_times_slower_gets_a_third(
+    ranks2: RankPool, policy: str
+) -> None:
+    """Delivered time counts: waiting for data moves shares as slow compute does."""
+    shares = ranks2.run(
+        share_with_slow_loader, policy, [0.001, 0.003], case_setup=serve_in_thread
+    )
+    assert shares[0] / shares[1] == pytest.approx(3.0, rel=0.1)
 
 
 def _speeds(*speeds: float) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche import session
@@ -77,3 +80,40 @@ def train_on_poison(task: Task) -> Poisoned:
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
     elche.shutdown()
     return Poisoned(state, left_out, order)
+
+
+class SlowToLoad(Dataset[Any]):
+    """Samples that take a while to load."""
+
+    def __init__(self, length: int, load_s: float) -> None:
+        self._length = length
+        self._load_s = load_s
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._load_s)
+        return torch.full((4,), float(index % 7))
+
+
+def share_with_slow_loader(policy: str, load_s: list[float]) -> float:
+    """This rank's share of the last epoch, its loader as slow as said."""
+    rank = int(os.environ["RANK"])
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    dataset = SlowToLoad(960, load_s[rank])
+    model, optimizer, loader = elche.setup(
+        model, optimizer, DataLoader(dataset, batch_size=16), policy=policy
+    )
+    for _ in range(2):
+        for x in loader:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = session.current_run()
+    assert run is not None
+    share = run.reports[-1].shares[rank]
+    elche.shutdown()
+    return share

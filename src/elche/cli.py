@@ -1,4 +1,4 @@
-"""The command line: ``elche run``, ``elche demo``, ``elche bench``."""
+"""The command line: ``elche run``, ``demo``, ``bench`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -146,6 +146,27 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
 
     with _as_command():
         run_demo(DemoConfig(out=out, text=text, seconds=seconds))
+
+
+@main.command()
+@click.argument("cluster", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the timeline (Chrome trace, as of a real run).",
+)
+@click.option(
+    "--policy", type=click.Choice(POLICIES), help="Instead of the file's policy."
+)
+def simulate(**settings: Any) -> None:
+    """Simulate the run that the TOML file CLUSTER describes."""
+    from elche.sim_command import SimulateConfig, run_simulate
+
+    with _as_command():
+        code = run_simulate(SimulateConfig(**settings))
+    sys.exit(code)
 
 
 @main.group()

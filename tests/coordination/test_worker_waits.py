@@ -15,7 +15,7 @@ import pytest
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
-    BatchDone,
+    BatchesDone,
     CloseWindow,
     EndEpoch,
     Event,
@@ -24,8 +24,9 @@ from elche.coordination.messages import (
     OpenWindow,
     WindowClosed,
 )
-from elche.runtime.cadence_epoch import CadenceEpoch, CadenceHooks
+from elche.coordination.window_loop import WindowLoop
 from elche.runtime.positions import EpochPositions
+from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 
 
 class NeedlessWaitError(AssertionError):
@@ -93,7 +94,7 @@ class ScriptedFeed:
     def end(self) -> None:
         """Nothing more comes."""
 
-    def next(self) -> tuple[int, str] | None:
+    def take(self) -> tuple[int, str] | None:
         while len(self.drawn) < self.prefetched + 1:
             if not self.queued:
                 if self.when_empty:
@@ -104,12 +105,23 @@ class ScriptedFeed:
         return None if batch is None else (batch, "data")
 
 
-class Averager:
+class Sync:
+    is_overlapped = False
+
     def state_layout(self) -> str:
         return ""
 
     def changed_buffers(self) -> tuple[int, ...]:
         return ()
+
+    def begin_batch(self, samples: int) -> None:
+        """Nobody sums."""
+
+    def batch_done(self) -> None:
+        """Nobody sums."""
+
+    def close(self) -> bool:
+        return True
 
 
 def open_window(window: int, wall_s: float | None) -> OpenWindow:
@@ -119,6 +131,9 @@ def open_window(window: int, wall_s: float | None) -> OpenWindow:
         window=window,
         wall_s=wall_s,
         max_batches=None,
+        hold_after=None,
+        adopt_at=None,
+        patience_s=None,
         committed_samples=0,
         planned_samples=8,
         planned_batches=1,
@@ -129,17 +144,17 @@ def grant(batch: int) -> GrantBatches:
     return GrantBatches(rank=0, epoch=0, start=batch, stop=batch + 1)
 
 
-def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, CadenceEpoch]:
+def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
     shell = Shell()
     feed = ScriptedFeed(shell, prefetched)
     positions = EpochPositions(list(range(80)), BatchSizes(((8, 10),)), 0, None)
-    epoch = CadenceEpoch(
+    epoch = WindowEpoch(
         shell,  # type: ignore[arg-type]
         feed,  # type: ignore[arg-type]
         positions,
-        Averager(),  # type: ignore[arg-type]
-        CostEstimate(),
-        CadenceHooks(lambda error: None, lambda: None),
+        Sync(),  # type: ignore[arg-type]
+        WindowLoop(CostEstimate(), overlapped=False),
+        EpochHooks(lambda error: None, lambda: None, lambda wait: ()),
     )
     feed.refill = epoch.refill
     return shell, feed, epoch
@@ -154,13 +169,13 @@ def test_a_lease_behind_empty_batches_is_trained_on_without_another_message(
     # window's end, although leases are queued behind it: with loader workers a run
     # hangs until its deadline (wall_s None) or loses whole windows.
     shell, feed, epoch = epoch_of(prefetched)
-    shell.inbox.extend([open_window(0, wall_s)])
-    feed.when_empty = [[], [grant(3)]]
+    shell.inbox.extend([open_window(0, wall_s), grant(3)])
+    feed.when_empty = [[]] * (prefetched - 1) + [[grant(4)]]
     batches = epoch.batches()
-    assert next(batches) == "data"
+    assert [next(batches), next(batches)] == ["data", "data"]
     with pytest.raises(NeedlessWaitError, match=r"lease|s"):
         next(batches)
-    assert [e.batch for e in shell.sent if isinstance(e, BatchDone)] == [3]
+    assert [e.start for e in shell.sent if isinstance(e, BatchesDone)] == [3, 4]
 
 
 @pytest.mark.parametrize("drain", [False, True])
@@ -170,12 +185,13 @@ def test_an_order_to_close_that_comes_while_the_loader_draws_is_obeyed_at_once(
 ) -> None:
     # Once: the order is read by the loader's refill, and then the worker waits for
     # "another lease" (for ever) or the window's end without looking at it.
-    shell, feed, epoch = epoch_of(0)
-    shell.inbox.append(open_window(0, wall_s))
+    shell, feed, epoch = epoch_of(1)
+    shell.inbox.extend([open_window(0, wall_s), grant(3)])
     feed.when_empty = [[CloseWindow(rank=0, epoch=0, window=0, drain=drain)]]
     with pytest.raises(NeedlessWaitError, match="other ranks to end the window"):
-        next(epoch.batches())
-    assert [type(event) for event in shell.sent] == [WindowClosed]
+        list(epoch.batches())
+    done = [] if drain else [BatchesDone]
+    assert [type(event) for event in shell.sent] == [*done, WindowClosed]
 
 
 def test_the_end_of_the_epoch_ends_the_loop() -> None:

@@ -18,7 +18,7 @@ from elche.coordination.ledger import EpochLedger
 from elche.coordination.messages import GrantBatches
 
 LOOKAHEAD_S = 0.05
-LOOKAHEAD_PER_RANK_S = 2e-4
+LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
 
 

@@ -273,14 +273,21 @@ class EpochLedger:
         self._gone.clear()
         return samples
 
-    def unstage(self) -> None:
-        """A reduction is redone without those who are gone: their part is pooled."""
-        for holding in self._holdings.values():
-            holding.closed[:0] = holding.staged
-            holding.staged = []
+    def unstage_gone(self) -> int:
+        """A reduction is redone without those who are gone: their part is pooled.
+
+        What others have closed meanwhile waits for the next one.
+
+        Returns:
+            The samples that are pooled again.
+        """
+        samples = 0
         for holder in self._gone:
-            self._return(self._holdings.pop(holder).closed)
+            parts = self._holdings.pop(holder).staged
+            samples += sum(self.sizes.samples_in(*part) for part in parts)
+            self._return(parts)
         self._gone.clear()
+        return samples
 
     def give_back(self, holder: int) -> int:
         """Returns leases not trained on to the pool; returns how many batches."""
@@ -304,7 +311,7 @@ class EpochLedger:
         """A holder is gone: what it had returns to the pool.
 
         But for its part of a reduction under way, which is decided by :meth:`commit`
-        or :meth:`unstage`.
+        or :meth:`unstage_gone`.
         """
         self.give_back(holder)
         holding = self._holdings[holder]

@@ -266,8 +266,10 @@ class OpenWindow:
     """Train until ``wall_s`` or ``max_batches`` is reached.
 
     ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes after how
-    many batches of this window the last reduction is adopted (a replay). What a
-    scheduler follows: ``committed_samples`` were trained on before this window,
+    many batches of this window the last reduction is adopted (a replay). Overlapped, a
+    rank trains on past the window's end until it has adopted the last result; it waits
+    for that when ``patience_s`` have passed since the window began. What a scheduler
+    follows: ``committed_samples`` were trained on before this window,
     ``planned_samples`` are planned in it by all ranks and ``planned_batches`` by this
     one.
     """
@@ -279,6 +281,7 @@ class OpenWindow:
     max_batches: int | None
     hold_after: int | None
     adopt_at: int | None
+    patience_s: float | None
     committed_samples: int
     planned_samples: int
     planned_batches: int

@@ -16,10 +16,10 @@ WAIT_TOLERANCE = 0.01
 OVERLAPPED_TARGET = 2.0
 """Overlapped, a window costs copies alone, and shorter ones learn more per sample: the
 overhead may be so many times the target before windows grow."""
-PATIENT_WINDOWS = 2.0
 PATIENT_BATCHES = 12.0
-"""Overlapped, an average may come so many windows late, or so many batches of the
-slowest rank if that is more: a rank in a long batch holds nobody up at once.
+"""Overlapped, an average may come as late as the end of the window after its own, or so
+many batches of the slowest rank later if that is more: a rank in a long batch holds
+nobody up at once.
 """
 ALIGNED_RANKS = 64
 """With more ranks no anchor makes whole batches of all end together."""
@@ -39,6 +39,7 @@ class Pace:
     wall_s: float | None
     patience_s: float | None
     batches: Mapping[int, int]
+    total_batches: int
 
 
 class Pacing:
@@ -66,6 +67,7 @@ class Pacing:
             guard = DivergenceGuard() if config.guard else NoGuard()
         self._guard = guard
         self._may_grow = True
+        self._pace: Pace | None = None
         is_fixed = config.anchor >= config.max_anchor
         lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
         self.el_che = ElChe(
@@ -74,9 +76,8 @@ class Pacing:
                 anchor=config.anchor,
                 min_anchor=min(lowest, max(config.max_anchor, 1)),
                 max_anchor=config.max_anchor,
-                overhead_target=config.overhead_target * (
-                    OVERLAPPED_TARGET if overlapped else 1.0
-                ),
+                overhead_target=config.overhead_target
+                * (OVERLAPPED_TARGET if overlapped else 1.0),
                 max_batch_diff=config.max_batch_diff,
                 speed_hints=config.speed_hints,
             )
@@ -100,6 +101,7 @@ class Pacing:
 
     def change(self, ranks: Sequence[int]) -> None:
         """The membership has changed."""
+        self._pace = None
         old = {rank: at for at, rank in enumerate(self._ranks)}
         self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
         self._ranks = list(ranks)
@@ -116,6 +118,7 @@ class Pacing:
         Returns:
             What changed, in words, or "".
         """
+        self._pace = None
         before = self.el_che.anchor
         sync_s = 0.0
         if last is not None and not is_tail and self._may_grow:
@@ -149,6 +152,7 @@ class Pacing:
         self._may_grow = not verdict.hold
         if verdict.nudge is None:
             return ""
+        self._pace = None
         before = self.el_che.anchor
         self.el_che.nudge_anchor_down(verdict.nudge)
         return f"anchor {before} -> {self.el_che.anchor}: {verdict.reason}"
@@ -159,6 +163,11 @@ class Pacing:
         An anchor that the user has not fixed may be stretched to one at which whole
         batches of all ranks end together.
         """
+        if self._pace is None:
+            self._pace = self._plan()
+        return self._pace
+
+    def _plan(self) -> Pace:
         el_che = self.el_che
         counts = el_che.batch_counts
         wall_ms = self._wall_ms()
@@ -169,15 +178,12 @@ class Pacing:
         patience_s = None
         if wall_s is not None:
             slowest_s = el_che.anchor_wall_ms / 1e3 / el_che.anchor
-            patience_s = max(PATIENT_WINDOWS * wall_s, PATIENT_BATCHES * slowest_s)
-        return Pace(
-            wall_s,
-            patience_s,
-            {
-                rank: round(count * stretch)
-                for rank, count in zip(self._ranks, counts, strict=True)
-            },
-        )
+            patience_s = wall_s + max(wall_s, PATIENT_BATCHES * slowest_s)
+        batches = {
+            rank: round(count * stretch)
+            for rank, count in zip(self._ranks, counts, strict=True)
+        }
+        return Pace(wall_s, patience_s, batches, sum(batches.values()))
 
     def _wall_ms(self) -> float:
         el_che = self.el_che

@@ -95,8 +95,8 @@ class WindowLoop:
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
         self._is_open = False
+        self._awaits_result = False
         self._opened_s = 0.0
-        self._patience_s: float | None = None
         self._owes_until = reduced
         self._progress = (0, 0, 1)
         self.window = reduced + 1
@@ -145,6 +145,7 @@ class WindowLoop:
             self._close = instruction
         elif isinstance(instruction, Reduce):
             self._reduce = instruction
+            self._awaits_result = not self._overlapped
         elif isinstance(instruction, Regroup):
             self._regroup = instruction
         elif isinstance(instruction, Adopt):
@@ -165,7 +166,10 @@ class WindowLoop:
         urgent = self._urgent(is_reduced)
         if urgent is not None:
             return urgent
-        if not self._is_open and not (self._overlapped and has_work):
+        if self._awaits_result:  # its reduction failed, and is done again
+            return Action(Do.WAIT, why="the ranks that stay to reduce again")
+        goes_on = self._overlapped and self._plan is not None and has_work
+        if not self._is_open and not goes_on:
             return self._wait_closed()
         if self._is_over(now_s):
             return self._end_of_window(now_s, has_work)
@@ -183,8 +187,6 @@ class WindowLoop:
 
     def closed(self, now_s: float) -> None:
         """The window's end has been said."""
-        wall_s = self._plan.wall_s if self._plan is not None else None
-        self._patience_s = wall_s
         self._owes_until = self.window
         self._is_open = False
         if self._permit is not None:
@@ -203,6 +205,7 @@ class WindowLoop:
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = self._in_flight = None
+        self._awaits_result = False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
@@ -280,11 +283,9 @@ class WindowLoop:
         return TRAIN
 
     def _is_late(self, now_s: float) -> bool:
-        """Whether the last reduction has outlasted a whole window."""
-        wall_s = self._plan.wall_s if self._plan is not None else None
-        if wall_s is None:
-            return True
-        return now_s - self._opened_s >= 2.0 * max(wall_s, self._patience_s or 0.0)
+        """Whether the last reduction has outlasted what it may."""
+        patience_s = self._plan.patience_s if self._plan is not None else None
+        return patience_s is None or now_s - self._opened_s >= patience_s
 
     def _must_close(self) -> bool:
         return self._close is not None and self._close.window == self.window

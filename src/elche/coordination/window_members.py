@@ -24,6 +24,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.book.remove(rank)
     state.throttle.stop(rank)
     state.pacing.change(sorted(state.members))
+    state.uncalibrated.discard(rank)
     if state.is_draining:
         state.ledger.abandon()
     if state.reduction is not None:
@@ -82,14 +83,12 @@ def settle(
         ]
     if running.is_handover:
         raise TransitionError("nobody who is left holds the model")
-    state.progress_samples -= state.ledger.staged_samples
-    state.ledger.unstage()
+    state.progress_samples -= state.ledger.unstage_gone()
     state.reduced_parts = {
         rank: part
         for rank, part in state.reduced_parts.items()
         if rank in state.members
     }
-    state.progress_samples += state.ledger.stage()
     return [
         *planner.plan(
             state.reduced_parts, state.reduction_settings, state.epoch, running

@@ -14,6 +14,9 @@ from elche.coordination.messages import (
 from elche.coordination.pacing import Pace
 from elche.coordination.window_state import WindowState
 
+CALIBRATION_BATCHES = 32
+"""Most batches of a rank in the window in which speeds are measured."""
+
 
 def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     """Opens for each of these ranks the window that it comes to."""
@@ -21,7 +24,7 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
         return []
     pace = state.pacing.pace()
     sizes = state.ledger.sizes
-    batches = min(sum(pace.batches.values()), sizes.num_batches)
+    batches = min(pace.total_batches, sizes.num_batches)
     planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
     return [
         *(() if state.is_draining else grant_planned(state)),
@@ -32,6 +35,8 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
 def permits(state: WindowState) -> list[Instruction]:
     """How far each rank may go, now that the slowest has moved."""
     told: list[Instruction] = []
+    if state.throttle.limit is None:
+        return told
     for rank in state.members:
         part = state.book.part(rank)
         batches = _permit(state, rank)
@@ -66,9 +71,11 @@ def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instru
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
+    if state.source is None:
+        return granted
     ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
-    while state.source is not None:
+    while True:
         ahead = state.planned_until - state.book.window
         held = min(state.ledger.leased(rank) for rank in ranks)
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
@@ -111,6 +118,32 @@ def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     return told + (permits(state) if rose else [])
 
 
+def calibrate(state: WindowState, rank: int) -> list[Instruction]:
+    """A rank's speed is known, or will not be: when that is true of all, go by it.
+
+    The first window of a run has no length. It ends when every rank has been measured,
+    so that nobody waits for the slowest one to run a whole anchor of batches.
+    """
+    if rank not in state.uncalibrated:
+        return []
+    state.uncalibrated.discard(rank)
+    if state.uncalibrated:
+        return []
+    state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
+    state.leasing.set_costs(state.pacing.batch_s())
+    told: list[Instruction] = []
+    for other in state.members:
+        part = state.book.part(other)
+        if part.opened is None or part.closed is not None or part.told_to_close:
+            continue
+        part.told_to_close = True
+        window = state.book.window_of(other)
+        told.append(
+            CloseWindow(rank=other, epoch=state.epoch, window=window, drain=False)
+        )
+    return told
+
+
 def _open(
     state: WindowState, rank: int, pace: Pace, planned_samples: int
 ) -> OpenWindow:
@@ -122,15 +155,18 @@ def _open(
         state.planned_samples = planned_samples
     plan = state.planned(window)
     if plan is None:
-        batches = pace.batches[rank]
+        batches = most = pace.batches[rank]
+        if state.uncalibrated:
+            most = max(batches, CALIBRATION_BATCHES)
         opened = OpenWindow(
             rank=rank,
             epoch=state.epoch,
             window=window,
             wall_s=pace.wall_s,
-            max_batches=batches if pace.wall_s is None else None,
+            max_batches=most if pace.wall_s is None else None,
             hold_after=_permit(state, rank),
             adopt_at=None,
+            patience_s=pace.patience_s,
             committed_samples=committed,
             planned_samples=planned_samples,
             planned_batches=batches,
@@ -145,6 +181,7 @@ def _open(
             max_batches=plan.batches(at),
             hold_after=None,
             adopt_at=plan.adopt_at[at],
+            patience_s=None,
             committed_samples=plan.committed_samples,
             planned_samples=plan.planned_samples,
             planned_batches=plan.planned_batches[at],

@@ -9,6 +9,7 @@ after the last result is adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from elche.coordination.throttle import Throttle
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_members import add_member, remove_member, settle
 from elche.coordination.window_opening import (
+    calibrate,
     close_idle,
     lease,
     open_windows,
@@ -181,6 +183,7 @@ class WindowPolicy(Policy):
         if state.reduction is not None and state.is_final and state.has_work:
             state.is_final = False
             again += self._next_window(now_s)
+        again += permits(state)  # the slowest rank may be gone
         hungry = sorted(state.leasing.hungry)
         return self._outcome([*again, *lease(state, hungry, now_s)])
 
@@ -192,14 +195,13 @@ class WindowPolicy(Policy):
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
-        samples = state.ledger.sizes.samples_in(event.start, event.stop)
-        if event.epoch != state.epoch or event.samples != samples:
+        if event.epoch != state.epoch:
             raise ProtocolError(
-                f"rank {rank} claims {event.samples} samples of batches {event.start} "
-                f"to {event.stop - 1} of epoch {event.epoch}, which have {samples} in "
-                f"epoch {state.epoch}"
+                f"rank {rank} reports batches of epoch {event.epoch}, under way is "
+                f"{state.epoch}"
             )
         state.ledger.train(rank, event.start, event.stop)
+        _check_claim(event, state.ledger.sizes.samples_in(event.start, event.stop))
         state.book.trained(event)
         state.totals.add(
             event.window,
@@ -214,6 +216,8 @@ class WindowPolicy(Policy):
         told: list[Instruction] = []
         if state.throttle.done(rank, state.book.batches_since(rank)):
             told += permits(state)
+        if event.timed:
+            told += calibrate(state, rank)
         return told + lease(state, [rank], now_s)
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
@@ -230,6 +234,7 @@ class WindowPolicy(Policy):
         goes_on = state.is_overlapped and self._opens_early
         if not (goes_on and state.ledger.leased(rank)) and state.throttle.stop(rank):
             told += permits(state)
+        told += calibrate(state, rank)
         if self._may_end_window:
             ended = self._end_window(now_s)
             ended.instructions[:0] = told
@@ -353,8 +358,7 @@ class WindowPolicy(Policy):
         state = self._state
         state.leasing.set_costs(state.pacing.batch_s())
         told = open_windows(state, state.book.unopened())
-        if state.throttle.limit is not None:
-            told += permits(state)
+        told += permits(state)
         told += lease(state, sorted(state.leasing.hungry), now_s)
         return told + close_idle(state, state.members)
 
@@ -428,4 +432,20 @@ class WindowPolicy(Policy):
             anchor=state.pacing.el_che.anchor,
             plan=state.record.to_text(),
             left_out=tuple(state.left_out),
+        )
+
+
+def _check_claim(event: BatchesDone, samples: int) -> None:
+    """Refuses samples that the batches do not have, and times that are none."""
+    if event.samples != samples:
+        raise ProtocolError(
+            f"rank {event.rank} claims {event.samples} samples of batches "
+            f"{event.start}..{event.stop - 1}, which have {samples}"
+        )
+    times = (event.busy_s, event.data_wait_s, event.timed_s)
+    if not all(0.0 <= time_s < math.inf for time_s in times) or not (
+        0 <= event.timed <= event.stop - event.start
+    ):
+        raise ProtocolError(
+            f"rank {event.rank} reports times that cannot have been measured: {event}"
         )

@@ -68,6 +68,7 @@ class WindowState:
         self.rejected: dict[Range, int] = {}
         self.left_out: list[Range] = []
         self.source: WindowSource | None = None
+        self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.planned_until = self.first_window = self.book.window
         self.record = EpochPlan(policy=self.config.policy, world_size=len(self.members))
         self.book = WindowBook(self.members, self.book.window)
@@ -86,6 +87,8 @@ class WindowState:
 
     def take_plan(self, sizes: BatchSizes, text: str) -> None:
         """Follows a recorded plan, or one made from the settings alone."""
+        if text or self.config.deterministic:
+            self.uncalibrated.clear()
         if text:
             self.source = RecordedWindows(
                 EpochPlan.from_text(text, self.config.policy, len(self.members))

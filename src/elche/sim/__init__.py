@@ -1,0 +1,1 @@
+"""Simulation of runs: the real decisions under a virtual clock. Pure."""

@@ -1,0 +1,141 @@
+"""Which batches are in which rank's model: the account that a simulation checks.
+
+A rank's model is the *common* model, a drift of its own, and, while a window is
+reduced, a snapshot of the drift that it has offered. Here each is the batches that went
+into it. A reduction makes a new common model of the last one and the snapshots of all
+who take part. Independent of the coordinator's ledger, so each checks the other. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elche.coordination.messages import Reduce
+
+Batch = tuple[int, int]
+"""(epoch, batch)."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One rank's model, as the batches in it.
+
+    Attributes:
+        common: how many common models it has seen, an index into `Books.commons`.
+        drift: trained on since the last snapshot.
+        offered: snapshots by window, kept until they are adopted.
+    """
+
+    common: int = 0
+    drift: list[Batch] = field(default_factory=list)
+    offered: dict[int, list[Batch]] = field(default_factory=dict)
+
+
+class Books:
+    """Models of all ranks of one run.
+
+    Args:
+        run: which of the runs; for messages.
+    """
+
+    def __init__(self, run: int = 0) -> None:
+        self.run = run
+        self.models: dict[int, Model] = {}
+        self.commons: list[Counter[Batch]] = [Counter()]
+        self.windows: list[int] = [-1]
+
+    def model(self, rank: int) -> Model:
+        """A rank's model."""
+        return self.models.setdefault(rank, Model())
+
+    def offer(self, rank: int, window: int) -> None:
+        """A rank ends a window: its drift is what it offers."""
+        model = self.model(rank)
+        assert window not in model.offered, f"rank {rank} ends window {window} twice"
+        model.offered[window], model.drift = model.drift, []
+
+    def reduce(self, plans: Mapping[int, Reduce]) -> int:
+        """All ranks of a group reduce; returns the new common model.
+
+        Checks that they mean the same: the same window, settings and common model, and
+        weights that sum to one, those who did nothing having none.
+        """
+        windows = {plan.window for plan in plans.values()}
+        assert len(windows) == 1, f"ranks reduce different windows: {windows}"
+        (window,) = windows
+        bases = {self.model(rank).common for rank in plans}
+        assert len(bases) == 1, f"window {window}: ranks have other bases: {bases}"
+        settings = {
+            (p.attempt, p.active_ranks, p.include_state, p.buffers, p.outer, p.outer_lr)
+            for p in plans.values()
+        }
+        assert len(settings) == 1, f"window {window}: ranks differ: {settings}"
+        total = sum(plan.weight for plan in plans.values())
+        offers = {rank: self.model(rank).offered.get(window) for rank in plans}
+        assert None not in offers.values(), f"window {window} not ended: {offers}"
+        active = [rank for rank, offer in offers.items() if offer]
+        assert abs(total - bool(active)) < 1e-9, f"weights sum to {total}"
+        new = Counter(self.commons[bases.pop()])
+        for rank, offer in offers.items():
+            assert (plans[rank].weight > 0) == bool(offer), (
+                f"window {window}: rank {rank} weighs {plans[rank].weight} for {offer}"
+            )
+            new.update(offer or [])
+        assert plans[min(plans)].active_ranks == len(active)
+        self.commons.append(new)
+        self.windows.append(window)
+        return len(self.commons) - 1
+
+    def adopt(self, rank: int, window: int, common: int) -> None:
+        """A rank takes in the result of a reduction that it took part in."""
+        model = self.model(rank)
+        assert self.windows[common] == window
+        model.common = common
+        del model.offered[window]
+
+    def take(self, rank: int, source: int, window: int) -> None:
+        """A rank takes the common model of another one.
+
+        What it had offered to that window must be in there.
+        """
+        common = self.model(source).common
+        held = self.windows[common]  # windows in which nobody trained are not reduced
+        assert held <= window, f"rank {source} holds window {held}, not {window}"
+        model = self.model(rank)
+        offer = model.offered.pop(window, [])
+        missing = Counter(offer) - self.commons[common]
+        assert not missing, f"rank {rank}: {missing} is lost with window {window}"
+        model.common = common
+
+    def check_epoch(
+        self, ranks: Iterable[int], epoch: int, num_batches: int, *, whole: bool
+    ) -> frozenset[int]:
+        """All ranks hold one model at an epoch's end, with each batch in it once.
+
+        Args:
+            ranks: who is there.
+            epoch: that ended.
+            num_batches: of it.
+            whole: every batch must be in; otherwise some may be missing.
+
+        Returns:
+            The batches of the epoch that are in.
+        """
+        members = list(ranks)
+        commons = {self.model(rank).common for rank in members}
+        assert len(commons) == 1, f"epoch {epoch}: ranks hold models {commons}"
+        for rank in members:
+            model = self.model(rank)
+            left = model.drift, model.offered
+            assert not model.drift, f"rank {rank} ends epoch {epoch} with {left}"
+            assert not any(model.offered.values()), f"rank {rank} ends with {left}"
+            model.offered.clear()  # windows in which nobody trained are not reduced
+        common = self.commons[commons.pop()]
+        counts = {batch: n for (e, batch), n in common.items() if e == epoch}
+        twice = {batch: n for batch, n in counts.items() if n != 1}
+        assert not twice, f"epoch {epoch}: batches counted not once: {twice}"
+        missing = set(range(num_batches)) - set(counts)
+        assert not (whole and missing), f"epoch {epoch}: missing {sorted(missing)[:9]}"
+        return frozenset(counts)

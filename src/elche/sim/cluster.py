@@ -1,0 +1,484 @@
+"""What is simulated: devices, link, faults and the run, as plain checked values.
+
+`Cluster.from_mapping` reads what a TOML file holds; every mistake is named with its
+table, so that a file can be corrected without reading code. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
+
+from elche.config import RunConfig
+from elche.errors import ConfigError
+
+Table = TypeVar("Table")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """From ``at_s`` on, every batch takes ``factor`` times its usual time."""
+
+    at_s: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "at_s")
+        _positive(self, "factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A kind of device; a rank each.
+
+    Attributes:
+        seconds_per_sample: compute time per sample.
+        count: so many of them.
+        seconds_per_batch: fixed time of a batch beside that.
+        jitter: coefficient of variation of a batch's time (log-normal).
+        drift: changes of speed, by time.
+        slower_from_s: short for one drift: from here on ...
+        slower_by: ... batches take so many times as long.
+        spike_probability: share of batches that take ...
+        spike_factor: ... so many times as long.
+        load_seconds_per_sample: loading time; overlaps with compute if prefetched.
+        prefetch: batches that the loader loads ahead.
+        first_batch_s: added to the first batch of all (compilation).
+        copy_bytes_per_s: how fast it copies its parameters (overlapped averaging).
+        name: for the report.
+    """
+
+    seconds_per_sample: float
+    count: int = 1
+    seconds_per_batch: float = 0.0
+    jitter: float = 0.0
+    drift: tuple[Drift, ...] = ()
+    slower_from_s: float | None = None
+    slower_by: float = 1.0
+    spike_probability: float = 0.0
+    spike_factor: float = 10.0
+    load_seconds_per_sample: float = 0.0
+    prefetch: int = 2
+    first_batch_s: float = 0.0
+    copy_bytes_per_s: float = 100e9
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds_per_sample", "slower_by", "spike_factor"):
+            _positive(self, name)
+        _positive(self, "copy_bytes_per_s")
+        for name in ("seconds_per_batch", "jitter", "spike_probability"):
+            _at_least_zero(self, name)
+        for name in ("load_seconds_per_sample", "first_batch_s", "prefetch"):
+            _at_least_zero(self, name)
+        if self.count < 1:
+            raise ConfigError(f"count must be at least 1, got {self.count}")
+        if self.spike_probability > 1.0:
+            raise ConfigError(
+                f"spike_probability must be at most 1, got {self.spike_probability}"
+            )
+        if self.slower_from_s is not None:
+            _at_least_zero(self, "slower_from_s")
+
+    @property
+    def drifts(self) -> tuple[Drift, ...]:
+        """All changes of speed, in their order."""
+        every = list(self.drift)
+        if self.slower_from_s is not None:
+            every.append(Drift(at_s=self.slower_from_s, factor=self.slower_by))
+        return tuple(sorted(every, key=lambda one: one.at_s))
+
+    @property
+    def horizon_batches(self) -> int:
+        """Batches that the loader draws ahead, as a rank says it when it joins."""
+        return self.prefetch + 1
+
+    def mean_batch_s(self, samples: int) -> float:
+        """Mean delivered seconds of a batch on this device alone, before drifts."""
+        compute_s = self.seconds_per_batch + self.seconds_per_sample * samples
+        compute_s *= 1.0 + self.spike_probability * (self.spike_factor - 1.0)
+        load_s = self.load_seconds_per_sample * samples
+        return max(compute_s, load_s) if self.prefetch else compute_s + load_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What connects the ranks, and each of them with the coordinator.
+
+    Attributes:
+        latency_s: of any message.
+        bytes_per_s: of each rank's connection.
+        spread_s: a control message takes up to so much longer, drawn for each one;
+            messages of one channel keep their order.
+    """
+
+    latency_s: float = 0.0005
+    bytes_per_s: float = 1.25e9
+    spread_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "latency_s")
+        _at_least_zero(self, "spread_s")
+        _positive(self, "bytes_per_s")
+
+    def reduce_s(self, num_bytes: float, ranks: int) -> float:
+        """Seconds of one all-reduce: a ring's bytes, a tree's latencies.
+
+        ``2 * latency * ceil(log2 W) + 2 * (W - 1) / W * bytes / bandwidth``: what
+        bandwidth-optimal algorithms send, with the latency of halving and doubling (R.
+        Thakur et al., "Optimization of Collective Communication Operations in MPICH",
+        2005).
+        """
+        if ranks < 2:
+            return 0.0
+        rounds = 2.0 * math.ceil(math.log2(ranks))
+        sent = 2.0 * (ranks - 1) / ranks * num_bytes
+        return rounds * self.latency_s + sent / self.bytes_per_s
+
+    def broadcast_s(self, num_bytes: float, ranks: int) -> float:
+        """Seconds to bring one rank's model to all others, as a pipelined tree."""
+        if ranks < 2:
+            return 0.0
+        return math.ceil(math.log2(ranks)) * self.latency_s + (
+            num_bytes / self.bytes_per_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkChange:
+    """From ``at_s`` on the link is another one."""
+
+    at_s: float
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "at_s")
+        if self.bytes_per_s is not None:
+            _positive(self, "bytes_per_s")
+        if self.latency_s is not None:
+            _at_least_zero(self, "latency_s")
+        if self.bytes_per_s is None and self.latency_s is None:
+            raise ConfigError("say bytes_per_s or latency_s of the changed link")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that happens to the membership; exactly one kind.
+
+    Attributes:
+        at_s: when; 0 where it happens at random.
+        kill_rank: this rank's process dies.
+        fail_rank: this rank's loop raises, and says so.
+        hang_rank: this rank stops, with its connection open.
+        join: a rank joins: the index of a ``[[device]]`` table, or a device.
+        kills_per_hour: ranks die at random, so many in an hour.
+    """
+
+    at_s: float = 0.0
+    kill_rank: int | None = None
+    fail_rank: int | None = None
+    hang_rank: int | None = None
+    join: int | Device | None = None
+    kills_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_zero(self, "at_s")
+        kinds = ("kill_rank", "fail_rank", "hang_rank", "join", "kills_per_hour")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"say exactly one of {', '.join(kinds)}, got {given or 'none'}"
+            )
+        if self.kills_per_hour is not None:
+            _at_least_zero(self, "kills_per_hour")
+
+    @property
+    def rank(self) -> int | None:
+        """Whom it happens to; None where that is not a given rank."""
+        for rank in (self.kill_rank, self.fail_rank, self.hang_rank):
+            if rank is not None:
+                return rank
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """A rank's loop leaves an epoch after so many batches of it."""
+
+    rank: int
+    epoch: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is trained, and how.
+
+    Attributes:
+        samples: of an epoch.
+        batch_size: of a step (of all ranks together under ``sync``).
+        model_bytes: what a reduction sends.
+        epochs: so many.
+        seed: of all that is drawn.
+        policy: of the run.
+        options: other fields of `RunConfig`.
+        regroup_s: what forming a new process group costs.
+        start_spread_s: ranks start within so long.
+        pause_s: ranks do something else between epochs for up to so long.
+        until_s: the simulation stops here, whatever is left to do.
+        min_share_samples: least share of a rank that has any, under ``sync``.
+        runs: so many runs by the same processes, one after the other.
+        batch_sizes: of an epoch, as runs of (samples, batches), instead of
+            ``samples`` and ``batch_size``.
+        plans: a plan to replay per epoch.
+    """
+
+    samples: int = 0
+    batch_size: int = 32
+    model_bytes: float = 8e6
+    epochs: int = 1
+    seed: int = 0
+    policy: str = "async"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    regroup_s: float = 0.05
+    start_spread_s: float = 0.0
+    pause_s: float = 0.0
+    until_s: float | None = None
+    min_share_samples: int = 1
+    runs: int = 1
+    batch_sizes: tuple[tuple[int, int], ...] | None = None
+    plans: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "runs", "min_share_samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        for name in ("model_bytes", "regroup_s", "start_spread_s", "pause_s"):
+            _at_least_zero(self, name)
+        if self.batch_sizes is None and self.samples < 1:
+            raise ConfigError(f"samples must be at least 1, got {self.samples}")
+        if self.until_s is not None:
+            _positive(self, "until_s")
+        if self.policy == "auto":
+            raise ConfigError(
+                "policy 'auto' cannot be simulated yet: name 'sync', 'cadence' or "
+                "'async', and compare"
+            )
+        config = self.config
+        if config.record is not None or config.replay is not None:
+            raise ConfigError("'record' and 'replay' name files; a simulation has none")
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings that ranks agree on."""
+        return RunConfig.from_options({"policy": self.policy, **self.options})
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Batch sizes of an epoch: the last batch may be smaller."""
+        if self.batch_sizes is not None:
+            return self.batch_sizes
+        whole, rest = divmod(self.samples, self.batch_size)
+        runs = [(self.batch_size, whole), (rest, 1)]
+        return tuple((size, count) for size, count in runs if size and count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Everything that is simulated.
+
+    Attributes:
+        run: what is trained.
+        devices: as the tables name them, with their counts.
+        link: what connects the ranks.
+        link_changes: of it, by time.
+        faults: deaths, joins and the like.
+        breaks: loops that leave an epoch early.
+    """
+
+    run: Run
+    devices: tuple[Device, ...]
+    link: Link = field(default_factory=Link)
+    link_changes: tuple[LinkChange, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    breaks: tuple[Break, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConfigError("a cluster needs at least one [[device]]")
+        joins = sum(fault.join is not None for fault in self.faults)
+        for at, fault in enumerate(self.faults):
+            where = f"[[fault]] {at}"
+            if fault.rank is not None and not (
+                0 <= fault.rank < self.world_size + joins
+            ):
+                raise ConfigError(
+                    f"{where}: there is no rank {fault.rank}; ranks are 0 to "
+                    f"{self.world_size + joins - 1}"
+                )
+            if isinstance(fault.join, int) and not (
+                0 <= fault.join < len(self.devices)
+            ):
+                raise ConfigError(
+                    f"{where}: join = {fault.join} names no [[device]]; there are "
+                    f"{len(self.devices)}, counted from 0"
+                )
+
+    @property
+    def ranks(self) -> list[Device]:
+        """The device of each rank at the start."""
+        return [device for device in self.devices for _ in range(device.count)]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks at the start."""
+        return sum(device.count for device in self.devices)
+
+    def link_at(self, now_s: float) -> Link:
+        """The link at a time."""
+        link = self.link
+        for change in self.link_changes:
+            if change.at_s <= now_s:
+                link = Link(
+                    latency_s=_or(change.latency_s, link.latency_s),
+                    bytes_per_s=_or(change.bytes_per_s, link.bytes_per_s),
+                    spread_s=link.spread_s,
+                )
+        return link
+
+    @staticmethod
+    def from_mapping(raw: Mapping[str, Any]) -> Cluster:
+        """Reads a cluster description, as TOML gives it.
+
+        Raises:
+            ConfigError: something is unknown, missing, or of a wrong type or value;
+                the message names the table.
+        """
+        known = ("run", "device", "link", "link_change", "fault")
+        for name in raw:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown table {name!r}; known are: {', '.join(known)}"
+                )
+        faults = [
+            {**entry, "join": _read_join(f"[[fault]] {at}", entry["join"])}
+            if "join" in entry
+            else entry
+            for at, entry in enumerate(_tables(raw, "fault"))
+        ]
+        changes = _read_all(LinkChange, "link_change", _tables(raw, "link_change"))
+        return Cluster(
+            run=_read_run(raw.get("run")),
+            devices=tuple(
+                _read_device(f"[[device]] {at}", entry)
+                for at, entry in enumerate(_tables(raw, "device"))
+            ),
+            link=_read(Link, "[link]", raw.get("link", {})),
+            link_changes=tuple(sorted(changes, key=lambda change: change.at_s)),
+            faults=tuple(_read_all(Fault, "fault", faults)),
+        )
+
+
+_NOT_IN_FILES = frozenset({"options", "batch_sizes", "plans", "runs"})
+_TYPES: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "float | None": (int, float),
+    "int": (int,),
+    "int | None": (int,),
+    "str": (str,),
+    "int | Device | None": (int, Device),
+    "tuple[Drift, ...]": (tuple,),
+}
+
+
+def _tables(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    tables = raw.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ConfigError(f"write [[{name}]], a list of tables, got {tables!r}")
+    return tables
+
+
+def _read_all(kind: type[Table], name: str, tables: list[Any]) -> list[Table]:
+    return [_read(kind, f"[[{name}]] {at}", table) for at, table in enumerate(tables)]
+
+
+def _read_run(raw: object) -> Run:
+    where = "[run]"
+    if not isinstance(raw, dict):
+        raise ConfigError("a cluster file needs a table [run]")
+    own = {item.name for item in fields(Run)} - _NOT_IN_FILES
+    options = {name: value for name, value in raw.items() if name not in own}
+    known = {item.name for item in fields(RunConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{where}: unknown key {name!r}; known are: "
+                f"{', '.join(sorted(own | known))}"
+            )
+    if isinstance(options.get("speed_hints"), list):
+        options["speed_hints"] = tuple(options["speed_hints"])
+    if "samples" not in raw:
+        raise ConfigError(f"{where}: the key 'samples' is missing")
+    values = {name: value for name, value in raw.items() if name in own}
+    return _read(Run, where, values, options=options)
+
+
+def _read_device(where: str, raw: Mapping[str, Any]) -> Device:
+    drift = raw.get("drift", [])
+    if not isinstance(drift, list):
+        raise ConfigError(f"{where}: drift must be a list of tables, got {drift!r}")
+    drifts = tuple(
+        _read(Drift, f"{where}, drift {at}", entry) for at, entry in enumerate(drift)
+    )
+    return _read(Device, where, {**raw, "drift": drifts})
+
+
+def _read_join(where: str, raw: object) -> object:
+    return _read_device(f"{where}, join", raw) if isinstance(raw, dict) else raw
+
+
+def _read(kind: type[Table], where: str, raw: object, **more: Any) -> Table:
+    """A frozen value of a table; every complaint begins with where it stands."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected a table, got {raw!r}")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    for name, value in raw.items():
+        item = known.get(name)
+        if item is None or name in _NOT_IN_FILES:
+            shown = sorted(known.keys() - _NOT_IN_FILES)
+            raise ConfigError(
+                f"{where}: unknown key {name!r}; known are: {', '.join(shown)}"
+            )
+        expected = _TYPES[str(item.type)]
+        if isinstance(value, bool) or not isinstance(value, expected):
+            words = " or ".join(one.__name__ for one in expected)
+            raise ConfigError(f"{where}: {name} must be {words}, got {value!r}")
+    for name, item in known.items():
+        needed = item.default is MISSING and item.default_factory is MISSING
+        if needed and name not in raw and name not in more:
+            raise ConfigError(f"{where}: the key {name!r} is missing")
+    try:
+        return kind(**raw, **more)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
+
+
+def _at_least_zero(table: object, name: str) -> None:
+    value = getattr(table, name)
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} must be finite and not negative, got {value!r}")
+
+
+def _positive(table: object, name: str) -> None:
+    value = getattr(table, name)
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be finite and positive, got {value!r}")

@@ -1,0 +1,307 @@
+"""A virtual clock, a network that delays messages, and collectives that may fail.
+
+Processes are generators that yield what they wait for and are resumed under the virtual
+clock: a number of seconds, `Receive`, or a `Collective`. Nothing here knows of
+training. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elche.coordination.messages import Abort, Instruction
+from elche.errors import ElcheError
+from elche.sim.cluster import Cluster
+
+
+class DeadlockError(ElcheError):
+    """Nothing will ever happen again, but a simulated rank waits."""
+
+
+class AbortedError(ElcheError):
+    """A simulated rank has read an `Abort`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Resume when an instruction is there, or after ``timeout_s``."""
+
+    waiting_for: str
+    timeout_s: float | None = None
+
+
+class Collective:
+    """Something that all members of a group do together.
+
+    It ends ``cost_s`` after all have arrived, or earlier where its work could begin
+    before: an arrival says since when its first part, of ``parts``, was ready. Ranks
+    learn of the end one after the other. When a member dies, those who have not seen
+    the end by then see a failure.
+
+    Args:
+        members: who takes part.
+        cost_s: seconds of the whole.
+        parts: in so many parts can its work be sent.
+    """
+
+    __slots__ = ("arrived", "cost_s", "done_s", "failed", "members", "parts", "value")
+
+    def __init__(self, members: Iterable[int], cost_s: float, parts: int = 1) -> None:
+        self.members = frozenset(members)
+        self.cost_s = cost_s
+        self.parts = parts
+        self.arrived: dict[int, tuple[float, float]] = {}
+        self.done_s: dict[int, float] = {}
+        self.failed = False
+        self.value: Any = None
+
+    @property
+    def last_arrival_s(self) -> float:
+        """When the last member came."""
+        return max(end_s for _, end_s in self.arrived.values())
+
+    def ends_s(self) -> float:
+        """When it ends, once all have arrived."""
+        ready_s = max(ready_s for ready_s, _ in self.arrived.values())
+        return max(
+            self.last_arrival_s + self.cost_s / self.parts, ready_s + self.cost_s
+        )
+
+
+Wait = float | Receive | Collective
+Script = Generator[Wait, Any, None]
+
+
+@dataclass(slots=True)
+class Process:
+    """What the engine knows of one rank's process."""
+
+    rank: int
+    script: Script
+    inbox: deque[Instruction] = field(default_factory=deque)
+    wait: Wait | None = None
+    turn: int = 0
+    since_s: float = 0.0
+    is_alive: bool = True
+    is_hung: bool = False
+
+
+class Engine:
+    """Runs processes.
+
+    Args:
+        cluster: says how long messages and collectives take.
+        on_end: told when a process has ended: its rank, and whether by an `Abort`.
+    """
+
+    def __init__(self, cluster: Cluster, on_end: Callable[[int, bool], None]) -> None:
+        self.cluster = cluster
+        self.now_s = 0.0
+        self.processes: dict[int, Process] = {}
+        self.collectives: dict[tuple[Any, ...], Collective] = {}
+        self._on_end = on_end
+        self._random = random.Random(cluster.run.seed)
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._last_arrival_s: dict[tuple[str, int], float] = {}
+        self._link = cluster.link_at(0.0)
+        for change in cluster.link_changes:
+            self.at(change.at_s, self._change_link)
+
+    @property
+    def link(self) -> Any:
+        """The link as it is now."""
+        return self._link
+
+    def at(self, when_s: float, act: Callable[..., None], *args: Any) -> None:
+        """Does something later."""
+        self._count += 1
+        heapq.heappush(self._heap, (when_s, self._count, act, args))
+
+    def run(
+        self, until_s: float | None = None, most_happenings: float = math.inf
+    ) -> None:
+        """Runs until nothing is left to happen, or until a time.
+
+        Raises:
+            DeadlockError: a process waits for ever, or more happens than should.
+        """
+        heap = self._heap
+        while heap:
+            if self._count > most_happenings:
+                raise DeadlockError(f"at {self.now_s:.6f} s it still goes on and on")
+            when_s, _, act, args = heapq.heappop(heap)
+            if until_s is not None and when_s > until_s:
+                self.now_s = until_s
+                return
+            self.now_s = when_s
+            act(*args)
+        waiting = [p for p in self.processes.values() if p.is_alive and not p.is_hung]
+        if waiting:
+            raise DeadlockError(
+                f"at {self.now_s:.6f} s nothing happens any more, but "
+                + "; ".join(
+                    f"rank {p.rank} waits since {p.since_s:.6f} s for "
+                    f"{_shown(p.wait, p.rank)}"
+                    for p in waiting[:8]
+                )
+            )
+
+    def start(self, rank: int, script: Script, after_s: float = 0.0) -> None:
+        """Starts a process."""
+        process = Process(rank, script)
+        self.processes[rank] = process
+        self.at(self.now_s + after_s, self._wake, process, process.turn, None)
+
+    def travel(self, way: str, rank: int, act: Callable[..., None], *args: Any) -> None:
+        """Does something when a message has arrived; a channel keeps its order."""
+        link = self._link
+        at_s = self.now_s + link.latency_s
+        if link.spread_s:
+            at_s += self._random.uniform(0.0, link.spread_s)
+            channel = (way, rank)
+            at_s = max(at_s, self._last_arrival_s.get(channel, 0.0))
+            self._last_arrival_s[channel] = at_s
+        self.at(at_s, act, *args)
+
+    def deliver(self, instruction: Instruction) -> None:
+        """An instruction arrives at its rank."""
+        process = self.processes[instruction.rank]
+        if not process.is_alive or process.is_hung:
+            return
+        process.inbox.append(instruction)
+        wait = process.wait
+        if isinstance(wait, Receive):
+            self._wake(process, process.turn, None)
+        elif isinstance(wait, Collective) and isinstance(instruction, Abort):
+            self._wake(process, process.turn, False)
+
+    def arrive(
+        self, key: tuple[Any, ...], rank: int, new: Callable[[], Collective]
+    ) -> Collective:
+        """A rank takes part in a collective; yield it to wait for its end."""
+        return self.arrive_ready(key, rank, new, self.now_s)
+
+    def arrive_ready(
+        self,
+        key: tuple[Any, ...],
+        rank: int,
+        new: Callable[[], Collective],
+        ready_s: float,
+    ) -> Collective:
+        """As :meth:`arrive`; its first part was ready earlier."""
+        collective = self.collectives.get(key)
+        if collective is None:
+            collective = self.collectives[key] = new()
+            gone = [r for r in collective.members if not self._is_there(r)]
+            collective.failed = bool(gone)
+        assert rank in collective.members, f"rank {rank} is not in {key}"
+        assert rank not in collective.arrived, f"rank {rank} is twice in {key}"
+        collective.arrived[rank] = (ready_s, self.now_s)
+        if len(collective.arrived) == len(collective.members) and not collective.failed:
+            self._complete(key, collective)
+        return collective
+
+    def kill(self, rank: int) -> None:
+        """A process dies: what it takes part in fails."""
+        process = self.processes[rank]
+        process.is_alive = False
+        process.script.close()
+        for key, collective in list(self.collectives.items()):
+            if rank not in collective.members:
+                continue
+            seen = {r: at for r, at in collective.done_s.items() if at <= self.now_s}
+            if len(seen) == len(collective.members):
+                del self.collectives[key]
+                continue
+            collective.failed = True
+            collective.done_s = seen
+            for other in collective.arrived:
+                self._fail_later(other, collective)
+
+    def _is_there(self, rank: int) -> bool:
+        process = self.processes.get(rank)
+        return process is not None and process.is_alive
+
+    def _fail_later(self, rank: int, collective: Collective) -> None:
+        process = self.processes[rank]
+        waits = process.is_alive and process.wait is collective
+        if waits and rank not in collective.done_s:
+            process.turn += 1  # what was to wake it with a result is void
+            at_s = self.now_s + self._link.latency_s
+            self.at(at_s, self._wake, process, process.turn, False)
+
+    def _complete(self, key: tuple[Any, ...], collective: Collective) -> None:
+        ends_s = max(self.now_s, collective.ends_s())
+        link, draw = self._link, self._random
+        skew_s = link.latency_s + link.spread_s if len(collective.members) > 1 else 0.0
+        last_s = ends_s
+        for rank in collective.members:
+            done_s = ends_s + draw.random() * skew_s if skew_s else ends_s
+            collective.done_s[rank] = done_s
+            last_s = max(last_s, done_s)
+            process = self.processes[rank]
+            if process.wait is collective:
+                self.at(done_s, self._wake, process, process.turn, True)
+        self.at(last_s, self._forget, key, collective)
+
+    def _forget(self, key: tuple[Any, ...], collective: Collective) -> None:
+        if not collective.failed and self.collectives.get(key) is collective:
+            del self.collectives[key]
+
+    def _wake(self, process: Process, turn: int, value: object) -> None:
+        """Resumes a process, unless it has gone on since this was decided."""
+        if process.turn != turn or not process.is_alive or process.is_hung:
+            return
+        process.wait = None
+        process.turn += 1
+        try:
+            wait = process.script.send(value)
+            while isinstance(wait, Receive) and process.inbox:
+                wait = process.script.send(None)
+        except StopIteration:
+            process.is_alive = False
+            self._on_end(process.rank, False)
+            return
+        except AbortedError:
+            process.is_alive = False
+            self._on_end(process.rank, True)
+            return
+        self._suspend(process, wait)
+
+    def _suspend(self, process: Process, wait: Wait) -> None:
+        process.wait, process.since_s = wait, self.now_s
+        if isinstance(wait, Receive):
+            if wait.timeout_s is not None:
+                at_s = self.now_s + wait.timeout_s
+                self.at(at_s, self._wake, process, process.turn, None)
+        elif isinstance(wait, Collective):
+            done_s = wait.done_s.get(process.rank)
+            if done_s is not None:
+                at_s = max(done_s, self.now_s)
+                self.at(at_s, self._wake, process, process.turn, True)
+            elif wait.failed:
+                at_s = self.now_s + self._link.latency_s
+                self.at(at_s, self._wake, process, process.turn, False)
+            elif any(isinstance(item, Abort) for item in process.inbox):
+                self.at(self.now_s, self._wake, process, process.turn, False)
+        else:
+            self.at(self.now_s + wait, self._wake, process, process.turn, None)
+
+    def _change_link(self) -> None:
+        self._link = self.cluster.link_at(self.now_s)
+
+
+def _shown(wait: Wait | None, rank: int) -> str:
+    if isinstance(wait, Receive):
+        return wait.waiting_for
+    if isinstance(wait, Collective):
+        missing = sorted(wait.members - wait.arrived.keys())
+        return f"a collective of {len(wait.members)} ranks, missing {missing[:8]}"
+    return "the time to pass"

@@ -1,0 +1,154 @@
+"""What happened in a simulated run: sums always, details if they are wanted. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from elche.coordination.messages import Abort, OpenWindow, Reduce, WindowReduced
+from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
+
+DATA = "data"
+LEASE = "lease"
+WINDOW_END = "window end"
+REDUCTION = "reduction"
+THROTTLE = "throttle"
+REGROUP = "regroup"
+START = "start"
+CAUSES = (DATA, LEASE, WINDOW_END, REDUCTION, THROTTLE, REGROUP, START)
+"""What a rank waits for: its loader, a lease or grant, other ranks to end a window or
+step, a reduction, the slowest rank to catch up, a new group, runs and epochs to begin.
+"""
+SYNC_WAIT = "sync wait"
+
+Key = tuple[int, int]
+
+
+@dataclass(slots=True)
+class RankHistory:
+    """Sums of one rank.
+
+    Attributes:
+        device: the name of its kind.
+        began_s: when its process started.
+        ended_s: when it ended or died, None while it runs.
+        has_died: whether it was killed.
+        samples: trained on, its own ones.
+        batches: trained on.
+        compute_s: of them.
+        load_s: loading time of them, overlapped or not.
+        waits_s: by cause.
+        copies_s: copying parameters for overlapped reductions.
+        adoptions: averages adopted while a further window ran.
+        lag_batches: of that window, run before the adoption; their sum ...
+        most_lag_batches: ... and the most of any.
+        lag_s: seconds from a window's end to the adoption of its average, their sum ...
+        most_lag_s: ... and the most of any.
+        last_work_s: when its last batch ended.
+    """
+
+    device: str = ""
+    began_s: float = 0.0
+    ended_s: float | None = None
+    has_died: bool = False
+    samples: int = 0
+    batches: int = 0
+    compute_s: float = 0.0
+    load_s: float = 0.0
+    waits_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    copies_s: float = 0.0
+    adoptions: int = 0
+    lag_batches: int = 0
+    most_lag_batches: int = 0
+    lag_s: float = 0.0
+    most_lag_s: float = 0.0
+    last_work_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Recovery:
+    """How the run came through one change of its membership.
+
+    Attributes:
+        rank: who died or joined.
+        at_s: when.
+        ranks: who was alive then.
+        going: of them, who trains again, and since when.
+    """
+
+    rank: int
+    at_s: float
+    ranks: frozenset[int]
+    going: dict[int, float] = field(default_factory=dict)
+
+
+class History:
+    """What happened.
+
+    Args:
+        details: keep who trained on what in which window, waits and plans.
+        spans: keep a timeline.
+    """
+
+    def __init__(self, *, details: bool = False, spans: bool = False) -> None:
+        self.has_details = details
+        self.has_spans = spans
+        self.spans: list[Span] = []
+        self.ranks: dict[int, RankHistory] = {}
+        self.aborts: dict[int, Abort] = {}
+        self.aborted_s: dict[int, float] = {}
+        self.finished: set[int] = set()
+        self.recoveries: list[Recovery] = []
+        self.windows = 0
+        self.samples = 0
+        self._seen: dict[Key, bytearray] = {}
+        self.trained: dict[Key, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self.committed: dict[Key, frozenset[int]] = {}
+        self.plans: dict[tuple[int, int, int], dict[int, Reduce]] = defaultdict(dict)
+        self.shares: dict[tuple[int, int, int], set[tuple[int, ...]]] = defaultdict(set)
+        self.in_window: dict[Key, dict[int, int]] = defaultdict(dict)
+        self.opened: dict[Key, list[OpenWindow]] = defaultdict(list)
+        self.adopted: dict[Key, list[WindowReduced]] = defaultdict(list)
+        self.ended: dict[Key, set[int]] = defaultdict(set)
+        self.waits: list[tuple[int, str, float, float]] = []
+        self.busy: list[tuple[int, float, float]] = []
+
+    def wait(self, rank: int, cause: str, since_s: float, until_s: float) -> None:
+        """A rank has waited."""
+        if until_s <= since_s:
+            return
+        self.ranks[rank].waits_s[cause] += until_s - since_s
+        if self.has_details:
+            self.waits.append((rank, cause, since_s, until_s))
+        if self.has_spans:
+            category = {DATA: DATA_WAIT, REDUCTION: SYNC}.get(cause, SYNC_WAIT)
+            span = Span(rank, f"wait: {cause}", category, since_s, until_s - since_s)
+            self.spans.append(span)
+
+    def batch(self, rank: int, name: str, since_s: float, until_s: float) -> None:
+        """A rank has computed."""
+        self.ranks[rank].last_work_s = until_s
+        if self.has_details:
+            self.busy.append((rank, since_s, until_s))
+        if self.has_spans:
+            self.spans.append(Span(rank, name, BATCH, since_s, until_s - since_s))
+
+    def changed(self, rank: int, now_s: float, alive: Iterable[int]) -> None:
+        """A rank has died or asked to join."""
+        self.recoveries.append(Recovery(rank, now_s, frozenset(alive)))
+
+    def going_again(self, rank: int, changed: Iterable[int], now_s: float) -> None:
+        """A rank goes on after these ranks have died or joined."""
+        for recovery in self.recoveries:
+            if recovery.rank in changed:
+                recovery.going.setdefault(rank, now_s)
+
+    def count(self, key: Key, batch: int, num_batches: int, samples: int) -> None:
+        """Counts a batch's samples once, however often it was trained on."""
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = bytearray(num_batches)
+        if not seen[batch]:
+            seen[batch] = 1
+            self.samples += samples

@@ -1,0 +1,194 @@
+"""What a simulation tells: efficiency, waits, staleness, recovery, load. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elche.sim.cluster import Device
+from elche.sim.history import CAUSES, RankHistory
+from elche.sim.simulation import Simulation
+
+US_PER_S = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank; times in seconds.
+
+    Attributes:
+        rank: its number.
+        device: its kind's name.
+        batches: trained on.
+        samples: trained on.
+        busy_s: computing.
+        alive_s: from its start to its end or death, or the run's end.
+        waits: by cause.
+        has_died: whether it was killed.
+    """
+
+    rank: int
+    device: str
+    batches: int
+    samples: int
+    busy_s: float
+    alive_s: float
+    waits: dict[str, float]
+    has_died: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A simulated run.
+
+    Attributes:
+        policy: of the run.
+        world_size: ranks at the start.
+        seconds: virtual, from the start of the first rank to the end of the last one.
+        samples: trained on; what was lost with a rank and done again counts once.
+        samples_per_s: of them.
+        efficiency: samples per second over the sum of what each device delivers alone,
+            on the same batches, while it lived; start-up and drain included.
+        waits: share of all ranks' time spent waiting, by cause.
+        sync_overhead: share of all ranks' time that synchronising costs: waiting for
+            window ends, reductions and copies.
+        windows: synchronisations.
+        lag_batches: mean and most batches run in the next window before the average of
+            the last one was adopted (overlapped only): the staleness of averages.
+        lag_s: likewise in seconds from a window's end.
+        recovery_s: per change of the membership, until all who lived trained again;
+            None if it came too late to matter.
+        messages_per_s: events and instructions at the coordinator.
+        coordinator_us_per_event: mean of measured time in its core, and ...
+        coordinator_most_us: ... the longest; None where it was not measured.
+        events: that the coordinator handled.
+        instructions: that it gave.
+        most_instructions: as answer to one event.
+        by_kind: events of each kind, and microseconds of one.
+        ranks: each one.
+    """
+
+    policy: str
+    world_size: int
+    seconds: float
+    samples: int
+    samples_per_s: float
+    efficiency: float
+    waits: dict[str, float]
+    sync_overhead: float
+    windows: int
+    lag_batches: tuple[float, int]
+    lag_s: tuple[float, float]
+    recovery_s: tuple[float | None, ...]
+    messages_per_s: float
+    coordinator_us_per_event: float | None
+    coordinator_most_us: float | None
+    events: int
+    instructions: int
+    most_instructions: int
+    by_kind: dict[str, tuple[int, float]]
+    ranks: tuple[RankReport, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def report_of(sim: Simulation) -> Report:
+    """Sums up a simulation that has run."""
+    history, load = sim.history, sim.load
+    began_s = min(sums.began_s for sums in history.ranks.values())
+    end_s = sim.end_s
+    seconds = max(end_s - began_s, 1e-12)
+    samples = history.samples
+    ranks = sorted(history.ranks.items())
+    alive_s = {rank: _alive_s(sums, end_s) for rank, sums in ranks}
+    all_s = sum(alive_s.values()) or 1.0
+    waits = {
+        cause: sum(sums.waits_s[cause] for _, sums in ranks) / all_s for cause in CAUSES
+    }
+    copies = sum(sums.copies_s for _, sums in ranks) / all_s
+    capacity = sum(
+        _solo_speed(sim, rank, sums) * alive_s[rank]
+        for rank, sums in ranks
+        if not sim.is_turned_away(rank)
+    )
+    adoptions = sum(sums.adoptions for _, sums in ranks)
+    timed = sim.watch.timer is not None and load.events > 0
+    return Report(
+        policy=sim.cluster.run.policy,
+        world_size=sim.cluster.world_size,
+        seconds=seconds,
+        samples=samples,
+        samples_per_s=samples / seconds,
+        efficiency=samples / capacity if capacity else 0.0,
+        waits=waits,
+        sync_overhead=waits["window end"] + waits["reduction"] + copies,
+        windows=history.windows,
+        lag_batches=(
+            sum(sums.lag_batches for _, sums in ranks) / max(1, adoptions),
+            max(sums.most_lag_batches for _, sums in ranks),
+        ),
+        lag_s=(
+            sum(sums.lag_s for _, sums in ranks) / max(1, adoptions),
+            max(sums.most_lag_s for _, sums in ranks),
+        ),
+        recovery_s=_recoveries(sim),
+        messages_per_s=(load.events + load.instructions) / seconds,
+        coordinator_us_per_event=(
+            load.busy_s / load.events * US_PER_S if timed else None
+        ),
+        coordinator_most_us=load.longest_s * US_PER_S if timed else None,
+        events=load.events,
+        instructions=load.instructions,
+        most_instructions=load.most_instructions,
+        by_kind={
+            kind: (int(count), spent_s / count * US_PER_S)
+            for kind, (count, spent_s) in sorted(load.by_kind.items())
+        },
+        ranks=tuple(
+            RankReport(
+                rank=rank,
+                device=sums.device,
+                batches=sums.batches,
+                samples=sums.samples,
+                busy_s=sums.compute_s,
+                alive_s=alive_s[rank],
+                waits=dict(sums.waits_s),
+                has_died=sums.has_died,
+            )
+            for rank, sums in ranks
+        ),
+    )
+
+
+def _alive_s(sums: RankHistory, end_s: float) -> float:
+    """From its start to its death, or to the end of the run that it was part of."""
+    until_s = sums.ended_s if sums.has_died and sums.ended_s is not None else end_s
+    return max(0.0, until_s - sums.began_s)
+
+
+def _solo_speed(sim: Simulation, rank: int, sums: RankHistory) -> float:
+    """Samples per second that its device delivers alone, as its batches really were."""
+    device: Device = sim.devices[rank]
+    if not sums.samples:
+        samples = sim.cluster.run.sizes[0][0]
+        return samples / device.mean_batch_s(samples)
+    if device.prefetch:
+        solo_s = max(sums.compute_s, sums.load_s)
+    else:
+        solo_s = sums.compute_s + sums.load_s
+    return sums.samples / solo_s
+
+
+def _recoveries(sim: Simulation) -> tuple[float | None, ...]:
+    found: list[float | None] = []
+    for recovery in sim.history.recoveries:
+        dead = {r for r, sums in sim.history.ranks.items() if sums.has_died}
+        waited_for = recovery.ranks - dead
+        if waited_for and waited_for <= recovery.going.keys():
+            last_s = max(recovery.going[rank] for rank in waited_for)
+            found.append(last_s - recovery.at_s)
+        else:
+            found.append(None)
+    return tuple(found)

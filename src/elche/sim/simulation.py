@@ -1,0 +1,281 @@
+"""A whole run in virtual time: the real coordinator, simulated ranks, faults. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    BeginEpoch,
+    Disconnected,
+    Event,
+    Failed,
+    Instruction,
+    Regroup,
+    Tick,
+    Welcome,
+)
+from elche.coordination.state import Coordinator
+from elche.errors import ElcheError
+from elche.sim.books import Books
+from elche.sim.cluster import Cluster, Device, Fault
+from elche.sim.engine import Script
+from elche.sim.history import History, RankHistory
+from elche.sim.rank import Rank
+from elche.sim.sync_worker import SyncEpoch
+from elche.sim.window_worker import WindowEpoch
+from elche.sim.world import World
+
+TICK_S = 0.5
+S_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What a simulation does beside running.
+
+    Attributes:
+        checks: assert the core's invariants after each event, and keep the account of
+            every rank's model (`Books`); slow, for tests.
+        details: keep who did what (`History`).
+        spans: keep a timeline.
+        ticks: let deadlines pass; always so where a rank hangs.
+        timer: a clock in seconds to measure the coordinator with.
+        most_happenings: give up after so many; a run that goes round in circles.
+    """
+
+    checks: bool = False
+    details: bool = False
+    spans: bool = False
+    ticks: bool = False
+    timer: Callable[[], float] | None = None
+    most_happenings: float = math.inf
+
+
+@dataclass(slots=True)
+class CoordinatorLoad:
+    """What the coordinator had to do.
+
+    Attributes:
+        events: that it handled.
+        instructions: that it gave.
+        most_instructions: as answer to one event.
+        busy_s: measured time in the core, 0.0 without a timer.
+        longest_s: of one event.
+        by_kind: events, and seconds, of each kind.
+    """
+
+    events: int = 0
+    instructions: int = 0
+    most_instructions: int = 0
+    busy_s: float = 0.0
+    longest_s: float = 0.0
+    by_kind: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Simulation(World):
+    """Runs a cluster description to its end.
+
+    Args:
+        cluster: what is simulated.
+        watch: what is done beside.
+    """
+
+    def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
+        self.watch = watch or Watch()
+        history = History(details=self.watch.details, spans=self.watch.spans)
+        super().__init__(cluster, history)
+        self.is_elastic = cluster.run.config.policy in ("cadence", "async")
+        self.core = Coordinator(cluster.world_size, elastic=self.is_elastic)
+        self.load = CoordinatorLoad()
+        self.events: list[Event] = []
+        self.epoch_plans: list[str] = []
+        self.devices: dict[int, Device] = {}
+        self._began: dict[tuple[int, int], set[int]] = {}
+        self._random = random.Random(f"{cluster.run.seed}/faults")
+        if self.watch.checks:
+            self.books = [Books(run) for run in range(cluster.run.runs)]
+        for fault in cluster.faults:
+            self._plan_fault(fault)
+        for rank, device in enumerate(cluster.ranks):
+            spread_s = cluster.run.start_spread_s
+            self._start(rank, device, self._random.uniform(0.0, spread_s))
+        hangs = any(fault.hang_rank is not None for fault in cluster.faults)
+        if self.watch.ticks or hangs:
+            self.engine.at(TICK_S, self._tick)
+
+    def run(self) -> History:
+        """Simulates to the end.
+
+        Raises:
+            DeadlockError: ranks wait for something that will never happen.
+        """
+        try:
+            self.engine.run(self.cluster.run.until_s, self.watch.most_happenings)
+        except ElcheError as error:
+            story = "\n".join(self.core.story()[-40:])
+            raise type(error)(f"{error}\nstory:\n{story}") from error
+        for sums in self.history.ranks.values():
+            if sums.ended_s is None:
+                sums.ended_s = self.engine.now_s
+        return self.history
+
+    @property
+    def end_s(self) -> float:
+        """When the last rank ended."""
+        ends = [sums.ended_s for sums in self.history.ranks.values()]
+        return max((end for end in ends if end is not None), default=0.0)
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks whose processes run."""
+        return sorted(r for r, p in self.engine.processes.items() if p.is_alive)
+
+    def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Script:
+        """A rank's epoch."""
+        self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
+        if self.cluster.run.config.policy == "sync":
+            return SyncEpoch(rank, begin).train()
+        return WindowEpoch(rank, begin).train()
+
+    def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
+        """A rank has ended an epoch: when all have, their models are compared."""
+        self.history.ended[run, epoch].add(rank)
+        self._compare_models()
+
+    def _compare_models(self) -> None:
+        """Compares the models of epochs that all who live have ended."""
+        if self.books is None:
+            return
+        for (run, epoch), began in self._began.items():
+            if (run, epoch) in self.history.committed:
+                continue
+            there = [rank for rank in began if self.engine.processes[rank].is_alive]
+            if there and self.history.ended[run, epoch].issuperset(there):
+                whole = not any(e == epoch for _, e in self._breaks)
+                batches = BatchSizes(self.cluster.run.sizes).num_batches
+                self.history.committed[run, epoch] = self.books[run].check_epoch(
+                    there, epoch, batches, whole=whole
+                )
+
+    def is_turned_away(self, rank: int) -> bool:
+        """Whether a rank waited to join until the run was over."""
+        sums = self.history.ranks[rank]
+        return (
+            rank >= self.cluster.world_size
+            and rank in self.history.aborts
+            and (sums.batches == 0)
+        )
+
+    def _start(self, rank: int, device: Device, after_s: float) -> None:
+        now_s = self.engine.now_s
+        self.history.ranks[rank] = RankHistory(device=device.name, began_s=now_s)
+        self.devices[rank] = device
+        is_new = rank >= self.cluster.world_size
+        script = Rank(self, rank, device, self._epoch_of, is_new=is_new).live()
+        self.engine.start(rank, script, after_s)
+
+    def hear(self, event: Event) -> None:
+        """The core takes an event; its instructions travel back."""
+        load, timer = self.load, self.watch.timer
+        if timer is None:
+            told = self.core.handle(event, self.engine.now_s)
+        else:
+            began_s = timer()
+            told = self.core.handle(event, self.engine.now_s)
+            spent_s = timer() - began_s
+            load.busy_s += spent_s
+            load.longest_s = max(load.longest_s, spent_s)
+            kind = load.by_kind.setdefault(type(event).__name__, [0, 0.0])
+            kind[0] += 1
+            kind[1] += spent_s
+        load.events += 1
+        load.instructions += len(told)
+        if len(told) > load.most_instructions:
+            load.most_instructions = len(told)
+        if told:
+            self._note_groups(told)
+        for instruction in told:
+            engine = self.engine
+            engine.travel("down", instruction.rank, engine.deliver, instruction)
+        if self.watch.details:
+            self.events.append(event)
+        if self.watch.checks:
+            self.core.check()
+
+    def _note_groups(self, told: list[Instruction]) -> None:
+        """Remembers who is in the group of a generation, and an epoch's plan."""
+        groups: dict[int, set[int]] = {}
+        for instruction in told:
+            if isinstance(instruction, (Welcome, Regroup)):
+                groups.setdefault(instruction.generation, set()).add(instruction.rank)
+            elif getattr(instruction, "plan", ""):
+                self.epoch_plans.append(instruction.plan)  # type: ignore[union-attr]
+        for generation, members in groups.items():
+            self.groups[generation] = frozenset(members)
+
+    def ended(self, rank: int, by_abort: bool) -> None:
+        """A process has ended by itself."""
+        self.history.ranks[rank].ended_s = self.engine.now_s
+        if by_abort:
+            self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))
+        else:
+            self.history.finished.add(rank)
+
+    def _tick(self) -> None:
+        if any(p.is_alive and not p.is_hung for p in self.engine.processes.values()):
+            self.hear(Tick())
+            self.engine.at(self.engine.now_s + TICK_S, self._tick)
+
+    def _plan_fault(self, fault: Fault) -> None:
+        if fault.kills_per_hour is None:
+            self.engine.at(fault.at_s, self._happen, fault)
+        elif fault.kills_per_hour > 0:
+            self._draw_kill(fault)
+
+    def _draw_kill(self, fault: Fault) -> None:
+        rate = (fault.kills_per_hour or 0.0) / S_PER_HOUR
+        at_s = self.engine.now_s - math.log(1.0 - self._random.random()) / rate
+        self.engine.at(at_s, self._kill_at_random, fault)
+
+    def _kill_at_random(self, fault: Fault) -> None:
+        alive = self.alive
+        if len(alive) > 1:
+            self._kill(self._random.choice(alive), error="")
+            self._draw_kill(fault)
+
+    def _happen(self, fault: Fault) -> None:
+        if fault.join is not None:
+            device = fault.join
+            if isinstance(device, int):
+                device = self.cluster.devices[device]
+            if self.alive:
+                rank = len(self.devices)
+                self.history.changed(rank, self.engine.now_s, [*self.alive, rank])
+                self._start(rank, device, 0.0)
+            return
+        if fault.rank is None:
+            return
+        rank = fault.rank
+        process = self.engine.processes.get(rank)
+        if process is None or not process.is_alive:
+            return
+        if fault.hang_rank is not None:
+            process.is_hung = True
+            self.history.ranks[rank].has_died = True
+            return
+        self._kill(rank, "ValueError: x" if fault.fail_rank is not None else "")
+
+    def _kill(self, rank: int, error: str) -> None:
+        """A process dies, with or without a word; its connection ends."""
+        if error:
+            self.send(Failed(rank=rank, error=error, traceback="T"))
+        self.engine.kill(rank)
+        self._compare_models()
+        sums = self.history.ranks[rank]
+        sums.ended_s, sums.has_died = self.engine.now_s, True
+        self.history.changed(rank, self.engine.now_s, self.alive)
+        self.engine.travel("up", rank, self.hear, Disconnected(rank=rank))

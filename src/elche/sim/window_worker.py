@@ -1,0 +1,375 @@
+"""An epoch of windows as a simulated rank runs it: the deeds to `WindowLoop`'s words.
+
+What `elche.runtime.window_epoch` does with a loader, a device and collectives happens
+here in virtual time. The decisions are the same code. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from elche.coordination.messages import (
+    Adopt,
+    BatchesDone,
+    BeginEpoch,
+    CloseWindow,
+    EpochLeft,
+    GrantBatches,
+    Instruction,
+    MetricsReported,
+    OpenWindow,
+    Reduce,
+    Regroup,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.window_loop import Action, Do, WindowLoop
+from elche.sim.engine import Collective, Receive, Script
+from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
+from elche.sim.loader import Loaded, Loader
+
+if TYPE_CHECKING:
+    from elche.sim.rank import Rank
+
+Part = list[float]
+"""Of a lease, not reported: first batch, one past the last, samples, busy seconds,
+waiting for data, batches that were timed, seconds of those.
+"""
+
+
+class WindowEpoch:
+    """Trains on leases from window to window.
+
+    Args:
+        rank: whose epoch.
+        begin: the coordinator's word that it begins.
+    """
+
+    def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
+        config = rank.sim.cluster.run.config
+        self._rank = rank
+        self._engine = rank.engine
+        self._sim = rank.sim
+        self._epoch = begin.epoch
+        self._overlapped = config.policy == "async"
+        self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
+        self._loop = WindowLoop(
+            rank.batch_cost, overlapped=self._overlapped, reduced=begin.window - 1
+        )
+        copy_s = rank.sim.cluster.run.model_bytes / rank.device.copy_bytes_per_s
+        self._copy_s = copy_s if self._overlapped else 0.0
+        self._leases: deque[tuple[int, int]] = deque()
+        self._part: Part | None = None
+        self._in_flight: Collective | None = None
+        self._handed_out = 0
+        self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
+        self._is_leaving = False
+        self._closed_s = 0.0
+        self._waited_s = self._held_s = 0.0
+
+    def train(self) -> Script:
+        """The epoch, to its end."""
+        rank, loop, loader = self._rank, self._loop, self._loader
+        inbox = self._engine.processes[rank.rank].inbox
+        while True:
+            if inbox:
+                rank.take_all(self._handle)
+            in_flight = self._in_flight
+            action = loop.next(
+                self._engine.now_s,
+                has_work=loader.has_work,
+                is_reduced=in_flight is not None
+                and in_flight.done_s.get(rank.rank, float("inf")) <= rank.now_s,
+            )
+            if rank.is_back and action.do in (Do.TRAIN, Do.STOP):
+                rank.goes_on()
+            if action.do is Do.TRAIN:
+                yield from self._train_on(loader.take(rank.now_s))
+            elif action.do is Do.STOP:
+                break
+            else:
+                yield from self._carry_out(action)
+        self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
+
+    def _train_on(self, item: Loaded) -> Script:
+        rank, engine = self._rank, self._engine
+        began_s = engine.now_s
+        ready_s = max(began_s, item.ready_s)
+        if ready_s > began_s:
+            yield ready_s - began_s
+            rank.history.wait(
+                rank.rank, LEASE if item.was_late else DATA, began_s, ready_s
+            )
+        compute_s, is_timed = rank.compute_s(item.samples)
+        yield compute_s
+        now_s = engine.now_s
+        rank.sums.compute_s += compute_s
+        rank.sums.load_s += item.load_s
+        rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
+        rank.trained(self._epoch, item.number, 0, item.samples)
+        rank.history.count(
+            (rank.run, self._epoch),
+            item.number,
+            rank.sizes.num_batches,
+            item.samples,
+        )
+        if self._sim.books is not None:
+            books = self._sim.books[rank.run]
+            books.model(rank.rank).drift.append((self._epoch, item.number))
+        busy_s = now_s - began_s
+        self._loop.trained(busy_s if is_timed else None)
+        part = self._part
+        if part is None:
+            part = self._part = [item.number, 0, 0, 0.0, 0.0, 0, 0.0]
+        part[1] = item.number + 1
+        part[2] += item.samples
+        part[3] += busy_s
+        part[4] += ready_s - began_s
+        if is_timed:
+            part[5] += 1
+            part[6] += busy_s
+        if part[1] == self._leases[0][1]:
+            self._leases.popleft()
+            self._report()
+        elif self._loop.is_throttled:
+            self._report()
+        self._handed_out += 1
+        if self._handed_out == self._break_at:
+            self._leave()
+
+    def _carry_out(self, action: Action) -> Script:
+        rank, instruction = self._rank, action.instruction
+        if action.do is Do.WAIT:
+            yield from self._wait(action)
+        elif action.do is Do.CLOSE:
+            yield from self._close()
+        elif action.do is Do.BEGIN:
+            assert isinstance(instruction, Reduce)
+            self._in_flight = self._reduction(instruction)
+            self._loop.begun()
+        elif action.do is Do.REDUCE:
+            assert isinstance(instruction, Reduce)
+            yield from self._reduce(instruction, self._reduction(instruction))
+        elif action.do is Do.FINISH:
+            assert isinstance(instruction, Reduce)
+            assert self._in_flight is not None
+            yield from self._reduce(instruction, self._in_flight)
+        elif action.do is Do.ADOPT:
+            assert isinstance(instruction, Adopt)
+            yield from self._adopt(instruction)
+        else:
+            assert isinstance(instruction, Regroup)
+            self._report()
+            if (yield from rank.regroup(instruction, self._epoch)):
+                self._loop.regrouped()
+                self._in_flight = None
+            else:
+                yield from self._await_regroup()
+
+    def _wait(self, action: Action) -> Script:
+        rank, began_s = self._rank, self._engine.now_s
+        yield Receive(action.why, action.timeout_s)
+        cause = WINDOW_END
+        if "slowest" in action.why:
+            cause = THROTTLE
+        elif "lease" in action.why and not self._has_ended():
+            cause = LEASE
+        elif "reduction" in action.why:
+            cause = REDUCTION
+        self._waited_s += rank.now_s - began_s
+        rank.history.wait(rank.rank, cause, began_s, rank.now_s)
+
+    def _has_ended(self) -> bool:
+        """Whether what is waited for turned out to be the window's end."""
+        inbox = self._engine.processes[self._rank.rank].inbox
+        return any(isinstance(item, CloseWindow) for item in inbox)
+
+    def _close(self) -> Script:
+        rank, loop = self._rank, self._loop
+        began_s = rank.now_s
+        if self._copy_s:
+            yield self._copy_s
+            rank.sums.copies_s += self._copy_s
+        self._report()
+        if self._sim.books is not None:
+            self._sim.books[rank.run].offer(rank.rank, loop.window)
+        self._sim.send(
+            WindowClosed(
+                rank=rank.rank,
+                epoch=self._epoch,
+                window=loop.window,
+                state="",
+                changed_buffers=(),
+            )
+        )
+        self._closed_s = rank.now_s
+        self._held_s = rank.now_s - began_s
+        self._waited_s = 0.0
+        loop.closed(began_s)
+
+    def _reduction(self, plan: Reduce) -> Collective:
+        """Takes part in a reduction."""
+        rank = self._rank
+        key = ("window", rank.run, rank.generation, plan.window, plan.attempt)
+        members = self._sim.groups[rank.generation]
+        if self._sim.books is not None:
+            self._sim.plans.setdefault(key, {})[rank.rank] = plan
+        if rank.history.has_details:
+            number = (rank.run, plan.window, plan.attempt)
+            rank.history.plans[number][rank.rank] = plan
+        run = self._sim.cluster.run
+
+        def new() -> Collective:
+            cost_s = self._engine.link.reduce_s(run.model_bytes, len(members))
+            return Collective(members, cost_s)
+
+        collective = self._engine.arrive(key, rank.rank, new)
+        if len(collective.arrived) == len(members):
+            rank.history.windows += 1
+            if self._sim.books is not None and not collective.failed:
+                books = self._sim.books[rank.run]
+                collective.value = books.reduce(self._sim.plans[key])
+        return collective
+
+    def _reduce(self, plan: Reduce, collective: Collective) -> Script:
+        """Adopts a reduction's result, waiting for it if need be."""
+        rank, began_s = self._rank, self._rank.now_s
+        is_done = collective.done_s.get(rank.rank, float("inf")) <= began_s
+        if not is_done:
+            is_done = yield collective
+            rank.history.wait(rank.rank, REDUCTION, began_s, rank.now_s)
+        if not is_done:
+            yield from self._await_regroup()
+            return
+        if self._copy_s:
+            yield self._copy_s
+            rank.sums.copies_s += self._copy_s
+        self._in_flight = None
+        if self._sim.books is not None:
+            books = self._sim.books[rank.run]
+            books.adopt(rank.rank, plan.window, collective.value)
+        self._adopted(plan, began_s)
+
+    def _adopted(self, plan: Reduce | Adopt, began_s: float) -> None:
+        """The common model is taken in: says so."""
+        rank, loop = self._rank, self._loop
+        overlapped = self._overlapped and isinstance(plan, Reduce)
+        adopted_at = loop.batches if overlapped else 0
+        held_s = rank.now_s - began_s + (self._held_s if overlapped else 0.0)
+        if overlapped:
+            lag_s = rank.now_s - self._closed_s
+            sums = rank.sums
+            sums.adoptions += 1
+            sums.lag_batches += adopted_at
+            sums.most_lag_batches = max(sums.most_lag_batches, adopted_at)
+            sums.lag_s += lag_s
+            sums.most_lag_s = max(sums.most_lag_s, lag_s)
+        said = WindowReduced(
+            rank=rank.rank,
+            epoch=self._epoch,
+            window=plan.window,
+            sync_s=held_s,
+            wait_s=self._waited_s,
+            divergence=0.0,
+            adopted_at=adopted_at,
+        )
+        self._waited_s = self._held_s = 0.0
+        loop.reduced(rank.now_s)
+        rank.reduced = loop.reduced_window
+        if rank.history.has_details:
+            rank.history.adopted[rank.run, rank.rank].append(said)
+        self._sim.send(said)
+
+    def _adopt(self, adopt: Adopt) -> Script:
+        rank, began_s = self._rank, self._rank.now_s
+        key = ("adopt", rank.run, rank.generation, adopt.window)
+        members = self._sim.groups[rank.generation]
+        link, run = self._engine.link, self._sim.cluster.run
+        taken = yield self._engine.arrive(
+            key,
+            rank.rank,
+            lambda: Collective(
+                members, link.broadcast_s(run.model_bytes, len(members))
+            ),
+        )
+        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
+        if not taken:
+            yield from self._await_regroup()
+            return
+        if self._sim.books is not None:
+            books = self._sim.books[rank.run]
+            books.take(rank.rank, adopt.source, adopt.window)
+        self._adopted(adopt, began_s)
+
+    def _await_regroup(self) -> Script:
+        """A member is gone; the coordinator will say what is next."""
+        rank, began_s = self._rank, self._rank.now_s
+        inbox = self._engine.processes[rank.rank].inbox
+        while not any(isinstance(item, Regroup) for item in inbox):
+            count = len(inbox)
+            rank.take_all(self._handle)
+            if count == 0:
+                yield Receive("the ranks that stay to be named")
+        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
+
+    def _report(self) -> None:
+        """Tells the coordinator what is done of a lease."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+        rank, window = self._rank, self._loop.window
+        if rank.history.has_details:
+            done = rank.history.in_window[rank.run, window]
+            done[rank.rank] = done.get(rank.rank, 0) + int(part[2])
+        self._sim.send(
+            BatchesDone(
+                rank=rank.rank,
+                epoch=self._epoch,
+                window=window,
+                start=int(part[0]),
+                stop=int(part[1]),
+                samples=int(part[2]),
+                busy_s=part[3],
+                data_wait_s=part[4],
+                timed=int(part[5]),
+                timed_s=part[6],
+            )
+        )
+
+    def _handle(self, instruction: Instruction) -> None:
+        rank = self._rank
+        if isinstance(instruction, GrantBatches):
+            if self._is_leaving:
+                return
+            start, stop = instruction.start, instruction.stop
+            self._leases.append((start, stop))
+            samples_in = rank.sizes.samples_in
+            self._loader.push(
+                (
+                    Loaded(batch, samples := samples_in(batch, batch + 1), samples)
+                    for batch in range(start, stop)
+                ),
+                rank.now_s,
+            )
+            return
+        if isinstance(instruction, MetricsReported):
+            return
+        if isinstance(instruction, CloseWindow) and instruction.drain:
+            self._discard()
+        if isinstance(instruction, OpenWindow) and rank.history.has_details:
+            rank.history.opened[rank.run, rank.rank].append(instruction)
+        self._loop.handle(instruction, rank.now_s)
+
+    def _discard(self) -> None:
+        self._report()
+        self._loader.discard()
+        self._leases.clear()
+
+    def _leave(self) -> None:
+        """The loop breaks off: commits what was trained, ends the epoch for all."""
+        self._is_leaving = True
+        self._discard()
+        self._sim.send(
+            EpochLeft(rank=self._rank.rank, epoch=self._epoch, step=self._loop.batches)
+        )

@@ -1,0 +1,75 @@
+"""What a simulated rank sees of its run. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from elche.coordination.messages import Abort, Event, Instruction, Reduce
+from elche.sim.books import Books
+from elche.sim.cluster import Break, Cluster
+from elche.sim.engine import AbortedError, Engine
+from elche.sim.history import History
+
+
+class World(ABC):
+    """The run around the ranks.
+
+    Args:
+        cluster: what is simulated.
+        history: takes down what happens.
+
+    Attributes:
+        engine: the clock and the network.
+        groups: members of each generation.
+        books: the account of models, one per run, if it is kept.
+        plans: what each rank of a reduction was told; for the account.
+    """
+
+    def __init__(self, cluster: Cluster, history: History) -> None:
+        self.cluster = cluster
+        self.history = history
+        self.engine = Engine(cluster, self.ended)
+        self.groups: dict[int, frozenset[int]] = {}
+        self.books: list[Books] | None = None
+        self.plans: dict[tuple[Any, ...], dict[int, Reduce]] = {}
+        self._breaks: dict[tuple[int, int], Break] = {
+            (one.rank, one.epoch): one for one in cluster.breaks
+        }
+
+    @abstractmethod
+    def hear(self, event: Event) -> None:
+        """An event has arrived at the coordinator."""
+
+    @abstractmethod
+    def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
+        """A rank has ended an epoch."""
+
+    @abstractmethod
+    def ended(self, rank: int, by_abort: bool) -> None:
+        """A process has ended by itself."""
+
+    def break_at(self, rank: int, epoch: int) -> int | None:
+        """After how many batches a rank's loop leaves an epoch; None if it does not."""
+        found = self._breaks.get((rank, epoch))
+        return None if found is None else found.batches
+
+    def send(self, event: Event) -> None:
+        """A rank's message travels to the core."""
+        self.engine.travel("up", event.rank, self.hear, event)
+
+    def take(self, rank: int) -> Instruction | None:
+        """What a rank finds in its inbox.
+
+        Raises:
+            AbortedError: it is told that the run ends.
+        """
+        inbox = self.engine.processes[rank].inbox
+        if not inbox:
+            return None
+        instruction = inbox.popleft()
+        if isinstance(instruction, Abort):
+            self.history.aborts[rank] = instruction
+            self.history.aborted_s[rank] = self.engine.now_s
+            raise AbortedError(instruction.reason)
+        return instruction

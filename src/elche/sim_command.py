@@ -1,0 +1,164 @@
+"""``elche simulate``: a run in virtual time, from a cluster file to a report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elche.demo.report import check_writable, to_json_text
+from elche.errors import ConfigError
+from elche.monitor.trace import to_chrome_trace
+from elche.sim.cluster import Cluster
+from elche.sim.engine import DeadlockError
+from elche.sim.report import Report, report_of
+from elche.sim.simulation import Simulation, Watch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SHOWN_RANKS = 16
+SHOWN_RECOVERIES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """What ``elche simulate`` was asked.
+
+    Attributes:
+        cluster: the file that describes it.
+        json_path: where the figures go; "-" is standard output.
+        trace_path: where the timeline goes.
+        policy: instead of the file's.
+    """
+
+    cluster: Path
+    json_path: str | None = None
+    trace_path: Path | None = None
+    policy: str | None = None
+
+
+def run_simulate(config: SimulateConfig) -> int:
+    """Simulates, prints and writes; returns the exit code.
+
+    Raises:
+        ConfigError: the file is wrong, or a result cannot be written.
+    """
+    cluster = read_cluster(config.cluster, config.policy)
+    for path in (config.json_path, config.trace_path):
+        if path is not None and str(path) != "-":
+            check_writable(Path(path))
+    watch = Watch(timer=time.perf_counter, spans=config.trace_path is not None)
+    sim = Simulation(cluster, watch)
+    began_s = time.perf_counter()
+    reason = ""
+    try:
+        history = sim.run()
+    except DeadlockError as error:
+        history, reason = sim.history, str(error).splitlines()[0]
+    took_s = time.perf_counter() - began_s
+    for rank, abort in sorted(history.aborts.items()):
+        if not sim.is_turned_away(rank):
+            reason = reason or abort.reason.splitlines()[0]
+    report = report_of(sim)
+    if config.json_path is not None:
+        values = {**report.as_dict(), "simulated_in_s": took_s, "aborted": reason}
+        _write(config.json_path, to_json_text(values))
+    if config.trace_path is not None:
+        names = {
+            rank: f"rank {rank} {sums.device}".rstrip()
+            for rank, sums in history.ranks.items()
+        }
+        facts = {"simulated": True, "policy": report.policy}
+        trace = to_chrome_trace(history.spans, names, facts)
+        config.trace_path.write_text(json.dumps(trace), encoding="utf-8")
+    if config.json_path != "-":
+        print(summary(report, took_s))
+    if reason:
+        print(f"elche simulate: the run was aborted: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_cluster(path: Path, policy: str | None = None) -> Cluster:
+    """Reads a cluster file.
+
+    Args:
+        path: of the TOML file.
+        policy: instead of the file's.
+
+    Raises:
+        ConfigError: it cannot be read, or says something impossible.
+    """
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    if policy is not None and isinstance(raw.get("run"), dict):
+        raw["run"]["policy"] = policy
+    try:
+        return Cluster.from_mapping(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def summary(report: Report, took_s: float) -> str:
+    """The report for people."""
+    lines = [
+        f"policy {report.policy}, {report.world_size} ranks: {report.samples} samples "
+        f"in {report.seconds:.2f} s (simulated in {took_s:.2f} s)",
+        f"  efficiency        {report.efficiency:.4f} of the sum of the devices alone",
+        f"  samples per s     {report.samples_per_s:.1f}",
+        f"  synchronisations  {report.windows}, costing "
+        f"{100 * report.sync_overhead:.2f} % of all ranks' time",
+    ]
+    waits = ", ".join(
+        f"{cause} {100 * share:.2f} %"
+        for cause, share in report.waits.items()
+        if share >= 5e-5
+    )
+    lines.append(f"  waits             {waits or 'none'}")
+    if report.lag_batches[1]:
+        lines.append(
+            f"  averages adopted  {report.lag_batches[0]:.1f} batches late (most "
+            f"{report.lag_batches[1]}), {report.lag_s[0]:.3f} s (most "
+            f"{report.lag_s[1]:.3f} s)"
+        )
+    if report.recovery_s:
+        shown = [
+            "not seen" if one is None else f"{one:.2f} s"
+            for one in report.recovery_s[:SHOWN_RECOVERIES]
+        ]
+        more = len(report.recovery_s) - len(shown)
+        rest = f" and {more} more" if more else ""
+        lines.append(f"  recovery          {', '.join(shown)}{rest}")
+    lines.append(
+        f"  coordinator       {report.messages_per_s:.0f} messages per s, "
+        f"{report.coordinator_us_per_event or 0:.1f} µs per event (longest "
+        f"{report.coordinator_most_us or 0:.0f} µs), at most "
+        f"{report.most_instructions} instructions to an event"
+    )
+    for one in report.ranks[:SHOWN_RANKS]:
+        died = ", died" if one.has_died else ""
+        waiting = sum(one.waits.values())
+        lines.append(
+            f"    rank {one.rank} {one.device}: {one.samples} samples, busy "
+            f"{one.busy_s:.2f} s, waiting {waiting:.2f} s{died}"
+        )
+    if len(report.ranks) > SHOWN_RANKS:
+        lines.append(f"    and {len(report.ranks) - SHOWN_RANKS} ranks more")
+    return "\n".join(lines)
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")

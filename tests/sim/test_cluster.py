@@ -1,0 +1,142 @@
+"""Cluster descriptions: what a file may say, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.errors import ConfigError
+from elche.sim.cluster import Cluster, Device, Link, LinkChange
+
+GOOD: dict[str, Any] = {
+    "run": {
+        "policy": "async",
+        "samples": 300_000,
+        "epochs": 2,
+        "batch_size": 24,
+        "model_bytes": 40_000_000,
+        "seed": 7,
+        "anchor": 3,
+    },
+    "device": [
+        {"count": 3, "seconds_per_sample": 0.0007, "jitter": 0.2},
+        {
+            "count": 1,
+            "seconds_per_sample": 0.0119,
+            "drift": [{"at_s": 5, "factor": 2.0}],
+            "slower_from_s": 9.0,
+            "slower_by": 3,
+        },
+    ],
+    "link": {"latency_s": 0.002, "bytes_per_s": 125e6},
+    "link_change": [{"at_s": 20, "bytes_per_s": 1e6}, {"at_s": 10, "latency_s": 0.1}],
+    "fault": [
+        {"at_s": 30.0, "kill_rank": 1},
+        {"at_s": 40.0, "join": 0},
+        {"at_s": 50.0, "join": {"seconds_per_sample": 0.001}},
+        {"kills_per_hour": 2.5},
+    ],
+}
+
+
+def with_change(table: str, at: int | None, key: str, value: Any) -> dict[str, Any]:
+    """The good file with one key of one table changed."""
+    changed: dict[str, Any] = {
+        name: [dict(each) for each in part] if isinstance(part, list) else dict(part)
+        for name, part in GOOD.items()
+    }
+    (changed[table] if at is None else changed[table][at])[key] = value
+    return changed
+
+
+def test_a_file_is_read_with_its_defaults() -> None:
+    cluster = Cluster.from_mapping(GOOD)
+    assert cluster.world_size == 4
+    assert cluster.run.config.anchor == 3
+    assert cluster.run.sizes == ((24, 12_500),)
+    assert [device.count for device in cluster.devices] == [3, 1]
+    drifts = cluster.devices[1].drifts
+    assert [(drift.at_s, drift.factor) for drift in drifts] == [(5, 2.0), (9.0, 3)]
+    assert isinstance(cluster.faults[2].join, Device)
+    assert cluster.link_at(0.0) == Link(latency_s=0.002, bytes_per_s=125e6)
+    assert cluster.link_at(15.0).latency_s == 0.1
+    assert cluster.link_at(25.0).bytes_per_s == 1e6
+    assert cluster.link_at(25.0).latency_s == 0.1
+
+
+@pytest.mark.parametrize(
+    ("table", "at", "key", "value", "said"),
+    [
+        ("run", None, "sample", 3, r"\[run\]: unknown key 'sample'"),
+        ("run", None, "samples", 0, r"\[run\]: samples must be at least 1"),
+        ("run", None, "samples", "many", r"\[run\]: samples must be int, got 'many'"),
+        ("run", None, "epochs", True, r"\[run\]: epochs must be int, got True"),
+        ("run", None, "policy", "auto", r"\[run\]: policy 'auto' cannot be simulated"),
+        ("run", None, "policy", "best", r"\[run\]: unknown policy 'best'"),
+        ("run", None, "anchor", 0, r"\[run\]: expected anchor"),
+        ("run", None, "replay", "plan.json", r"\[run\]: .*replay"),
+        ("device", 1, "speed", 3, r"\[\[device\]\] 1: unknown key 'speed'"),
+        ("device", 0, "count", 0, r"\[\[device\]\] 0: count must be at least 1"),
+        ("device", 0, "jitter", -0.1, r"\[\[device\]\] 0: jitter must be finite"),
+        (
+            "device",
+            1,
+            "drift",
+            [{"at_s": 1.0}],
+            r"\[\[device\]\] 1, drift 0: the key 'factor' is missing",
+        ),
+        ("device", 1, "drift", 3, r"\[\[device\]\] 1: drift must be a list"),
+        (
+            "device",
+            0,
+            "spike_probability",
+            1.5,
+            r"\[\[device\]\] 0: spike_probability must be at most 1",
+        ),
+        ("link", None, "bytes_per_s", 0, r"\[link\]: bytes_per_s must be finite and"),
+        ("link_change", 0, "bytes_per_s", "x", r"\[\[link_change\]\] 0: bytes_per_s"),
+        ("fault", 0, "kill_rank", 9, r"\[\[fault\]\] 0: there is no rank 9"),
+        ("fault", 0, "join", 0, r"\[\[fault\]\] 0: say exactly one of"),
+        ("fault", 1, "join", 2, r"\[\[fault\]\] 1: join = 2 names no"),
+        ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: the key 'seconds"),
+        ("fault", 0, "at_s", float("nan"), r"\[\[fault\]\] 0: at_s must be finite"),
+    ],
+)
+def test_a_mistake_is_named_with_its_table(
+    table: str, at: int | None, key: str, value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Cluster.from_mapping(with_change(table, at, key, value))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({}, r"needs a table \[run\]"),
+        ({"run": {"samples": 8}}, r"at least one \[\[device\]\]"),
+        ({**GOOD, "device": {"count": 1}}, r"write \[\[device\]\], a list"),
+        ({**GOOD, "devices": []}, r"unknown table 'devices'"),
+        ({**GOOD, "run": {"epochs": 1}}, r"\[run\]: the key 'samples' is missing"),
+        ({**GOOD, "link": 3}, r"\[link\]: expected a table, got 3"),
+        ({**GOOD, "device": [{"count": 2}]}, r"\[\[device\]\] 0: the key 'seconds_per"),
+    ],
+)
+def test_a_file_without_the_needed_tables_is_refused(
+    raw: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Cluster.from_mapping(raw)
+
+
+def test_a_changed_link_must_say_what_changes() -> None:
+    with pytest.raises(ConfigError, match="say bytes_per_s or latency_s"):
+        LinkChange(at_s=1.0)
+
+
+def test_what_a_reduction_costs() -> None:
+    link = Link(latency_s=0.001, bytes_per_s=1e6)
+    assert link.reduce_s(1e6, 1) == 0.0
+    assert link.reduce_s(1e6, 2) == pytest.approx(0.002 + 1.0)
+    assert link.reduce_s(1e6, 5) == pytest.approx(0.006 + 1.6)
+    assert link.broadcast_s(1e6, 5) == pytest.approx(0.003 + 1.0)

@@ -1,0 +1,106 @@
+"""``elche simulate``: report, JSON, timeline, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elche.cli import main
+
+CLUSTER = """
+[run]
+policy = "async"
+samples = 6_000
+batch_size = 24
+model_bytes = 4_000_000
+seed = 7
+[[device]]
+count = 3
+name = "fast"
+seconds_per_sample = 0.0007
+jitter = 0.2
+[[device]]
+seconds_per_sample = 0.0119
+[link]
+latency_s = 0.002
+bytes_per_s = 125e6
+"""
+KILL = """
+[[fault]]
+at_s = 0.5
+kill_rank = 1
+"""
+
+
+def simulate(tmp_path: Path, text: str, *options: str) -> Result:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return CliRunner().invoke(main, ["simulate", str(path), *options])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_cluster_is_simulated_and_told(tmp_path: Path, policy: str) -> None:
+    result = simulate(tmp_path, CLUSTER, "--policy", policy)
+    assert result.exit_code == 0, result.output
+    assert f"policy {policy}, 4 ranks: 6000 samples" in result.output
+    assert "µs per event" in result.output
+    assert "rank 0 fast" in result.output
+
+
+def test_the_figures_are_written_as_json(tmp_path: Path) -> None:
+    result = simulate(tmp_path, CLUSTER + KILL, "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.output)
+    assert 0.5 < figures["efficiency"] <= 1.0
+    assert set(figures["waits"]) >= {"data", "lease", "window end", "reduction"}
+    assert figures["coordinator_us_per_event"] > 0
+    assert figures["messages_per_s"] > 0
+    assert len(figures["recovery_s"]) == 1
+    assert 0.0 < figures["recovery_s"][0] < 2.0
+    assert [rank["has_died"] for rank in figures["ranks"]] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    path = tmp_path / "figures.json"
+    result = simulate(tmp_path, CLUSTER, "--json", str(path))
+    assert json.loads(path.read_text())["policy"] == "async"
+    assert "efficiency" in result.output
+
+
+def test_the_timeline_is_a_trace_as_of_a_real_run(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = simulate(tmp_path, CLUSTER, "--trace", str(path))
+    assert result.exit_code == 0, result.output
+    trace = json.loads(path.read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    batches = [span for span in spans if span["cat"] == "batch"]
+    assert len(batches) == 250
+    assert {span["pid"] for span in batches} == {0, 1, 2, 3}
+
+
+def test_sync_does_not_outlive_a_rank_and_says_so(tmp_path: Path) -> None:
+    result = simulate(tmp_path, CLUSTER + KILL, "--policy", "sync")
+    assert result.exit_code == 1
+    assert "the run was aborted: rank 1 is gone" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[run", "is not TOML"),
+        (CLUSTER.replace("jitter", "jitters"), "[[device]] 0: unknown key 'jitters'"),
+        (CLUSTER.replace("async", "auto"), "policy 'auto' cannot be simulated"),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error_that_names_it(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    result = simulate(tmp_path, text)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "cluster.toml" in result.output

@@ -1,0 +1,200 @@
+"""Breaks under ``sync``, ranks that fail, vanish or hang, and deadlines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.coordination.messages import Abort, EpochOpened, Left, Tick
+from elche.coordination.sync_policy import BREAK_PATIENCE_S
+from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run
+from elche.sim.rank import join_of
+from elche.sim.simulation import TICK_S, Simulation
+from tests.sim.checks import positions, simulate, trained_positions
+
+
+def broken(world_size: int, step: int, **changes: Any) -> Cluster:
+    devices = tuple(
+        Device(seconds_per_sample=0.002 * (1 + rank), prefetch=rank)
+        for rank in range(world_size)
+    )
+    run = Run(policy="sync", samples=160, batch_size=8)
+    return Cluster(
+        run=replace(run, **changes),
+        devices=devices,
+        link=Link(latency_s=0.0, spread_s=0.002),
+        breaks=tuple(
+            Break(rank=rank, epoch=0, batches=step + 1) for rank in range(world_size)
+        ),
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 19])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_break_at_one_step_on_all_ranks_lets_sync_go_on(
+    world_size: int, step: int, seed: int
+) -> None:
+    cluster = broken(world_size, step, epochs=2, seed=seed, pause_s=0.01)
+    history = simulate(cluster).history
+    assert not history.aborts
+    assert history.finished == set(range(world_size))
+    assert trained_positions(history, 0, 1) == positions(cluster.run.sizes)
+    assert len(trained_positions(history, 0, 0)) == 8 * (step + 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
+    """Once: Left of one rank comes before EpochLeft of another: the run is aborted.
+
+    `elche run` then reports a failure of a run that trained to its end.
+    """
+    assert simulate(broken(3, 5, seed=seed)).core.aborted is None
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_break_on_one_rank_ends_sync_within_the_patience(leaver: int) -> None:
+    cluster = Cluster(
+        run=Run(policy="sync", samples=160, batch_size=8, pause_s=1e4),
+        devices=(Device(seconds_per_sample=0.01, count=2),),
+        breaks=(Break(rank=leaver, epoch=0, batches=5),),
+    )
+    history = simulate(cluster, ticks=True).history
+    other = 1 - leaver
+    broke_s = max(end for _, _, end in history.busy)
+    assert history.aborted_s[other] <= broke_s + BREAK_PATIENCE_S + 2 * TICK_S
+    abort = history.aborts[other]
+    assert abort.kind == "deadline"
+    assert f"ranks [{other}] to leave epoch 0" in abort.reason
+    assert f"ranks [{leaver}] did after step 5" in abort.reason
+
+
+def test_breaks_at_different_steps_of_sync_are_told_apart() -> None:
+    cluster = Cluster(
+        run=Run(policy="sync", samples=40, batch_size=8),
+        devices=(Device(seconds_per_sample=0.01, count=2),),
+        breaks=tuple(Break(rank=r, epoch=0, batches=5 - r) for r in range(2)),
+    )
+    history = simulate(cluster, ticks=True).history
+    (reason,) = {abort.reason for abort in history.aborts.values()}
+    assert "ranks [0] to leave epoch 0, as ranks [1] did after step 4" in reason
+
+
+@st.composite
+def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
+    world_size = draw(st.integers(2, 6))
+    victim = draw(st.integers(0, world_size - 1))
+    at_s = draw(st.floats(0.05, 1.0))
+    cluster = Cluster(
+        run=Run(
+            policy="sync",
+            batch_sizes=((8, 200 * world_size), (3, 1)),
+            seed=draw(st.integers(0, 99)),
+        ),
+        devices=tuple(
+            Device(
+                seconds_per_sample=draw(st.sampled_from([0.002, 0.005, 0.02])),
+                jitter=0.1,
+                prefetch=draw(st.integers(0, 4)),
+            )
+            for _ in range(world_size)
+        ),
+        link=Link(latency_s=0.0, spread_s=draw(st.sampled_from([0.0, 0.003]))),
+        faults=(
+            Fault(at_s=at_s, kill_rank=victim)
+            if draw(st.booleans())
+            else Fault(at_s=at_s, fail_rank=victim),
+        ),
+    )
+    return cluster, victim, at_s
+
+
+@given(failing())
+@settings(max_examples=60)
+def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
+    case: tuple[Cluster, int, float],
+) -> None:
+    cluster, victim, at_s = case
+    sim = simulate(cluster)
+    assert set(sim.history.aborts) == set(range(cluster.world_size)) - {victim}
+    slowest_s = max(8 * device.seconds_per_sample for device in cluster.devices)
+    assert sim.engine.now_s <= at_s + 3.0 * max(0.02, slowest_s)
+    for rank, abort in sim.history.aborts.items():
+        assert (abort.rank, abort.failed_rank) == (rank, victim)
+        if cluster.faults[0].kill_rank is not None:
+            assert f"rank {victim} is gone" in abort.reason
+        else:
+            assert f"rank {victim} failed: ValueError: x" in abort.reason
+            assert abort.traceback == "T"
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_that_raises_ends_the_run_for_all(policy: str) -> None:
+    """A fault of the script is every rank's: it is no loss of a machine."""
+    cluster = Cluster(
+        run=Run(policy=policy, samples=8000, batch_size=8),
+        devices=(Device(seconds_per_sample=0.01, count=3),),
+        faults=(Fault(at_s=0.7, fail_rank=1),),
+    )
+    history = simulate(cluster).history
+    assert set(history.aborts) == {0, 2}
+    assert history.aborts[0].failed_rank == 1
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(
+    ("at_s", "doing"),
+    [
+        (0.0, "waiting for ranks [1] to join"),
+        (0.0015, "[1]"),
+        (0.5, "[1]"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
+    policy: str, at_s: float, doing: str
+) -> None:
+    speeds = (0.01, 0.02, 0.01)
+    cluster = Cluster(
+        run=Run(policy=policy, samples=2400, batch_size=8, options={"timeout_s": 7.0}),
+        devices=tuple(Device(seconds_per_sample=s) for s in speeds),
+        faults=(Fault(at_s=at_s, hang_rank=1),),
+    )
+    sim = simulate(cluster)
+    assert set(sim.history.aborts) == {0, 2}
+    for abort in sim.history.aborts.values():
+        assert abort.kind == "deadline"
+        silent = "ranks [0, 1, 2]" if policy == "sync" and at_s else doing
+        assert silent in abort.reason  # a step of sync ends on all ranks or on none
+    deadline_s = 300.0 if at_s == 0.0 else 7.0
+    last_s = max((end for _, _, end in sim.history.busy), default=0.0)
+    assert sim.engine.now_s <= last_s + deadline_s + 2 * TICK_S + 1.0
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_time_that_passes_between_epochs_is_nobodys_fault(policy: str) -> None:
+    device = Device(seconds_per_sample=0.01, count=2)
+    run = Run(policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0})
+    sim = simulate(Cluster(run=run, devices=(device,)))
+    for second in range(1000):
+        assert sim.core.handle(Tick(), sim.engine.now_s + second) == []
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
+    policy: str,
+) -> None:
+    device = Device(seconds_per_sample=0.01, count=2)
+    cluster = Cluster(run=Run(policy=policy, samples=160), devices=(device,))
+    core = Simulation(cluster).core
+    for rank in (0, 1):
+        core.handle(join_of(cluster, rank, device), 0.0)
+    assert core.handle(Left(rank=0), 1.0) == []
+    core.check()
+    told = core.handle(EpochOpened(rank=1, epoch=0), 2.0)
+    aborts = [message for message in told if isinstance(message, Abort)]
+    assert len(aborts) == len(told) == 2
+    assert "ranks [0] have left" in aborts[0].reason

@@ -1,0 +1,163 @@
+"""Ranks that die and join: who holds what, what is redone, how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elche.coordination.messages import (
+    Adopt,
+    BeginEpoch,
+    Disconnected,
+    Instruction,
+    Reduce,
+    Regroup,
+    Regrouped,
+    Welcome,
+)
+from elche.sim.cluster import Cluster, Device, Fault, Link, Run
+from elche.sim.report import report_of
+from elche.sim.simulation import Simulation
+from tests.sim.checks import simulate
+
+DEVICE = Device(seconds_per_sample=0.002, count=3, jitter=0.2)
+POLICIES = ["cadence", "async"]
+
+
+def cluster_of(policy: str, *faults: Fault, **changes: object) -> Cluster:
+    run = Run(
+        policy=policy, samples=8000, batch_size=8, model_bytes=1e7, epochs=2, seed=3
+    )
+    return Cluster(
+        run=replace(run, **changes),  # type: ignore[arg-type]
+        devices=(DEVICE,),
+        link=Link(latency_s=0.001, bytes_per_s=1e8),
+        faults=faults,
+    )
+
+
+def told_in(cluster: Cluster) -> tuple[Simulation, list[Instruction]]:
+    """A run and everything that its core told."""
+    sim_of: list[Instruction] = []
+    sim = simulate_with(cluster, sim_of)
+    return sim, sim_of
+
+
+def simulate_with(cluster: Cluster, told: list[Instruction]) -> Simulation:
+    from elche.sim.simulation import Watch
+
+    sim = Simulation(cluster, Watch(checks=True, details=True))
+    handle = sim.core.handle
+
+    def listen(event: object, now_s: float) -> list[Instruction]:
+        answer = handle(event, now_s)  # type: ignore[arg-type]
+        told.extend(answer)
+        return answer
+
+    sim.core.handle = listen  # type: ignore[method-assign]
+    sim.run()
+    return sim
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("at_s", [0.6, 1.234, 2.0, 2.5])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_death_costs_a_moment_and_no_batch(
+    policy: str, at_s: float, rank: int
+) -> None:
+    sim = simulate(cluster_of(policy, Fault(at_s=at_s, kill_rank=rank)))
+    history = sim.history
+    assert history.finished == {0, 1, 2} - {rank}
+    assert history.committed[0, 0] == history.committed[0, 1] == frozenset(range(1000))
+    (recovery_s,) = report_of(sim).recovery_s
+    assert recovery_s is not None
+    # A message, the batch in hand, the new group, and a reduction to take over.
+    assert recovery_s <= 0.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rank_that_joins_gets_the_model_and_then_work(policy: str) -> None:
+    join = Fault(at_s=2.0, join=Device(seconds_per_sample=0.0005))
+    sim, told = told_in(cluster_of(policy, join))
+    assert sim.history.finished == {0, 1, 2, 3}
+    regroups = [one for one in told if isinstance(one, Regroup)]
+    assert [(one.rank, one.joined) for one in regroups] == [
+        (rank, (3,)) for rank in range(3)
+    ]
+    to_three = [one for one in told if one.rank == 3]
+    assert [type(one) for one in to_three[:3]] == [Welcome, BeginEpoch, Adopt]
+    assert to_three[2].source == 0  # type: ignore[union-attr]
+    # It is as fast as all the others together.
+    samples = [sums.samples for sums in sim.history.ranks.values()]
+    assert samples[3] > 0.8 * max(samples[:3])
+    assert report_of(sim).efficiency > 0.7
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_result_that_one_survivor_has_is_taken_over_by_all(policy: str) -> None:
+    """Else a window would be in some models with the dead rank's part, or lost."""
+    seen = set()
+    for step in range(60):
+        fault = Fault(at_s=1.0 + 0.01 * step, kill_rank=1)
+        cluster = cluster_of(policy, fault, epochs=1)
+        _, told = told_in(replace(cluster, link=replace(cluster.link, spread_s=0.05)))
+        after = told[next(at for at, one in enumerate(told) if type(one) is Regroup) :]
+        first = next((one for one in after if isinstance(one, (Adopt, Reduce))), None)
+        seen.add((type(first), getattr(first, "attempt", None)))
+    assert {(Adopt, None), (Reduce, 1)} <= seen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_death_while_the_group_forms_begins_another_one(policy: str) -> None:
+    faults = (Fault(at_s=1.0, kill_rank=0), Fault(at_s=1.02, kill_rank=1))
+    sim, told = told_in(cluster_of(policy, *faults, regroup_s=0.1))
+    assert sim.history.finished == {2}
+    generations = [one.generation for one in told if isinstance(one, Regroup)]
+    assert generations == [1, 1, 2]
+    assert sim.history.committed[0, 1] == frozenset(range(1000))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rank_that_dies_before_it_is_taken_in_is_forgotten(policy: str) -> None:
+    """Once: it was taken in all the same, and everybody waited for it."""
+    sim = simulate(
+        cluster_of(
+            policy,
+            Fault(at_s=1.0, join=0),
+            Fault(at_s=1.0, kill_rank=2),
+            Fault(at_s=1.005, kill_rank=3),
+        )
+    )
+    assert sim.history.finished == {0, 1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_speaks_for_all_may_die_between_epochs(policy: str) -> None:
+    """Once: the epoch was opened without batch sizes, and the run ended."""
+    for step in range(20):
+        fault = Fault(at_s=2.6 + 0.02 * step, kill_rank=0)
+        sim = simulate(cluster_of(policy, fault, pause_s=0.3))
+        assert sim.history.finished == {1, 2}
+
+
+def test_word_of_an_older_group_is_passed_over() -> None:
+    cluster = cluster_of("async", Fault(at_s=1.0, kill_rank=0))
+    sim = simulate(replace(cluster, run=replace(cluster.run, until_s=2.0)))
+    core, now_s = sim.core, sim.engine.now_s
+    late = Regrouped(rank=1, generation=0, epoch=0, reduced=0)
+    assert core.handle(late, now_s) == []
+    assert core.handle(Disconnected(rank=0), now_s) == []
+    assert core.aborted is None
+
+
+def test_random_deaths_are_drawn_by_their_rate() -> None:
+    device = Device(seconds_per_sample=0.002, count=12)
+    run = Run(samples=80_000, batch_size=8, seed=5)
+    fault = Fault(kills_per_hour=3000.0)
+    sim = Simulation(Cluster(run=run, devices=(device,), faults=(fault,)))
+    history = sim.run()
+    died = [sums for sums in history.ranks.values() if sums.has_died]
+    assert 3 <= len(died) <= 11
+    assert len(history.finished) == 12 - len(died)
+    assert report_of(sim).efficiency > 0.8

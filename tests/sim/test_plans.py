@@ -1,0 +1,87 @@
+"""Deterministic runs and replays: the same assignment, whatever the timing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.simulation import Simulation
+from tests.sim.checks import check_all, simulate
+
+Trace = tuple[Any, Any, Any]
+
+
+def cluster_of(policy: str, seed: int, **changes: Any) -> Cluster:
+    options = {"anchor": 2} if policy != "sync" else {}
+    run = Run(
+        policy=policy,
+        samples=2400,
+        batch_size=8,
+        model_bytes=1e6,
+        epochs=2,
+        seed=seed,
+        options=options | changes.pop("options", {}),
+    )
+    return Cluster(
+        run=replace(run, **changes),
+        devices=tuple(
+            Device(seconds_per_sample=s, jitter=0.3) for s in (0.001, 0.0017, 0.004)
+        ),
+        link=Link(latency_s=0.0005, spread_s=0.003),
+    )
+
+
+def what_happened(sim: Simulation) -> Trace:
+    """Who trained on what in which window, and when averages were adopted.
+
+    Windows in their order: a replay's epoch ends with one more, in which nobody trains.
+    """
+    history = sim.history
+    per_rank = {
+        epoch: [
+            [(b, start, stop) for r, b, start, stop in done if r == rank]
+            for rank in range(3)
+        ]
+        for (_, epoch), done in history.trained.items()
+    }
+    adopted = {
+        rank: [said.adopted_at for said in said_by]
+        for (_, rank), said_by in history.adopted.items()
+    }
+    windows = [done for _, done in sorted(history.in_window.items())]
+    return per_rank, windows, adopted
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_deterministic_runs_do_the_same_whatever_the_timing(policy: str) -> None:
+    sims = [
+        simulate(cluster_of(policy, seed, options={"deterministic": True}))
+        for seed in (1, 2)
+    ]
+    for sim in sims:
+        check_all(sim)
+    assert sims[0].end_s != sims[1].end_s
+    assert what_happened(sims[0]) == what_happened(sims[1])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_recorded_run_is_replayed_whatever_the_timing(policy: str) -> None:
+    first = simulate(cluster_of(policy, 1))
+    plans = tuple(first.epoch_plans)
+    assert len(plans) == 2
+    again = simulate(cluster_of(policy, 2, plans=plans))
+    other = simulate(cluster_of(policy, 2))
+    check_all(again)
+    assert what_happened(again) == what_happened(first)
+    assert what_happened(other) != what_happened(first)
+    assert tuple(again.epoch_plans) == plans
+
+
+def test_a_plan_of_another_run_is_refused() -> None:
+    plans = tuple(simulate(cluster_of("cadence", 1)).epoch_plans)
+    sim = simulate(cluster_of("async", 1, plans=plans))
+    (reason,) = {abort.reason for abort in sim.history.aborts.values()}
+    assert "the recorded plan is of version 1, policy 'cadence' and 3 ranks" in reason

@@ -1,0 +1,86 @@
+"""Runs of random clusters: all of the data, once, to the end, whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.coordination.ledger import BatchSizes
+from elche.sim.cluster import Cluster
+from tests.sim.checks import (
+    check_all,
+    check_windows,
+    positions,
+    simulate,
+    trained_positions,
+)
+from tests.sim.strategies import clusters
+
+
+@given(clusters("sync"))
+@settings(max_examples=100)
+def test_sync_trains_on_every_position_once(cluster: Cluster) -> None:
+    check_all(simulate(cluster))
+
+
+@given(clusters("cadence"))
+@settings(max_examples=150)
+def test_cadence_trains_on_every_position_once(cluster: Cluster) -> None:
+    check_all(simulate(cluster))
+
+
+@given(clusters("async"))
+@settings(max_examples=150)
+def test_async_trains_on_every_position_once(cluster: Cluster) -> None:
+    check_all(simulate(cluster))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@given(data=st.data())
+@settings(max_examples=80)
+def test_a_break_on_any_rank_ends_the_epoch_for_all_with_a_commit(
+    policy: str, data: st.DataObject
+) -> None:
+    cluster = data.draw(clusters(policy, breaks=True))
+    sim = simulate(cluster)
+    history, run = sim.history, cluster.run
+    assert not history.aborts, next(iter(history.aborts.values())).reason
+    check_windows(sim)
+    everything = positions(run.sizes)
+    left = {one.epoch for one in cluster.breaks}
+    for epoch in range(run.epochs):
+        assert history.ended[0, epoch] == set(range(cluster.world_size))
+        trained = trained_positions(history, 0, epoch)
+        assert trained <= everything
+        assert {batch for batch, _ in trained} == history.committed[0, epoch]
+        if epoch not in left:
+            assert trained == everything
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@given(data=st.data())
+@settings(max_examples=150)
+def test_deaths_and_joins_lose_nothing_and_count_nothing_twice(
+    policy: str, data: st.DataObject
+) -> None:
+    cluster = data.draw(clusters(policy, changes=True))
+    sim = simulate(cluster)
+    history = sim.history
+    dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
+    late = {rank for rank in history.ranks if sim.is_turned_away(rank)}
+    reasons = {
+        abort.reason for rank, abort in history.aborts.items() if rank not in late
+    }
+    if reasons:
+        # A rank that is gone before the run has begun ends it, and so does it when
+        # all who hold the model are.
+        (reason,) = reasons
+        assert "to join; look at" in reason or "nobody who is left holds" in reason
+        return
+    assert history.finished == set(history.ranks) - dead - late
+    if not history.finished:
+        return
+    batches = frozenset(range(BatchSizes(cluster.run.sizes).num_batches))
+    for epoch in range(cluster.run.epochs):
+        assert history.committed[0, epoch] == batches

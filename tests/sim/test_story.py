@@ -1,0 +1,57 @@
+"""Every decision can be explained: the story of a rank, of a lease, of a change."""
+
+from __future__ import annotations
+
+import re
+
+from elche.coordination.story import STORY_ENTRIES
+from elche.sim.cluster import Cluster, Device, Fault, Run
+from elche.sim.simulation import Simulation
+from tests.sim.checks import simulate
+
+
+def run_of(*faults: Fault, samples: int = 400) -> Simulation:
+    devices = tuple(Device(seconds_per_sample=s) for s in (0.002, 0.006))
+    run = Run(policy="async", samples=samples, batch_size=8, seed=2)
+    return simulate(Cluster(run=run, devices=devices, faults=faults))
+
+
+def test_the_story_of_a_lease_names_who_got_it_and_who_trained_on_it() -> None:
+    sim = run_of()
+    for batch in (0, 17, 49):
+        story = sim.core.lease_story(batch)
+        assert len(story) == 2, story
+        granted, done = story
+        pattern = r"^\d+\.\d{3} %s %s\(rank=(\d), epoch=0, .*start=(\d+), stop=(\d+)"
+        first = re.match(pattern % ("->", "GrantBatches"), granted)
+        second = re.match(pattern % ("<-", "BatchesDone"), done)
+        assert first is not None, granted
+        assert second is not None, done
+        assert first.group(1) == second.group(1)
+        assert int(first.group(2)) <= batch < int(first.group(3))
+
+
+def test_a_lease_that_died_with_its_rank_is_told_twice() -> None:
+    sim = run_of(Fault(at_s=0.2, kill_rank=1))
+    stories = [sim.core.lease_story(batch) for batch in range(50)]
+    twice = [one for one in stories if sum("GrantBatches" in line for line in one) == 2]
+    assert twice
+    for story in twice:
+        grants = [line for line in story if "GrantBatches" in line]
+        assert "rank=1" in grants[0]
+        assert "rank=0" in grants[1]
+
+
+def test_the_story_of_a_rank_is_its_own_and_says_why() -> None:
+    sim = run_of(Fault(at_s=0.2, kill_rank=1))
+    story = sim.core.story(1)
+    assert "Join(rank=1" in story[0]
+    assert story[-1].endswith("!! gone; the others go on")
+    assert not any("rank=0" in line for line in story)
+    assert any("Regroup(rank=0, generation=1, left=(1,)" in x for x in sim.core.story())
+
+
+def test_a_story_forgets_what_is_long_ago() -> None:
+    sim = run_of(samples=8 * STORY_ENTRIES)
+    assert len(sim.core.story()) == STORY_ENTRIES
+    assert sim.core.lease_story(0) == []

@@ -133,6 +133,21 @@ class RunConfig:
                 "max_batch_diff follows measured progress, so it cannot be "
                 "deterministic or replayed; leave it out"
             )
+        if self.policy == "auto" and self.record is not None:
+            raise ConfigError(
+                "policy 'auto' may change inside an epoch, which no record can "
+                "repeat; choose policy 'sync', 'cadence' or 'async'"
+            )
+        if self.policy == "auto" and self.update != "auto":
+            raise ConfigError(
+                "policy 'auto' chooses what is reduced; leave update out, or choose "
+                "policy 'sync', 'cadence' or 'async'"
+            )
+        if self.policy == "auto" and self.optimizer_state == "average":
+            raise ConfigError(
+                "policy 'auto' may choose 'async', which cannot average optimizer "
+                "state; leave optimizer_state out, or choose policy 'cadence'"
+            )
         if self.update == "gradients" and self.policy == "async":
             raise ConfigError(
                 "policy 'async' averages parameters; gradient windows need policy "

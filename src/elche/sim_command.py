@@ -13,6 +13,7 @@ from elche.demo.report import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
 from elche.sim.cluster import Cluster
+from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation, Watch
@@ -49,7 +50,7 @@ def run_simulate(config: SimulateConfig) -> int:
     Raises:
         ConfigError: the file is wrong, or a result cannot be written.
     """
-    cluster = read_cluster(config.cluster, config.policy)
+    cluster = load_cluster(config.cluster, config.policy)
     for path in (config.json_path, config.trace_path):
         if path is not None and str(path) != "-":
             check_writable(Path(path))
@@ -85,7 +86,7 @@ def run_simulate(config: SimulateConfig) -> int:
     return 0
 
 
-def read_cluster(path: Path, policy: str | None = None) -> Cluster:
+def load_cluster(path: Path, policy: str | None = None) -> Cluster:
     """Reads a cluster file.
 
     Args:
@@ -104,7 +105,7 @@ def read_cluster(path: Path, policy: str | None = None) -> Cluster:
     if policy is not None and isinstance(raw.get("run"), dict):
         raw["run"]["policy"] = policy
     try:
-        return Cluster.from_mapping(raw)
+        return read_cluster(raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

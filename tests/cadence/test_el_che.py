@@ -404,3 +404,47 @@ def test_a_state_obeys_a_lower_configured_maximum() -> None:
     lower = el_che(2, max_anchor=20)
     lower.load_state_dict(state)
     assert lower.batch_counts == (80, 20)
+
+
+def test_another_membership_keeps_what_is_known_of_those_who_stay() -> None:
+    che = el_che(3, anchor=4, max_anchor=50)
+    for _ in range(4):
+        report(che, [10.0, 20.0, 40.0], sync_ms=30.0)
+    smaller = che.resized([0, 2])
+    assert smaller.world_size == 2
+    assert smaller.anchor == che.anchor
+    assert smaller.ms_per_batch == pytest.approx((10.0, 40.0))
+    assert smaller.batch_counts == (4 * che.anchor, che.anchor)
+    larger = che.resized([2, None, 0])
+    assert larger.ms_per_batch == pytest.approx((40.0, 0.0, 10.0))
+    # A rank that nobody has measured counts as the slowest one.
+    assert larger.batch_counts == (che.anchor, che.anchor, 4 * che.anchor)
+    assert che.world_size == 3
+
+
+def test_when_the_slowest_rank_goes_the_next_one_sets_the_cadence() -> None:
+    che = el_che(3, anchor=5)
+    report(che, [10.0, 20.0, 40.0])
+    left = che.resized([0, 1])
+    assert left.batch_counts == (10, 5)
+    assert left.anchor_wall_ms == pytest.approx(100.0)
+    report(left, [10.0, 20.0])
+    assert left.batch_counts == (10, 5)
+    assert che.batch_counts == (20, 10, 5)
+
+
+def test_hints_stay_with_their_ranks_and_newcomers_have_none() -> None:
+    che = el_che(2, anchor=4, speed_hints=(1.0, 0.25))
+    assert che.resized([1, 0]).batch_counts == (4, 16)
+    assert che.resized([1, None]).batch_counts == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [([2], "rank must be 0 to 1, got 2"), ([-1], "got -1"), ([], "world_size")],
+)
+def test_a_membership_that_cannot_be_is_refused(
+    kept: list[int | None], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        el_che(2).resized(kept)

@@ -33,12 +33,15 @@ from elche.coordination.messages import (
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 from elche.runtime import coordinator
 from elche.runtime.coordinator import CoordinatorServer, serve_in_thread
-from tests.coordination.simulated import Device, Plan
-from tests.coordination.simulated_worker import join_of
+from elche.sim.cluster import Cluster, Device, Run
+from elche.sim.rank import join_of
 
 KEY = b"k" * 32
 WAIT_S = 10.0
-PLAN = Plan(devices=(Device(), Device()), policy="sync")
+PAIR = Cluster(
+    run=Run(samples=160, batch_size=8, policy="sync"),
+    devices=(Device(seconds_per_sample=0.01, count=2),),
+)
 
 
 class Served:
@@ -76,7 +79,7 @@ def honest_run(served: Served, between: Callable[[], None]) -> None:
     with closing(served.channel(0)) as first, closing(served.channel(1)) as second:
         channels = (first, second)
         for rank, channel in enumerate(channels):
-            channel.send(join_of(PLAN, rank))
+            channel.send(join_of(PAIR, rank, PAIR.devices[0]))
         for channel in channels:
             assert isinstance(channel.receive(WAIT_S, "welcome"), Welcome)
         between()
@@ -189,7 +192,7 @@ def test_one_rank_that_vanishes_ends_the_other_with_its_name(served: Served) -> 
     with closing(served.channel(0)) as first:
         with closing(served.channel(1)) as second:
             for rank, channel in enumerate((first, second)):
-                channel.send(join_of(PLAN, rank))
+                channel.send(join_of(PAIR, rank, PAIR.devices[0]))
             for channel in (first, second):
                 assert isinstance(channel.receive(WAIT_S, "welcome"), Welcome)
         abort = first.receive(WAIT_S, "the reason")

@@ -154,7 +154,9 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
     traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     counts = [len(trace.batch_sizes[0]) for trace in traces]
     assert sum(counts) == 80
-    assert abs(counts[0] - counts[1]) <= traces[0].windows[0]
+    # Free, the fast one does 64 of them. It may lead by one per window, and does what
+    # is left when the slow one has no more to do.
+    assert max(counts) <= 52
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
@@ -200,10 +202,13 @@ def test_a_loader_three_times_slower_gets_a_third(
     ranks2: RankPool, policy: str
 ) -> None:
     """Delivered time counts: waiting for data moves shares as slow compute does."""
-    shares = ranks2.run(
-        share_with_slow_loader, policy, [0.001, 0.003], case_setup=serve_in_thread
+    results = ranks2.run(
+        share_with_slow_loader, policy, [0.002, 0.006], case_setup=serve_in_thread
     )
-    assert shares[0] / shares[1] == pytest.approx(3.0, rel=0.1)
+    shares, sample_s = zip(*results, strict=True)
+    delivered = sample_s[1] / sample_s[0]  # about 3; a busy machine slows both
+    assert 2.0 < delivered < 3.3
+    assert shares[0] / shares[1] == pytest.approx(delivered, rel=0.1)
 
 
 def _speeds(*speeds: float) -> Any:

@@ -97,14 +97,14 @@ class SlowToLoad(Dataset[Any]):
         return torch.full((4,), float(index % 7))
 
 
-def share_with_slow_loader(policy: str, load_s: list[float]) -> float:
-    """This rank's share of the last epoch, its loader as slow as said."""
+def share_with_slow_loader(policy: str, load_s: list[float]) -> tuple[float, float]:
+    """This rank's share of the last epoch, and its delivered seconds per sample."""
     rank = int(os.environ["RANK"])
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     dataset = SlowToLoad(960, load_s[rank])
     model, optimizer, loader = elche.setup(
-        model, optimizer, DataLoader(dataset, batch_size=16), policy=policy
+        model, optimizer, DataLoader(dataset, batch_size=8), policy=policy
     )
     for _ in range(2):
         for x in loader:
@@ -114,6 +114,7 @@ def share_with_slow_loader(policy: str, load_s: list[float]) -> float:
             optimizer.zero_grad()
     run = session.current_run()
     assert run is not None
-    share = run.reports[-1].shares[rank]
+    end = run.reports[-1]
+    share, sample_s = end.shares[rank], end.busy_s[rank] / end.samples[rank]
     elche.shutdown()
-    return share
+    return share, sample_s

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from elche.errors import ConfigError
-from elche.sim.cluster import Cluster, Device, Link, LinkChange
+from elche.sim.cluster import Device, Link, LinkChange
+from elche.sim.cluster_file import read_cluster
 
 GOOD: dict[str, Any] = {
     "run": {
@@ -51,7 +52,7 @@ def with_change(table: str, at: int | None, key: str, value: Any) -> dict[str, A
 
 
 def test_a_file_is_read_with_its_defaults() -> None:
-    cluster = Cluster.from_mapping(GOOD)
+    cluster = read_cluster(GOOD)
     assert cluster.world_size == 4
     assert cluster.run.config.anchor == 3
     assert cluster.run.sizes == ((24, 12_500),)
@@ -107,7 +108,7 @@ def test_a_mistake_is_named_with_its_table(
     table: str, at: int | None, key: str, value: Any, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Cluster.from_mapping(with_change(table, at, key, value))
+        read_cluster(with_change(table, at, key, value))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_file_without_the_needed_tables_is_refused(
     raw: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Cluster.from_mapping(raw)
+        read_cluster(raw)
 
 
 def test_a_changed_link_must_say_what_changes() -> None:

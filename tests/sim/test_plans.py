@@ -84,4 +84,4 @@ def test_a_plan_of_another_run_is_refused() -> None:
     plans = tuple(simulate(cluster_of("cadence", 1)).epoch_plans)
     sim = simulate(cluster_of("async", 1, plans=plans))
     (reason,) = {abort.reason for abort in sim.history.aborts.values()}
-    assert "the recorded plan is of version 1, policy 'cadence' and 3 ranks" in reason
+    assert "the recorded plan is of version 2, policy 'cadence' and 3 ranks" in reason

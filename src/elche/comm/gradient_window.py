@@ -128,6 +128,11 @@ class GradientWindow:
         return sum(each.host_bytes for each in self._sums)
 
     @property
+    def group(self) -> Group:
+        """The process group."""
+        return self._group
+
+    @property
     def samples(self) -> float:
         """This rank's samples in the window so far."""
         return 0.0 if self._is_reduced else self._samples

@@ -16,7 +16,7 @@ from typing import Any, final
 from elche.coordination.ledger import BatchSizes, Range
 from elche.errors import ConfigError
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class EpochPlan:
 
     policy: str
     world_size: int
+    sizes: list[tuple[int, int]]
     windows: list[WindowPlan] = field(default_factory=list)
     steps: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -58,7 +59,9 @@ class EpochPlan:
         return json.dumps({"version": PLAN_VERSION, **asdict(self)})
 
     @staticmethod
-    def from_text(text: str, policy: str, world_size: int) -> EpochPlan:
+    def from_text(
+        text: str, policy: str, world_size: int, sizes: BatchSizes
+    ) -> EpochPlan:
         """Reads a plan.
 
         Raises:
@@ -77,6 +80,13 @@ class EpochPlan:
                 f"the recorded plan is of version {found[0]}, policy {found[1]!r} and "
                 f"{found[2]} ranks, this run has version {PLAN_VERSION}, policy "
                 f"{policy!r} and {world_size} ranks"
+            )
+        plan.sizes = [(size, count) for size, count in plan.sizes]
+        if plan.sizes != list(sizes.runs):
+            raise ConfigError(
+                "the record is of an epoch with batches of (size, count) "
+                f"{plan.sizes}, this one has {list(sizes.runs)}; replay needs the same "
+                "dataset length, batch_size and drop_last"
             )
         for window in plan.windows:
             window.parts = [[(a, b) for a, b in part] for part in window.parts]

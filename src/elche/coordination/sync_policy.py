@@ -73,10 +73,12 @@ class SyncPolicy(Policy):
     ) -> Outcome:
         """Grants the first steps."""
         self._epoch = epoch
-        self._record = EpochPlan(policy="sync", world_size=self._world_size)
+        self._record = EpochPlan(
+            policy="sync", world_size=self._world_size, sizes=list(sizes.runs)
+        )
         self._planned: deque[tuple[int, int, list[int]]] | None = None
         if plan:
-            recorded = EpochPlan.from_text(plan, "sync", self._world_size)
+            recorded = EpochPlan.from_text(plan, "sync", self._world_size, sizes)
             self._planned = deque(recorded.steps)
         self._ledger = EpochLedger(sizes, [ALL_RANKS])
         self._totals = EpochTotals(epoch, self._world_size, now_s)

@@ -22,7 +22,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.ledger.remove(rank)
     state.leasing.remove(rank)
     state.book.remove(rank)
-    state.throttle.stop(rank)
+    state.throttle.remove(rank)
     state.pacing.change(sorted(state.members))
     state.uncalibrated.discard(rank)
     if state.is_draining:

@@ -95,18 +95,26 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     """Tells ranks that will get no more work in their window to close it."""
+    told = _tell_idle(state, ranks)
+    if told and state.throttle.is_final:  # those it held have nobody to wait for
+        told += _tell_idle(state, state.members)
+    return told
+
+
+def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     others_wait = state.book.any_closed
     nothing_left = state.ledger.pooled == 0
     told: list[Instruction] = []
-    rose = False
     for rank in ranks:
         part = state.book.part(rank)
         if part.told_to_close or part.opened is None or part.closed is not None:
             continue
         starved = nothing_left or (others_wait and rank in state.leasing.hungry)
-        if state.is_draining or (starved and not state.ledger.leased(rank)):
+        is_idle = starved and not state.ledger.leased(rank)
+        is_held = state.throttle.holds(state.book.batches_since(rank))
+        if state.is_draining or is_idle or is_held:
             part.told_to_close = True
-            rose |= state.throttle.stop(rank)  # it has nothing to catch up with
+            state.throttle.stop(rank)
             told.append(
                 CloseWindow(
                     rank=rank,
@@ -115,7 +123,7 @@ def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
                     drain=state.is_draining,
                 )
             )
-    return told + (permits(state) if rose else [])
+    return told
 
 
 def calibrate(state: WindowState, rank: int) -> list[Instruction]:

@@ -39,7 +39,7 @@ from elche.coordination.window_opening import (
     permits,
 )
 from elche.coordination.window_state import WindowState
-from elche.errors import ProtocolError
+from elche.errors import ConfigError, ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ class WindowPolicy(Policy):
             self._give_back(rank)
         told: list[Instruction] = []
         goes_on = state.is_overlapped and self._opens_early
-        if not (goes_on and state.ledger.leased(rank)) and state.throttle.stop(rank):
-            told += permits(state)
+        if not (goes_on and state.ledger.leased(rank)):
+            state.throttle.stop(rank)
         told += calibrate(state, rank)
         if self._may_end_window:
             ended = self._end_window(now_s)
@@ -242,6 +242,8 @@ class WindowPolicy(Policy):
         if state.is_overlapped and self._opens_early:
             told += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
+        if state.throttle.is_final:
+            touched.update(state.members)
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
 
     @property
@@ -262,6 +264,17 @@ class WindowPolicy(Policy):
         self._reject_unusable()
         touched = any(part.batches for part in state.book.parts.values())
         over = not state.has_work
+        if (
+            state.source is not None
+            and state.source.window(state.book.window - state.first_window) is None
+            and state.ledger.pooled
+            and not touched
+            and not state.is_draining
+        ):
+            raise ConfigError(
+                f"the recorded run left epoch {state.epoch} before its end, this run's "
+                "loop goes on; leave it at the same batch"
+            )
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.source is not None and touched
         state.is_final = over and state.book.is_untouched and not follows
@@ -350,6 +363,11 @@ class WindowPolicy(Policy):
     def _advance(self) -> None:
         state = self._state
         state.book.advance()
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """The throttle counts from here on, and all who are members now."""
+        state = self._state
         state.throttle = Throttle(state.config.max_batch_diff, state.members)
         for rank in state.members:
             state.throttle.done(rank, state.book.batches_since(rank))
@@ -383,6 +401,7 @@ class WindowPolicy(Policy):
         state.ledger.commit()
         if done.is_handover:
             joined, state.joining = state.joining, []
+            self._count_anew()
             return self._outcome(open_windows(state, joined) + self._greet(now_s))
         state.last_reduction = done
         told: list[Instruction] = [

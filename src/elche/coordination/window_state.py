@@ -70,7 +70,11 @@ class WindowState:
         self.source: WindowSource | None = None
         self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.planned_until = self.first_window = self.book.window
-        self.record = EpochPlan(policy=self.config.policy, world_size=len(self.members))
+        self.record = EpochPlan(
+            policy=self.config.policy,
+            world_size=len(self.members),
+            sizes=list(self.ledger.sizes.runs),
+        )
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.max_batch_diff, self.members)
         self.leasing = Leasing(
@@ -91,7 +95,7 @@ class WindowState:
             self.uncalibrated.clear()
         if text:
             self.source = RecordedWindows(
-                EpochPlan.from_text(text, self.config.policy, len(self.members))
+                EpochPlan.from_text(text, self.config.policy, len(self.members), sizes)
             )
         elif self.config.deterministic:
             counts = self.pacing.el_che.batch_counts

@@ -32,6 +32,11 @@ class PlanFile:
         if rank != 0:
             return PlanFile(None, None)
         record = Path(config.record) if config.record is not None else None
+        if record is not None and not record.parent.is_dir():
+            raise ConfigError(
+                f"cannot record to {config.record!r}: there is no folder "
+                f"{str(record.parent)!r}; make it first"
+            )
         if config.replay is None:
             return PlanFile(record, None)
         try:

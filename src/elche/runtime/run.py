@@ -64,6 +64,7 @@ class Run:
         optimizer: its optimizer.
         loader: the user's loader.
         devices: device names of all ranks.
+        plans: what is recorded or replayed.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Run:
         optimizer: torch.optim.Optimizer,
         loader: DataLoader[Any],
         devices: tuple[str, ...],
+        plans: PlanFile,
     ) -> None:
         self.worker = worker
         self.config = config
@@ -85,7 +87,7 @@ class Run:
         self._devices = devices
         self._synchroniser = Synchroniser(config, model, optimizer, worker.group)
         self._probe_s = 0.0
-        self._plans = PlanFile.for_rank(config, worker.rank)
+        self._plans = plans
         self._batches: LeasedBatches | None = None
         self._batch_cost = CostEstimate()
         self._epoch = -1
@@ -116,6 +118,7 @@ class Run:
                 f"expected a speed hint per rank ({placement.world_size}), got "
                 f"{len(hints)}"
             )
+        plans = PlanFile.for_rank(config, placement.rank)
         settings = describe(config, model, optimizer, loader, epochs)
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)
@@ -129,7 +132,7 @@ class Run:
                 [t.detach() for t in (*tensors, *state_tensors(optimizer))],
                 "the first broadcast",
             )
-            run = Run(worker, config, model, optimizer, loader, welcome.devices)
+            run = Run(worker, config, model, optimizer, loader, welcome.devices, plans)
             run._attach()
         except BaseException:
             worker.close(None)

@@ -104,6 +104,8 @@ class SyncEpoch:
         except GeneratorExit:
             with contextlib.suppress(CommunicationError):
                 self._reducer.end_step()
+            if handed_out:
+                self.samples_done += self._positions.samples_of(handed_out - 1)
             epoch = self._positions.epoch
             self._worker.send(
                 EpochLeft(rank=self._worker.rank, epoch=epoch, step=handed_out)

@@ -15,6 +15,7 @@ from elche.comm.gradient_window import GradientWindow
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
 from elche.comm.process_group import Group
+from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.coordination.messages import Reduce
 from elche.errors import ProtocolError
@@ -83,7 +84,10 @@ def make_window_sync(
     if config.sums_gradients:
         window = GradientWindow(parameters, group)
         window.build()
-        sync = GradientSync(parameters, optimizer, window, config.max_grad_norm)
+        buffers = WindowBuffers(model, group)
+        sync = GradientSync(
+            parameters, optimizer, window, buffers, config.max_grad_norm
+        )
         sync.attach()
         return sync
     reset_state = config.optimizer_state == "reset"
@@ -208,6 +212,7 @@ class GradientSync(WindowSync):
         parameters: the trainable parameters.
         optimizer: steps them at the window's end.
         window: sums the gradients.
+        buffers: averages what changed of the model's buffers.
         max_grad_norm: clip the reduced gradient to this norm.
     """
 
@@ -216,11 +221,13 @@ class GradientSync(WindowSync):
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         window: GradientWindow,
+        buffers: WindowBuffers,
         max_grad_norm: float | None,
     ) -> None:
         self._parameters = list(parameters)
         self._optimizer = optimizer
         self._window = window
+        self._buffers = buffers
         self._max_grad_norm = max_grad_norm
         self._samples = 0
         self._in_backward = False
@@ -254,7 +261,12 @@ class GradientSync(WindowSync):
         return self._window.extra_bytes
 
     def rebase(self) -> None:
-        """Parameters only change by common steps."""
+        """Parameters only change by common steps; buffers start from here."""
+        self._buffers.rebase()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._buffers.changed()
 
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
@@ -268,12 +280,39 @@ class GradientSync(WindowSync):
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`."""
+        samples = self._window.samples
         self._window.reduce()
+        self._buffers.average(plan)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        own = self._share_rates(samples)
         self._optimizer.step()
+        self._set_rates(own)
         self._optimizer.zero_grad(set_to_none=True)
         return SyncResult(divergence=0.0, parameter_norm=0.0)
+
+    def _share_rates(self, samples: float) -> list[float]:
+        """Sets every rate to its mean over the window's samples; returns this rank's.
+
+        A schedule in the loop has brought each rank as far as its own batches, and a
+        common step needs a common rate.
+        """
+        own = [float(group["lr"]) for group in self._optimizer.param_groups]
+        message = torch.tensor(
+            [samples, *(rate * samples for rate in own)], dtype=torch.float64
+        )
+        self._window.group.all_reduce(message, "sharing learning rates")
+        total, *sums = message.tolist()
+        if total > 0:
+            self._set_rates([each / total for each in sums])
+        return own
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 @torch.no_grad()

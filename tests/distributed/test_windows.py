@@ -21,6 +21,7 @@ from tests.distributed.cases import (
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.window_cases import (
     POISON,
+    follow_progress_with_gradient_windows,
     share_with_slow_loader,
     shared_over_slow_link,
     train_on_poison,
@@ -111,6 +112,38 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
     assert difference(traces[0].state, plain(clipped).state) <= 1e-13
     free = plain(dataclasses.replace(clipped, loop="plain"))
     assert difference(traces[0].state, free.state) > 1e-3
+
+
+def test_gradient_windows_share_the_rate_and_the_buffers(ranks2: RankPool) -> None:
+    """Ranks step together at one rate, whenever each last looked at the schedule."""
+    states = ranks2.run(
+        follow_progress_with_gradient_windows,
+        2,
+        case_setup=serve_in_thread,
+        env=FOUR_TO_ONE,
+    )
+    assert identical(states)
+    assert float(states[0]["1.running_var"].min()) > 0
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_replay_on_other_data_is_refused(
+    ranks2: RankPool, policy: str, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "plan.json")
+    task = Task(samples=200, batch_size=8, epochs=1)
+    ranks2.run(
+        shared, _with(task, policy=policy, record=record), case_setup=serve_in_thread
+    )
+    other = dataclasses.replace(task, samples=300)
+    outcomes = ranks2.run(
+        shared,
+        _with(other, policy=policy, replay=record),
+        case_setup=serve_in_thread,
+        expect_failure=True,
+    )
+    errors = [outcome.error for outcome in outcomes]
+    assert all(e is not None and "the record is of an epoch" in e.text for e in errors)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])

@@ -118,3 +118,21 @@ def share_with_slow_loader(policy: str, load_s: list[float]) -> tuple[float, flo
     share, sample_s = end.shares[rank], end.busy_s[rank] / end.samples[rank]
     elche.shutdown()
     return share, sample_s
+
+
+def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor]:
+    """Gradient windows with BatchNorm, and a learning rate that follows progress."""
+    task = Task(samples=320, batch_size=8, epochs=epochs, model="norm")
+    model, optimizer, loader = build(task)
+    options = {"policy": "cadence", "update": "gradients", "anchor": 4}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    schedule = elche.ProgressLR(optimizer, lambda done: 1.0 - 0.9 * done, 320 * epochs)
+    for _ in range(epochs):
+        for x, y, *_ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    elche.shutdown()
+    return state

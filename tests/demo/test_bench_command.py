@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from elche.cli import main
+from elche.config import POLICIES
 from elche.demo import bench
 from elche.demo.bench import BenchConfig, run_bench
 from elche.demo.compare import ContenderRun
@@ -93,7 +94,7 @@ def test_the_same_samples_for_all_but_the_capped() -> None:
     assert config.run_on("solo-1").speeds == (0.25,)
     assert specs["ddp"].shares == ()
     assert specs["ddp-split"].shares == (1.0, 0.25)
-    assert config.names[-2:] == ("elche-sync", "elche-cadence")
+    assert config.names[-4:] == tuple(f"elche-{policy}" for policy in POLICIES)
 
 
 def test_time_capped_gives_ddp_what_it_can_do_in_time() -> None:
@@ -114,6 +115,8 @@ def fake_results(
             "ddp-split": 900 * quick,
             "elche-sync": 940 * quick,
             "elche-cadence": 970 * quick,
+            "elche-async": 980 * quick,
+            "elche-auto": 960 * quick,
         }
         for name in config.names:
             if name == "indep":

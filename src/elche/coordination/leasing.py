@@ -20,6 +20,8 @@ from elche.coordination.messages import GrantBatches
 LOOKAHEAD_S = 0.05
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
+STALE_ENTRIES = 4
+"""So many entries per rank may be kept, most of them out of date."""
 
 
 @dataclass(slots=True)
@@ -192,12 +194,23 @@ class Leasing:
 
     def _top(self, heap: list[tuple[float, int, int]]) -> tuple[float, int, int] | None:
         while heap:
-            _, rank, version = heap[0]
-            pace = self._paces.get(rank)
-            if pace is not None and pace.version == version:
+            if self._is_current(heap[0]):
                 return heap[0]
             heapq.heappop(heap)
         return None
+
+    def _push(
+        self, heap: list[tuple[float, int, int]], entry: tuple[float, int, int]
+    ) -> None:
+        """Adds an entry; those that are out of date go when they are most."""
+        heapq.heappush(heap, entry)
+        if len(heap) > STALE_ENTRIES * (len(self._paces) + STALE_ENTRIES):
+            heap[:] = [one for one in heap if self._is_current(one)]
+            heapq.heapify(heap)
+
+    def _is_current(self, entry: tuple[float, int, int]) -> bool:
+        pace = self._paces.get(entry[1])
+        return pace is not None and pace.version == entry[2]
 
     def _forget(self, pace: _Pace) -> None:
         if pace.is_busy:
@@ -221,9 +234,9 @@ class Leasing:
             self._begun_rate += pace.begun_rate
             self._begun_at += pace.begun_at
             ends_s = pace.since_s + (held + 1) * batch_s
-            heapq.heappush(self._by_end, (ends_s, rank, pace.version))
+            self._push(self._by_end, (ends_s, rank, pace.version))
         else:
-            heapq.heappush(self._by_cost, (batch_s, rank, pace.version))
+            self._push(self._by_cost, (batch_s, rank, pace.version))
         if not self._busy:
             self._begun_rate = self._begun_at = 0.0
 

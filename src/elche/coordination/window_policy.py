@@ -231,8 +231,7 @@ class WindowPolicy(Policy):
         if state.is_draining and (part.is_drained or not state.is_overlapped):
             self._give_back(rank)
         told: list[Instruction] = []
-        goes_on = state.is_overlapped and self._opens_early
-        if not (goes_on and state.ledger.leased(rank)):
+        if not self._goes_on(rank):
             state.throttle.stop(rank)
         told += calibrate(state, rank)
         if self._may_end_window:
@@ -245,6 +244,12 @@ class WindowPolicy(Policy):
         if state.throttle.is_final:
             touched.update(state.members)
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
+
+    def _goes_on(self, rank: int) -> bool:
+        """Whether a rank that has ended its window trains in the next one."""
+        state = self._state
+        early = state.is_overlapped and self._opens_early
+        return early and state.ledger.leased(rank) > 0
 
     @property
     def _may_end_window(self) -> bool:
@@ -371,6 +376,8 @@ class WindowPolicy(Policy):
         state.throttle = Throttle(state.config.max_batch_diff, state.members)
         for rank in state.members:
             state.throttle.done(rank, state.book.batches_since(rank))
+            if state.book.parts[rank].closed is not None and not self._goes_on(rank):
+                state.throttle.stop(rank)
 
     def _next_window(self, now_s: float) -> list[Instruction]:
         state = self._state

@@ -11,7 +11,7 @@ from elche.coordination.messages import Reduce
 from elche.coordination.window_book import Part, Reduction
 
 SETTLED_WINDOWS = 8
-FEW_WINDOWS = 20
+FEW_WINDOWS = 100
 
 
 def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:

@@ -1,0 +1,32 @@
+"""Settings that contradict each other are refused at once, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "auto", "deterministic": True}, "cannot be deterministic"),
+        ({"policy": "auto", "replay": "plan.json"}, "cannot be deterministic"),
+        ({"policy": "auto", "record": "plan.json"}, "no record can repeat"),
+        ({"policy": "auto", "update": "gradients"}, "leave update out"),
+        ({"policy": "auto", "optimizer_state": "average"}, "leave optimizer_state"),
+        ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
+        ({"policy": "sync", "update": "parameters"}, "'cadence' or 'async'"),
+        ({"policy": "async", "optimizer_state": "average"}, "'local'"),
+        (
+            {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
+            "leave it out",
+        ),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**options)

@@ -28,8 +28,8 @@ from elche.coordination.messages import (
     BarrierReached,
     Left,
     Welcome,
-    to_wire,
 )
+from elche.coordination.wire import to_wire
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 from elche.runtime import coordinator
 from elche.runtime.coordinator import CoordinatorServer, serve_in_thread

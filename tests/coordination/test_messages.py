@@ -12,13 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.messages import (
-    FROM_COORDINATOR,
-    FROM_WORKERS,
     Disconnected,
     Tick,
-    from_wire,
-    to_wire,
 )
+from elche.coordination.wire import FROM_COORDINATOR, FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
 
 ALL = FROM_WORKERS | FROM_COORDINATOR

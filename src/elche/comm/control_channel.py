@@ -15,13 +15,11 @@ from typing import Any
 
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.coordination.messages import (
-    FROM_COORDINATOR,
     Abort,
     Event,
     Instruction,
-    from_wire,
-    to_wire,
 )
+from elche.coordination.wire import FROM_COORDINATOR, from_wire, to_wire
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 
 _CHUNK_BYTES = 1 << 16

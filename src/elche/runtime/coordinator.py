@@ -20,17 +20,15 @@ from typing import Any
 
 from elche.comm.frames import MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.messages import (
-    FROM_WORKERS,
     Disconnected,
     Event,
     Failed,
     Instruction,
     Left,
     Tick,
-    from_wire,
-    to_wire,
 )
 from elche.coordination.state import Coordinator
+from elche.coordination.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
 
 logger = logging.getLogger(__name__)

@@ -56,9 +56,9 @@ class WindowSync(ABC):
         """The window ends; True if what this rank did in it can be used."""
         return True
 
-    @abstractmethod
     def reduce(self, plan: Reduce) -> SyncResult:
         """Reduces now, waiting for the others."""
+        raise ProtocolError(f"window {plan.window} is only reduced overlapped")
 
     def begin(self, plan: Reduce) -> None:
         """Begins an overlapped reduction."""
@@ -179,11 +179,6 @@ class OverlappedSync(WindowSync):
         """See :meth:`WindowSync.close`."""
         self._is_finite = self._averager.snapshot()
         return self._is_finite
-
-    def reduce(self, plan: Reduce) -> SyncResult:
-        """See :meth:`WindowSync.reduce`."""
-        self._averager.begin(plan)
-        return self._averager.adopt(plan, drained=True)
 
     def begin(self, plan: Reduce) -> None:
         """See :meth:`WindowSync.begin`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.config import RunConfig
-from elche.coordination.messages import Join
+from elche.coordination.messages import EpochOpened, Join
 
 SHOWN_DIFFERENCES = 5
 
@@ -89,6 +89,25 @@ def what_differs(joins: Sequence[Join]) -> str:
             return (
                 f"the model differs between ranks: rank 0 and rank {join.rank} hold "
                 "the same tensors in another order"
+            )
+    return ""
+
+
+def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
+    """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
+    first = opened[min(opened)]
+    for rank, other in sorted(opened.items()):
+        if other.layout != first.layout:
+            return (
+                f"rank {rank} does not train what rank 0 trains in epoch "
+                f"{first.epoch}: parameters were frozen, unfrozen, added or "
+                "replaced on some ranks only; do it on every rank"
+            )
+        if other.checksum != first.checksum:
+            return (
+                f"rank {rank} begins epoch {first.epoch} with other parameters "
+                "than rank 0: they were changed between epochs on some ranks only "
+                "(a checkpoint loaded on rank 0, say); do it on every rank"
             )
     return ""
 

@@ -9,14 +9,15 @@ answers. Each decision leaves a line in the story, which every error prints.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from elche.config import RunConfig
-from elche.coordination.agreement import settings_of, what_differs
+from elche.coordination.agreement import opened_differently, settings_of, what_differs
+from elche.coordination.gathering import Barriers, EpochEnding
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
     PROTOCOL_VERSION,
     Abort,
-    BarrierPassed,
     BarrierReached,
     BeginEpoch,
     Disconnected,
@@ -66,10 +67,9 @@ class Coordinator:
         self._in_epoch = False
         self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
-        self._barriers: dict[str, set[int]] = {}
+        self._barriers = Barriers()
         self._early_joins: list[Join] = []
-        self._unconfirmed: set[int] = set()
-        self._held: list[Instruction] = []
+        self._ending = EpochEnding()
         self._waiting_since_s: float | None = None
         self._story = Story()
         self.aborted: str | None = None
@@ -109,7 +109,7 @@ class Coordinator:
             return self._after_abort(event)
         try:
             handler = self._handlers.get(type(event), self._in_policy)
-            instructions = self._confirmed(event) if self._held else []
+            instructions = self._ending.heard(event)
             instructions += handler(event, now_s)
             if self._roster.newcomers:
                 instructions += self._admit(now_s)
@@ -228,7 +228,7 @@ class Coordinator:
             return []
         if self._in_epoch:
             raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
-        disagreement = self._opened_differently()
+        disagreement = opened_differently(self._opened)
         if disagreement:
             return self._abort(disagreement, kind="mismatch")
         speaker = self._opened[min(self._opened)]
@@ -256,24 +256,6 @@ class Coordinator:
             window=self._running_policy().first_window,
         )
 
-    def _opened_differently(self) -> str:
-        """What ranks do not agree on at the beginning of an epoch, or ""."""
-        first = self._opened[min(self._opened)]
-        for rank, other in sorted(self._opened.items()):
-            if other.layout != first.layout:
-                return (
-                    f"rank {rank} does not train what rank 0 trains in epoch "
-                    f"{first.epoch}: parameters were frozen, unfrozen, added or "
-                    "replaced on some ranks only; do it on every rank"
-                )
-            if other.checksum != first.checksum:
-                return (
-                    f"rank {rank} begins epoch {first.epoch} with other parameters "
-                    "than rank 0: they were changed between epochs on some ranks only "
-                    "(a checkpoint loaded on rank 0, say); do it on every rank"
-                )
-        return ""
-
     def _in_policy(self, event: Event, now_s: float) -> list[Instruction]:
         policy = self._running_policy()
         if not self._in_epoch:
@@ -289,32 +271,10 @@ class Coordinator:
             self._story.decided(note, now_s)
         if outcome.epoch_over:
             self._in_epoch = False
-            return self._hold_for_leavers(outcome.instructions)
+            policy = self._running_policy()
+            left = {rank for rank in self._members if policy.has_left(rank)}
+            return self._ending.end(outcome.instructions, left, self._members)
         return outcome.instructions
-
-    def _hold_for_leavers(self, told: list[Instruction]) -> list[Instruction]:
-        """Ends the epoch on ranks that did not leave it only when the others are well.
-
-        A loop that breaks and a loop that raises look alike at first; the next that is
-        heard of the rank tells.
-        """
-        assert self._policy is not None
-        left = {rank for rank in self._members if self._policy.has_left(rank)}
-        if not left or left == self._members:
-            return told
-        self._unconfirmed = left
-        self._held = [one for one in told if one.rank not in left]
-        return [one for one in told if one.rank in left]
-
-    def _confirmed(self, event: Event) -> list[Instruction]:
-        """What was held back, once every rank that left has been heard of again."""
-        if not isinstance(event, (EpochOpened, BarrierReached, Left)):
-            return []
-        self._unconfirmed.discard(event.rank)
-        if self._unconfirmed:
-            return []
-        held, self._held = self._held, []
-        return held
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
         if self._left:
@@ -322,19 +282,8 @@ class Coordinator:
                 f"rank {event.rank} waits at barrier {event.name!r}, but ranks "
                 f"{sorted(self._left)} have left"
             )
-        there = self._barriers.setdefault(event.name, set())
-        there.add(event.rank)
-        return self._pass_barriers()
-
-    def _pass_barriers(self) -> list[Instruction]:
-        passed = [name for name, at in self._barriers.items() if at >= self._members]
-        for name in passed:
-            del self._barriers[name]
-        return [
-            BarrierPassed(rank=rank, name=name)
-            for name in passed
-            for rank in sorted(self._members)
-        ]
+        self._barriers.reach(event)
+        return self._barriers.passed(self._members)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
         return self._abort(
@@ -382,16 +331,11 @@ class Coordinator:
         """A rank is gone: the others form a new group without it."""
         self._members.discard(rank)
         self._opened.pop(rank, None)
-        for there in self._barriers.values():
-            there.discard(rank)
+        self._barriers.remove(rank)
         self._story.decided("gone; the others go on", now_s, rank)
         self._running_policy().remove(rank)
         self._roster.change(self._members)
-        self._unconfirmed.discard(rank)
-        held = []
-        if not self._unconfirmed:
-            held, self._held = self._held, []
-        return held + [
+        return self._ending.confirm(rank) + [
             Regroup(
                 rank=member,
                 generation=self._roster.generation,
@@ -447,7 +391,7 @@ class Coordinator:
         if self._in_epoch:
             outcome = self._running_policy().regrouped(self._roster.reduced, now_s)
             return self._settle(outcome, now_s)
-        return [*self._pass_barriers(), *self._begin_if_open(now_s)]
+        return [*self._barriers.passed(self._members), *self._begin_if_open(now_s)]
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if self._waiting_since_s is None or not self._is_waiting():
@@ -468,7 +412,10 @@ class Coordinator:
         """Whether somebody waits for somebody: between epochs ranks may be idle."""
         joining = 0 < len(self._joins) < self._world_size
         held = bool(
-            self._opened or self._barriers or self._held or self._roster.pending
+            self._opened
+            or self._barriers
+            or self._ending.withholds
+            or self._roster.pending
         )
         return joining or self._in_epoch or held
 
@@ -480,9 +427,7 @@ class Coordinator:
             missing = sorted(self._members - set(self._opened))
             return f"waiting for ranks {missing} to open epoch {self._epoch + 1}"
         if self._barriers:
-            name, there = next(iter(self._barriers.items()))
-            missing = sorted(self._members - there)
-            return f"waiting for ranks {missing} at barrier {name!r}"
+            return f"waiting for {self._barriers.waiting_for(self._members)}"
         if self._in_epoch:
             return f"waiting for {self._policy.waiting_for()}"
         return "between epochs"
@@ -513,14 +458,7 @@ class Coordinator:
         ]
 
     def _abort_for(self, rank: int) -> Abort:
-        message = self._abort_message
-        return Abort(
-            rank=rank,
-            reason=message.reason,
-            failed_rank=message.failed_rank,
-            traceback=message.traceback,
-            kind=message.kind,
-        )
+        return replace(self._abort_message, rank=rank)
 
     def _after_abort(self, event: Event) -> list[Instruction]:
         if isinstance(event, (Left, Disconnected)):

@@ -6,6 +6,7 @@ window being collected is already in the next one, so there are two accounts. Pu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -198,3 +199,27 @@ class Reduction:
     def divergences(self) -> list[float]:
         """Of all ranks, in their order."""
         return [self.reports[rank].divergence for rank in sorted(self.reports)]
+
+
+def check_claim(event: BatchesDone, samples: int) -> None:
+    """Refuses samples that the batches do not have, and times that are none.
+
+    Args:
+        event: what a rank reports.
+        samples: of the batches that it names.
+
+    Raises:
+        ProtocolError: the rank cannot have done that.
+    """
+    if event.samples != samples:
+        raise ProtocolError(
+            f"rank {event.rank} claims {event.samples} samples of batches "
+            f"{event.start}..{event.stop - 1}, which have {samples}"
+        )
+    times = (event.busy_s, event.data_wait_s, event.timed_s)
+    if not all(0.0 <= time_s < math.inf for time_s in times) or not (
+        0 <= event.timed <= event.stop - event.start
+    ):
+        raise ProtocolError(
+            f"rank {event.rank} reports times that cannot have been measured: {event}"
+        )

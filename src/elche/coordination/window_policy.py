@@ -9,13 +9,11 @@ after the last result is adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elche.cadence.divergence import Guard
 from elche.config import RunConfig
-from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
     BatchesDone,
@@ -29,7 +27,8 @@ from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.throttle import Throttle
-from elche.coordination.window_book import Reduction
+from elche.coordination.window_book import check_claim
+from elche.coordination.window_closing import begin_reduction, reject_unusable
 from elche.coordination.window_members import add_member, remove_member, settle
 from elche.coordination.window_opening import (
     calibrate,
@@ -201,7 +200,7 @@ class WindowPolicy(Policy):
                 f"{state.epoch}"
             )
         state.ledger.train(rank, event.start, event.stop)
-        _check_claim(event, state.ledger.sizes.samples_in(event.start, event.stop))
+        check_claim(event, state.ledger.sizes.samples_in(event.start, event.stop))
         state.book.trained(event)
         state.totals.add(
             event.window,
@@ -266,7 +265,7 @@ class WindowPolicy(Policy):
     def _end_window(self, now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
-        self._reject_unusable()
+        reject_unusable(state)
         touched = any(part.batches for part in state.book.parts.values())
         over = not state.has_work
         if (
@@ -295,75 +294,13 @@ class WindowPolicy(Policy):
                     state.book.parts, state.last_reduction, is_tail=is_tail
                 )
             )
-        told = self._begin_reduction()
+        told = begin_reduction(state, self._planner)
         state.progress_samples += state.ledger.stage()
         state.planned_samples = 0
         self._advance()
         if not state.is_final:
             told += self._next_window(now_s)
         return self._outcome(told)
-
-    def _reject_unusable(self) -> None:
-        """Contributions that are not finite go back; twice, they are left out."""
-        state = self._state
-        for rank, part in state.book.parts.items():
-            assert part.closed is not None
-            if part.closed.is_finite:
-                continue
-            part.samples = 0
-            for start, stop in state.ledger.reject(rank):
-                state.note(f"rank {rank}: batches {start}..{stop - 1} gave no number")
-                for batch in range(start, stop):
-                    seen = state.rejected.get((batch, batch + 1), 0) + 1
-                    state.rejected[batch, batch + 1] = seen
-                    if seen > 1 or state.is_draining:
-                        state.ledger.leave_out(batch, batch + 1)
-                        state.left_out.append((batch, batch + 1))
-
-    def _begin_reduction(self) -> list[Instruction]:
-        state = self._state
-        state.reduction = Reduction(state.book.window, state.members)
-        state.reduced_parts = dict(state.book.parts)
-        planned = state.planned(state.book.window)
-        if planned is not None and planned.reduction is not None:
-            settings = dict(planned.reduction)
-            settings["buffers"] = tuple(settings["buffers"])
-        else:
-            settings = self._planner.settings(
-                state.reduced_parts,
-                state.ledger.sizes.num_batches,
-                state.pacing.el_che.total_batches,
-            )
-        state.reduction_settings = settings
-        self._record(settings)
-        return [
-            *self._planner.plan(
-                state.reduced_parts, settings, state.epoch, state.reduction
-            )
-        ]
-
-    def _record(self, settings: dict[str, object]) -> None:
-        """Writes down what the window did, for a replay."""
-        state = self._state
-        ranks = sorted(state.members)
-        opened = [state.book.parts[rank].opened for rank in ranks]
-        last = state.last_reduction
-        reports = {} if last is None else last.reports
-        first = next(plan for plan in opened if plan is not None)
-        state.record.windows.append(
-            WindowPlan(
-                parts=[list(state.ledger.parts(rank)) for rank in ranks],
-                adopt_at=[
-                    reports[rank].adopted_at if rank in reports else 0 for rank in ranks
-                ],
-                committed_samples=first.committed_samples,
-                planned_samples=first.planned_samples,
-                planned_batches=[
-                    plan.planned_batches if plan else 0 for plan in opened
-                ],
-                reduction=settings,
-            )
-        )
 
     def _advance(self) -> None:
         state = self._state
@@ -458,20 +395,4 @@ class WindowPolicy(Policy):
             anchor=state.pacing.el_che.anchor,
             plan=state.record.to_text(),
             left_out=tuple(state.left_out),
-        )
-
-
-def _check_claim(event: BatchesDone, samples: int) -> None:
-    """Refuses samples that the batches do not have, and times that are none."""
-    if event.samples != samples:
-        raise ProtocolError(
-            f"rank {event.rank} claims {event.samples} samples of batches "
-            f"{event.start}..{event.stop - 1}, which have {samples}"
-        )
-    times = (event.busy_s, event.data_wait_s, event.timed_s)
-    if not all(0.0 <= time_s < math.inf for time_s in times) or not (
-        0 <= event.timed <= event.stop - event.start
-    ):
-        raise ProtocolError(
-            f"rank {event.rank} reports times that cannot have been measured: {event}"
         )

@@ -1,0 +1,91 @@
+"""Where all ranks come together: barriers, and the end of an epoch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from elche.coordination.messages import (
+    BarrierPassed,
+    BarrierReached,
+    EpochOpened,
+    Event,
+    Instruction,
+    Left,
+)
+
+
+class Barriers:
+    """Who waits at which barrier."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, set[int]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._there)
+
+    def reach(self, event: BarrierReached) -> None:
+        """A rank has come."""
+        self._there.setdefault(event.name, set()).add(event.rank)
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        for there in self._there.values():
+            there.discard(rank)
+
+    def passed(self, members: Set[int]) -> list[Instruction]:
+        """Lets all pass where all members have come."""
+        names = [name for name, there in self._there.items() if there >= members]
+        for name in names:
+            del self._there[name]
+        return [
+            BarrierPassed(rank=rank, name=name)
+            for name in names
+            for rank in sorted(members)
+        ]
+
+    def waiting_for(self, members: Set[int]) -> str:
+        """Who is missing at the first of them, in words."""
+        name, there = next(iter(self._there.items()))
+        return f"ranks {sorted(members - there)} at barrier {name!r}"
+
+
+class EpochEnding:
+    """Ends an epoch on ranks that did not leave it only when the others are well.
+
+    A loop that breaks and a loop that raises look alike at first; the next that is
+    heard of the rank tells.
+    """
+
+    def __init__(self) -> None:
+        self._unconfirmed: set[int] = set()
+        self._held: list[Instruction] = []
+
+    @property
+    def withholds(self) -> bool:
+        """Whether ranks have not been told yet that the epoch is over."""
+        return bool(self._held)
+
+    def end(
+        self, told: list[Instruction], left: set[int], members: Set[int]
+    ) -> list[Instruction]:
+        """The end of an epoch that the ranks ``left`` have left; what is said now."""
+        if not left or left == members:
+            return told
+        self._unconfirmed = left
+        self._held = [one for one in told if one.rank not in left]
+        return [one for one in told if one.rank in left]
+
+    def heard(self, event: Event) -> list[Instruction]:
+        """What was held back, once every rank that left has been heard of again."""
+        if self._held and isinstance(event, (EpochOpened, BarrierReached, Left)):
+            return self.confirm(event.rank)
+        return []
+
+    def confirm(self, rank: int) -> list[Instruction]:
+        """A rank is well, or gone; what was held back if it was the last."""
+        self._unconfirmed.discard(rank)
+        if self._unconfirmed:
+            return []
+        held, self._held = self._held, []
+        return held

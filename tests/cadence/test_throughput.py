@@ -64,6 +64,16 @@ def test_a_threefold_change_is_followed_within_three_reports() -> None:
     assert estimate.value == pytest.approx(30.0, rel=0.12)
 
 
+def test_a_batch_that_hangs_counts_as_so_many_times_the_estimate() -> None:
+    free, limited = CostEstimate(10.0), CostEstimate(10.0, max_rise=4.0)
+    for estimate in (free, limited):
+        estimate.observe(100.0)
+    assert free.value == pytest.approx(82.0)
+    assert limited.value == pytest.approx(34.0)
+    limited.observe(5.0)  # a fall is never limited
+    assert limited.value == pytest.approx(0.8 * 5.0 + 0.2 * 34.0)
+
+
 @pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_costs_are_refused(cost: float) -> None:
     estimate = CostEstimate(2.0)

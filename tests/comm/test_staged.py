@@ -88,7 +88,7 @@ def test_overlapped(model: str, tolerance: float) -> None:
         for rank, averager in enumerate(averagers):
             for number in script.steps_of(rank, window)[begun[rank] :]:
                 local_step(models[rank], rank, number)
-            assert averager.snapshot()
+            assert averager.snapshot(script.weights[window][rank])
             changed.update(averager.changed_buffers())
         plans = [script.plan(rank, window, sorted(changed)) for rank in range(2)]
         for rank, averager in enumerate(averagers):
@@ -135,7 +135,7 @@ def test_blocking_with_optimizer_state() -> None:
 
 
 def test_a_rank_that_is_no_number_comes_back() -> None:
-    """From a device, that is known only when the sum is taken."""
+    """It weighs nothing, and takes what the others have."""
     script = Script()
     models = [build(script) for _ in range(2)]
     averagers = [
@@ -145,8 +145,8 @@ def test_a_rank_that_is_no_number_comes_back() -> None:
     with torch.no_grad():
         next(iter(models[1].parameters())).fill_(float("nan"))
         next(iter(models[0].parameters())).add_(1.0)
-    for averager in averagers:
-        averager.snapshot()
+    found = [averager.snapshot(1.0) for averager in averagers]
+    assert found == [True, False]
     for weight, averager in zip((1.0, 0.0), averagers, strict=True):
         averager.begin(plan(weight=weight, active_ranks=1))
     results = [

@@ -236,16 +236,19 @@ def meeting(world_size: int) -> Iterator[Sequence[Mapping[str, str]]]:
 
 @contextmanager
 def joined(
-    transport: str, timeout_s: float = 20.0, members: tuple[int, ...] | None = None
+    transport: str,
+    timeout_s: float = 20.0,
+    members: tuple[int, ...] | None = None,
+    name: str = "",
 ) -> Iterator[Group]:
-    """A group of all ranks of the case, or of some of them."""
+    """A group of all ranks of the case, or of some of them; or another such group."""
     place = this_place()
     ranks = tuple(range(place.world_size)) if members is None else members
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     rank = ranks.index(place.rank)
-    path = os.path.join(os.environ[STORE], "-".join(map(str, ranks)))
+    path = os.path.join(os.environ[STORE], name + "-".join(map(str, ranks)))
     store = dist.FileStore(path, len(ranks))
     made = dist.ProcessGroupGloo(store, rank, len(ranks), options)
     group = Group(made, rank, len(ranks), timeout_s)
@@ -278,7 +281,7 @@ def overlapped(script: Script, transport: str) -> Seen:
     """The script on this rank."""
     rank = this_place().rank
     model, seen = build(script), Seen()
-    with joined(transport) as group:
+    with joined(transport) as group, joined("gloo", name="control") as control:
         averager = averager_of(model, group)
         made = {type(each.exchange) for each in averager._groups}
         assert made == {SharedExchange if transport == "shared" else GlooExchange}
@@ -286,8 +289,8 @@ def overlapped(script: Script, transport: str) -> Seen:
         for window in range(len(script.weights)):
             for number in script.steps_of(rank, window)[begun:]:
                 local_step(model, rank, number)
-            assert averager.snapshot()
-            buffers = all_changed(group, averager.changed_buffers())
+            assert averager.snapshot(script.weights[window][rank])
+            buffers = all_changed(control, averager.changed_buffers())
             reduction = script.plan(rank, window, buffers)
             averager.begin(reduction)
             begun = script.lag_of(rank, window)
@@ -366,10 +369,10 @@ def bereaved(transport: str, regroups: bool) -> dict[str, Any]:
     with joined(transport, timeout_s=1.0) as group:
         averager = averager_of(model, group)
         local_step(model, place.rank, 0)
-        averager.snapshot()
         all_changed(group, ())
         if place.rank == dead:
             return {"error": "", "untouched": True, "state": {}}
+        averager.snapshot(1.0)
         averager.begin(plan(weight=1 / place.world_size))
         local_step(model, place.rank, 100)
         before = state_of(model)
@@ -402,7 +405,7 @@ def poisoned(transport: str) -> dict[str, Any]:
         if is_bad:
             with torch.no_grad():
                 trainable(model)[0][0, 0] = float("nan")
-        is_finite = averager.snapshot()
+        is_finite = averager.snapshot(1.0)
         buffers = all_changed(group, averager.changed_buffers())
         active = place.world_size - 1
         weight = 0.0 if is_bad else 1 / active
@@ -427,7 +430,7 @@ def many_windows(transport: str, windows: int) -> list[float]:
         for window in range(windows):
             with torch.no_grad():
                 model.weight.add_(2.0 * rank + window % 3)
-            averager.snapshot()
+            averager.snapshot(1.0)
             all_changed(group, ())
             reduction = plan(window=window, weight=0.5)
             averager.begin(reduction)

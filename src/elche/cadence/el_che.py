@@ -13,6 +13,7 @@ from typing import Any, final
 
 from elche.cadence.anchor import Anchor
 from elche.cadence.throughput import (
+    MAX_RISE,
     CostEstimate,
     HeldRatios,
     SpeedHints,
@@ -128,7 +129,9 @@ class ElChe:
             config.anchor, minimum, config.max_anchor, config.overhead_target
         )
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
-        self._costs = [CostEstimate() for _ in range(config.world_size)]
+        self._costs = [
+            CostEstimate(max_rise=MAX_RISE) for _ in range(config.world_size)
+        ]
         self._ratios = HeldRatios(complete_costs(self._costs, self._speeds))
         self._counts: list[float] = []
         self._apply(limit=None)
@@ -324,7 +327,7 @@ class ElChe:
         other = ElChe(config)
         other._anchor = self._anchor.restored(self._anchor.state_dict())
         other._costs = [
-            CostEstimate() if old is None else CostEstimate(self._costs[old].value)
+            CostEstimate(0.0 if old is None else self._costs[old].value, MAX_RISE)
             for old in kept
         ]
         other._ratios = HeldRatios(complete_costs(other._costs, other._speeds))
@@ -360,7 +363,7 @@ class ElChe:
             )
         try:
             anchor = self._anchor.restored(state["anchor"])
-            costs = [CostEstimate(ms) for ms in state["ms_per_batch"]]
+            costs = [CostEstimate(ms, MAX_RISE) for ms in state["ms_per_batch"]]
             ratios = HeldRatios.from_state_dict(state["ratios"])
             counts = [check_measure("a count", count) for count in state["counts"]]
         except (KeyError, TypeError) as error:

@@ -13,6 +13,8 @@ MIN_ALPHA = 0.1
 """Weight of a new measurement that agrees with the estimate (jitter)."""
 MAX_ALPHA = 0.8
 """Weight of a new measurement that is far from the estimate (a real change)."""
+MAX_RISE = 4.0
+"""El Che counts a measurement as at most so many times the estimate."""
 MAX_SPEED_RATIO = 1e6
 """Ranks further apart than this are scheduled as if exactly this far apart."""
 TIME_RANGE = (1e-30, 1e30)
@@ -34,19 +36,22 @@ class CostEstimate:
     The first measurement is taken as it is. A later one enters with the weight
     ``alpha = clamp(|new - old| / old, 0.1, 0.8)``: jitter is nearly ignored, a
     changed speed is followed within two or three measurements. The rule is that
-    of flodl 0.4.0's El Che.
+    of flodl 0.4.0's El Che, but that a rise may be limited: one batch that hangs
+    must not make the next window as long.
 
     Args:
         value: the estimate to start from; 0.0 means "not measured yet".
+        max_rise: a measurement counts as at most so many times the estimate.
 
     Raises:
         ConfigError: the value is negative or not finite.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_max_rise", "_value")
 
-    def __init__(self, value: float = 0.0) -> None:
+    def __init__(self, value: float = 0.0, max_rise: float = math.inf) -> None:
         self._value = check_measure("an estimate", value)
+        self._max_rise = max_rise
 
     @property
     def value(self) -> float:
@@ -72,6 +77,7 @@ class CostEstimate:
         if not self.is_measured:
             self._value = float(cost)
             return
+        cost = min(cost, self._max_rise * self._value)
         relative_error = abs(cost - self._value) / self._value
         alpha = min(max(relative_error, MIN_ALPHA), MAX_ALPHA)
         self._value = alpha * cost + (1.0 - alpha) * self._value

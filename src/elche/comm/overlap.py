@@ -1,23 +1,25 @@
 """Parameter averaging that goes on while the next window is trained.
 
-At a window's end the rank copies its parameters θ_r (:meth:`OverlappedAverager.
-snapshot`) and trains on. Its drift θ_k − θ_r is summed over the ranks meanwhile. When
-the mean is there, θ_{k+1} − θ_r is added to what the parameters hold by then, so steps
-taken meanwhile are kept; θ_{k+1} is what the next drift is measured from, so no
+At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
+snapshot`), which begins its reduction, and trains on. A rank that trained knows its
+weight without being told, so nobody waits for a word; how the mean is applied, and which
+buffers have begun to change, comes with the plan (:meth:`OverlappedAverager.begin`).
+When the mean is there, θ_{k+1} − θ_r is added to what the parameters hold by then, so
+steps taken meanwhile are kept; θ_{k+1} is what the next drift is measured from, so no
 contribution is lost or counted twice. One reduction is in flight at a time. (CO2,
 arXiv:2401.16265, and Streaming DiLoCo, arXiv:2501.18512, hide the outer reduction too;
 they replace or blend parameters where this adds a correction.)
 
-Cost: three model copies (θ_k, θ_r and the message), one more for an outer momentum.
-Optimizer state stays local, or is reset when a mean is adopted.
+Cost: four model copies (θ_k, the drift and two messages), one more for an outer
+momentum. Optimizer state stays local, or is reset when a mean is adopted.
 
-A message in shared memory has one side. That suffices, because a rank writes the next
-one only when all ranks have closed the next window, and they close it only after they
-have adopted this one; the exchange checks it.
+A message has two sides. A rank writes its message k + 2 where message k was only after
+it has adopted k + 1, which all ranks sent, each after it had adopted k.
 """
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import torch
@@ -35,6 +37,7 @@ class _Phase(Enum):
 
     IDLE = "nothing has been taken"
     TAKEN = "a snapshot has been taken"
+    SENT = "a drift has been sent"
     BEGUN = "a reduction is under way"
 
 
@@ -49,6 +52,8 @@ class OverlappedAverager(Averager):
     _phase = _Phase.IDLE
     _window = -1
     _is_finite = True
+    _is_filled = False
+    _counts = False
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -65,44 +70,70 @@ class OverlappedAverager(Averager):
     def connect(self, group: Group) -> None:
         """See :meth:`Averager.connect`; what was under way may be begun again."""
         super().connect(group)
-        if self._phase is _Phase.BEGUN:
+        self._is_filled = False
+        if self._phase is not _Phase.IDLE:
             self._phase = _Phase.TAKEN
 
     @torch.no_grad()
-    def snapshot(self) -> bool:
-        """Remembers parameters and buffers as they are at the window's end.
+    def snapshot(self, weight: float) -> bool:
+        """Takes parameters and buffers as they are at the window's end.
+
+        Args:
+            weight: of this rank's drift, relative to the others'. If it is positive,
+                the reduction begins now; with 0 only by :meth:`begin`, because it may
+                be that nobody has anything to reduce.
 
         Returns:
-            Whether all parameters are finite, as far as that is known without waiting:
-            on a CUDA device the answer is True.
+            Whether all parameters are finite; otherwise they weigh nothing.
 
         Raises:
             ProtocolError: the last reduction has not been adopted.
         """
         self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
-        self._is_finite = all([group.take() for group in self._groups])
+        self._is_finite = all([group.fill(weight) for group in self._groups])
         self._buffers.take()
-        self._phase = _Phase.TAKEN
+        self._phase, self._is_filled = _Phase.TAKEN, True
+        if not self._is_finite:
+            for group in self._groups:
+                group.refill(0.0)
+        self._counts = weight > 0.0 and self._is_finite
+        if weight > 0.0:
+            self._send()
         return self._is_finite
 
     @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
-        """Begins the reduction of the snapshot, without waiting for other ranks.
+        """The plan is there: begins what has not begun, without waiting for others.
 
         Raises:
-            ProtocolError: there is no snapshot, or the plan asks for optimizer state.
+            ProtocolError: there is no snapshot, the plan asks for optimizer state, or
+                it counts on a drift that this rank has not sent.
         """
-        self._expect("begin", _Phase.TAKEN)
+        self._expect("begin", _Phase.TAKEN, _Phase.SENT)
         if plan.include_state:
             raise ProtocolError(
                 f"window {plan.window}: optimizer state cannot be averaged while "
                 "training goes on; expected include_state=False"
             )
+        if (plan.weight > 0.0) != self._counts:
+            raise ProtocolError(
+                f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
+                f"plan, it {'has' if self._counts else 'has not'} sent one"
+            )
         OuterStep.of(plan)
-        sent = [group.send(plan.weight) for group in self._groups]
-        self._is_finite = self._is_finite and all(sent)
+        if self._phase is _Phase.TAKEN:
+            if not self._is_filled:
+                for group in self._groups:
+                    group.refill(plan.weight if self._counts else 0.0)
+            self._send()
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
+
+    def _send(self) -> None:
+        for group in self._groups:
+            group.begin()
+        self._buffers.begin_known(is_active=self._counts)
+        self._phase = _Phase.SENT
 
     def poll(self) -> bool:
         """Whether :meth:`adopt` would not wait.
@@ -137,6 +168,8 @@ class OverlappedAverager(Averager):
             )
         self._wait()
         rule, spread = OuterStep.of(plan), Spread()
+        if not self._is_finite:
+            spread.distance = math.nan
         for group in self._groups:
             if drained or not self._is_finite:
                 group.replace(rule, spread)

@@ -1,9 +1,10 @@
 """Parameters of one dtype and what averaging holds of them.
 
 θ_k are the parameters that all ranks hold after reduction k, θ_r what this rank made of
-them. A rank sends weight × (θ_k − θ_r), its weighted *drift*; the sum over the ranks is
-the mean drift, and θ̄ = θ_k − mean drift is the mean of what they contributed. An outer
-step takes the mean drift to θ_{k+1}. Nothing is written before the sum is complete.
+them. A rank sends weight × (θ_k − θ_r), its weighted *drift*, and after it the weight.
+The sum over the ranks divided by the sum of the weights is the mean drift, and θ̄ =
+θ_k − mean drift is the mean of what they contributed. An outer step takes the mean
+drift to θ_{k+1}. Nothing is written before the sum is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from elche.comm.exchange import Exchange, open_exchange
-from elche.comm.flat import FlatLayout, wire_dtype
+from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
 from elche.comm.outer import OuterOptimizer, OuterStep
 from elche.comm.process_group import Group
 
@@ -65,8 +66,10 @@ class ParameterGroup:
     Args:
         parameters: the parameters, each once.
         dtype: of the flat memory.
-        is_overlapped: keep a copy of θ_r, so that training can go on meanwhile.
+        is_overlapped: keep the drift, so that training can go on meanwhile.
     """
+
+    _drift: FlatImage
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class ParameterGroup:
         self._outer = OuterOptimizer(self._base_memory)
         self._exchange: Exchange | None = None
         self._weight = 0.0
+        self._side = self._messages_sent = 0
         self._lay_out()
 
     @staticmethod
@@ -98,8 +102,10 @@ class ParameterGroup:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: θ_k, message, outer momentum, and a copy of θ_r if kept."""
-        copies = 4 if self._is_overlapped or self._layout.is_staged else 3
+        """Host memory: θ_k, messages, outer momentum, and the drift if it is kept."""
+        copies = 3 + self._layout.is_staged
+        if self._is_overlapped:
+            copies = 5  # two messages: others may still be reading the last one
         return copies * self._layout.numel * self._base_memory.element_size()
 
     @property
@@ -109,11 +115,18 @@ class ParameterGroup:
         return self._exchange
 
     def connect(self, group: Group) -> None:
-        """Opens the message, with all ranks of the group."""
+        """Opens the message, with all ranks of the group; what was filled in stays."""
+        if self._drift is not self._own:
+            for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
+                own.copy_(drift)
+            self._drift = self._own
         layout = self._layout
         cpu = torch.device("cpu")
-        self._exchange = open_exchange(group, layout.numel, layout.dtype, cpu)
-        self._message = layout.over(self._exchange.contribution(0))
+        numel = layout.numel + 1  # the weight comes last
+        sides = 2 if self._is_overlapped else 1
+        self._exchange = open_exchange(group, numel, layout.dtype, cpu, sides)
+        self._side = self._messages_sent = 0
+        self._lay_messages()
 
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
@@ -121,59 +134,67 @@ class ParameterGroup:
         if not layout.fits(layout.tensors):
             self._layout = FlatLayout(layout.tensors, layout.dtype)
             self._lay_out()
-            self._message = self._layout.over(self.exchange.contribution(0))
+            self._lay_messages()
         self._layout.fetch(self._base)
         self._layout.settle()
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
 
-    def take(self) -> bool:
-        """Copies θ_r; returns whether all of it is finite.
+    def fill(self, weight: float) -> bool:
+        """Overlapped: puts weight × (θ_k − θ_r) into the next message; 0 puts zeros.
 
-        From a CUDA device the copy may still be under way: the answer is True, and
-        :meth:`send` gives the real one.
-        """
-        self._layout.fetch(self._own)
-        self._own_is_drift = False
-        total = 0.0
-        if not self._layout.is_staged:
-            for index, own in enumerate(self._own.parts):
-                self._layout.read(index, self._own)
-                total += float(own.sum().abs())
-        return math.isfinite(total)
+        Training may go on afterwards. Waits for the copy from a CUDA device.
 
-    def send(self, weight: float) -> bool:
-        """Begins the sum of weight × (θ_k − θ_r); 0 sends zeros.
-
-        θ_r is what was taken, or, where no copy is kept, what the parameters hold.
-        Returns whether what came from a CUDA device is finite.
+        Returns:
+            Whether all of θ_r is finite.
         """
         layout, total = self._layout, 0.0
-        if not self._is_overlapped:
-            layout.fetch(self._own)
-            self._own_is_drift = False
+        self._side = self._messages_sent % self.exchange.sides
+        message = self._messages[self._side]
+        is_kept = weight == 1.0 and self.exchange.keeps_contribution
+        drift = message if is_kept and not layout.is_staged else self._own
+        layout.fetch(drift)
         layout.settle()
-        for index, message in enumerate(self._message.parts):
-            own = self._own.parts[index]
-            if not self._own_is_drift:
-                if not self._is_overlapped:
-                    layout.read(index, self._own)
-                torch.sub(self._base.parts[index], own, out=own)
-            if layout.is_staged:
-                total += float(own.sum().abs())
-            if weight == 0.0:
-                message.zero_()
-            else:
-                torch.mul(own, weight, out=message)
-        self._own_is_drift = True
-        self._weight = weight
-        self.exchange.begin(0)
+        for index, part in enumerate(drift.parts):
+            layout.read(index, drift)
+            torch.sub(self._base.parts[index], part, out=part)
+            total += float(part.sum().abs())
+            if drift is not message:
+                _weigh(part, weight, message.parts[index])
+        self._drift = drift
+        self._set_weight(weight)
         return math.isfinite(total)
+
+    def refill(self, weight: float) -> None:
+        """Puts weight × what was filled in last into the message of a new group."""
+        message = self._messages[self._side]
+        for part, sent in zip(self._drift.parts, message.parts, strict=True):
+            _weigh(part, weight, sent)
+        self._set_weight(weight)
+
+    def send(self, weight: float) -> None:
+        """Begins the sum of weight × (θ_k − θ_r), of what the parameters hold now."""
+        layout = self._layout
+        layout.fetch(self._own)
+        layout.settle()
+        for index, message in enumerate(self._messages[0].parts):
+            own = self._own.parts[index]
+            layout.read(index, self._own)
+            torch.sub(self._base.parts[index], own, out=own)
+            _weigh(own, weight, message)
+        self._set_weight(weight)
+        self.begin()
+
+    def begin(self) -> None:
+        """The message is filled: the others may have it."""
+        self.exchange.begin(self._side)
+        self._messages_sent += 1
 
     def replace(self, rule: OuterStep, spread: Spread) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""
+        scale = self._scale()
         for index in range(len(self._layout.segments)):
-            self._step(index, rule, spread)
+            self._step(index, scale, rule, spread)
             self._layout.write(index, self._base)
         self.exchange.release()
         self._layout.flush(self._base)
@@ -183,14 +204,26 @@ class ParameterGroup:
 
         That is θ_r's drift from θ_k less the outer step.
         """
-        for index, own in enumerate(self._own.parts):
-            step = self._step(index, rule, spread)
-            own.sub_(step, alpha=rule.lr)
-            self._layout.add(index, self._own)
+        scale = self._scale()
+        added = self._own if self._layout.is_staged else self._apart
+        for index, drift in enumerate(self._drift.parts):
+            step = self._step(index, scale, rule, spread)
+            torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
+            self._layout.add(index, added)
         self.exchange.release()
-        self._layout.flush_sum(self._own)
+        self._layout.flush_sum(added)
 
-    def _step(self, index: int, rule: OuterStep, spread: Spread) -> torch.Tensor:
+    def _scale(self) -> float:
+        """What the sum is multiplied by for the mean: one over the weights' sum."""
+        total = torch.zeros(1, dtype=self._layout.dtype)
+        numel = self._layout.numel
+        self.exchange.sum_into(numel, numel + 1, total)
+        weights = float(total[0].real)
+        return 1.0 / weights if weights > 0.0 else 1.0
+
+    def _step(
+        self, index: int, scale: float, rule: OuterStep, spread: Spread
+    ) -> torch.Tensor:
         """Takes θ_k to θ_{k+1} in one segment; returns the step's direction.
 
         What of it is not in the core's cache is read once.
@@ -198,6 +231,8 @@ class ParameterGroup:
         segment = self._layout.segments[index]
         mean_drift = self._mean.parts[index]
         self.exchange.sum_into(segment.start, segment.stop, mean_drift)
+        if scale != 1.0:
+            mean_drift.mul_(scale)
         apart = self._apart_from(index, mean_drift)
         spread.distance += float(torch.vdot(apart, apart).real)
         self._outer.step(segment.start, mean_drift, rule)
@@ -209,18 +244,37 @@ class ParameterGroup:
         """±(θ_r − θ̄), which is what this rank's drift and the mean one differ by."""
         apart = self._apart.parts[index]
         if self._is_overlapped or self._layout.is_staged:
-            return torch.sub(self._own.parts[index], mean_drift, out=apart)
+            return torch.sub(self._drift.parts[index], mean_drift, out=apart)
         if self._weight != 0.0 and self.exchange.keeps_contribution:
-            sent = self._message.parts[index]
+            sent = self._messages[0].parts[index]
             return torch.add(mean_drift, sent, alpha=-1.0 / self._weight, out=apart)
         self._layout.read(index, self._apart)
         apart.neg_().add_(self._base.parts[index])
         return apart.sub_(mean_drift)
 
+    def _set_weight(self, weight: float) -> None:
+        self._weight = weight
+        self._messages[self._side].flat[-1] = weight
+
     def _lay_out(self) -> None:
         layout = self._layout
         self._base = layout.over(self._base_memory)
         self._own = layout.image() if self._is_overlapped else layout.workspace()
+        self._drift = self._own
         self._mean = layout.scratch()
         self._apart = layout.scratch()
-        self._own_is_drift = False
+
+    def _lay_messages(self) -> None:
+        exchange = self.exchange
+        self._messages = [
+            self._layout.over(exchange.contribution(side))
+            for side in range(exchange.sides)
+        ]
+
+
+def _weigh(drift: torch.Tensor, weight: float, message: torch.Tensor) -> None:
+    """Writes weight × drift; nothing at all of a drift that weighs nothing."""
+    if weight == 0.0:
+        message.zero_()
+    else:
+        torch.mul(drift, weight, out=message)

@@ -8,11 +8,14 @@ mean once.
 
 What is sent is taken at the window's end. Increments that come later stay, and count
 in the next window; a float buffer that is written meanwhile is overwritten all the
-same.
+same. Buffers that have travelled before can be sent before it is known which changed
+this time (:meth:`WindowBuffers.begin_known`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +26,15 @@ from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 
 WHAT = "averaging buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Some buffers' values on their way: in one message, one after another."""
+
+    indices: list[int]
+    message: torch.Tensor
+    work: Any
 
 
 class WindowBuffers:
@@ -41,15 +53,16 @@ class WindowBuffers:
         self._taken: dict[int, torch.Tensor] | None = None
         self._waiting: set[int] = set()
         self._ever: set[int] = set()
-        self._indices: list[int] = []
-        self._message: torch.Tensor | None = None
-        self._work: Any = None
+        self._known: list[int] = []
+        self._sent: list[_Sent] = []
+        self._plan: Reduce | None = None
         self.rebase()
 
     def connect(self, group: Group) -> None:
-        """Sends through another group from now on."""
+        """Sends through another group from now on, whose ranks may know nothing."""
         self._group = group
-        self._work = self._message = None
+        self._sent, self._known = [], []
+        self._ever.clear()
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -100,33 +113,42 @@ class WindowBuffers:
         }
 
     @torch.no_grad()
+    def begin_known(self, *, is_active: bool) -> None:
+        """Begins the reduction of all that ever travelled, after :meth:`take`.
+
+        Args:
+            is_active: this rank has trained in the window.
+        """
+        self._known = sorted(self._ever)
+        self._send(self._known, is_active=is_active)
+
+    @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
-        """Begins the reduction of ``plan.buffers``, after :meth:`take`."""
-        assert self._taken is not None
-        buffers = list(self._model.buffers())
+        """Begins the rest of the reduction of ``plan.buffers``, after :meth:`take`."""
+        self._plan = plan
+        new = [index for index in plan.buffers if index not in self._known]
+        self._send(new, is_active=plan.weight > 0)
         self._ever.update(plan.buffers)
-        self._indices = [
-            index
-            for index in plan.buffers
-            if index in self._common
-            or (plan.active_ranks > 0 and _is_float(buffers[index]))
-        ]
-        self._message = self._work = None
-        if not self._indices:
+
+    def _send(self, indices: list[int], *, is_active: bool) -> None:
+        buffers = list(self._model.buffers())
+        sent = [i for i in indices if i in self._common or _is_float(buffers[i])]
+        if not sent:
             return
-        if plan.weight > 0:
-            parts = [self._part(index, buffers[index], plan) for index in self._indices]
+        if is_active:
+            parts = [self._part(index, buffers[index]) for index in sent]
         else:
             parts = [
                 torch.zeros(_size(buffers[index]), dtype=torch.float64)
-                for index in self._indices
+                for index in sent
             ]
-        self._message = torch.cat(parts)
-        self._work = self._group.all_reduce_async(self._message)
+        message = torch.cat(parts)
+        work = self._group.all_reduce_async(message)
+        self._sent.append(_Sent(sent, message, work))
 
     def poll(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
-        return self._work is None or bool(self._work.is_completed())
+        return all(sent.work.is_completed() for sent in self._sent)
 
     def wait(self) -> None:
         """Waits for all ranks.
@@ -134,43 +156,54 @@ class WindowBuffers:
         Raises:
             CommunicationError: it failed.
         """
-        if self._work is not None:
-            self._group.wait(self._work, WHAT)
-            self._work = None
+        for sent in self._sent:
+            self._group.wait(sent.work, WHAT)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """After :meth:`wait`: writes means and sums."""
+        """After :meth:`wait`: writes means and sums of what the plan names."""
+        plan = self._plan
         assert self._taken is not None
+        assert plan is not None
         late = set(self._watch.written())
-        buffers = list(self._model.buffers())
-        at = 0
-        for index in self._indices:
-            assert self._message is not None
-            buffer = buffers[index]
-            part = self._message[at : at + _size(buffer)]
-            at += part.numel()
-            if index in self._common:
-                self._count(index, buffer, part)
-            elif buffer.is_complex():
-                pairs = part.view(*buffer.shape, 2)
-                buffer.copy_(torch.view_as_complex(pairs))
-            else:
-                buffer.copy_(part.view(buffer.shape))
-        settled = set(self._indices)
+        settled = set()
+        for sent in self._sent:
+            for index, part in self._parts_of(sent):
+                is_counter = index in self._common
+                if index in plan.buffers and (is_counter or plan.active_ranks > 0):
+                    settled.add(index)
+                    self._write(index, part, plan.active_ranks)
         self._waiting -= settled
         self._waiting |= late.difference(settled - self._common.keys())
         self._watch.mark()
-        self._taken = self._message = None
+        self._taken = self._plan = None
+        self._sent, self._known = [], []
 
-    def _part(self, index: int, buffer: torch.Tensor, plan: Reduce) -> torch.Tensor:
+    def _parts_of(self, sent: _Sent) -> Iterator[tuple[int, torch.Tensor]]:
+        buffers, at = list(self._model.buffers()), 0
+        for index in sent.indices:
+            size = _size(buffers[index])
+            yield index, sent.message[at : at + size]
+            at += size
+
+    def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> None:
+        buffer = list(self._model.buffers())[index]
+        if index in self._common:
+            self._count(index, buffer, total)
+            return
+        mean = total / active_ranks
+        if buffer.is_complex():
+            buffer.copy_(torch.view_as_complex(mean.view(*buffer.shape, 2)))
+        else:
+            buffer.copy_(mean.view(buffer.shape))
+
+    def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         assert self._taken is not None
         taken = self._taken.get(index)
         if index in self._common:
             assert taken is not None
             return (taken - self._common[index]).to(torch.float64).view(-1)
-        exact = _exact(buffer) if taken is None else taken
-        return exact / plan.active_ranks
+        return _exact(buffer) if taken is None else taken
 
     def _count(
         self, index: int, buffer: torch.Tensor, increments: torch.Tensor

@@ -23,14 +23,21 @@ def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
     """
     if not any(samples):
         return (0.0,) * len(samples)
-    if kind == "equal":
-        raw = [float(count > 0) for count in samples]
-    elif kind == "samples":
-        raw = [float(count) for count in samples]
-    else:
-        raw = [math.sqrt(count) for count in samples]
+    raw = [drift_weight(kind, count) for count in samples]
     total = sum(raw)
     return tuple(weight / total for weight in raw)
+
+
+def drift_weight(kind: str, samples: int) -> float:
+    """Weight of one rank's drift, relative to the others'.
+
+    Args:
+        kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
+        samples: what the rank trained on in the window.
+    """
+    if kind == "equal":
+        return float(samples > 0)
+    return float(samples) if kind == "samples" else math.sqrt(samples)
 
 
 class ReductionPlanner:

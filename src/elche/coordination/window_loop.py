@@ -35,11 +35,14 @@ class Do(Enum):
     WAIT = auto()
     """Sleep until an instruction comes, at most ``timeout_s``."""
     CLOSE = auto()
-    """Say `WindowClosed`; overlapped, keep what is to be reduced; then `closed`."""
+    """Say `WindowClosed`; then `closed`.
+
+    Overlapped, keep what is to be reduced, and if this rank has trained, begin.
+    """
     REDUCE = auto()
     """Reduce now, waiting; then `reduced`."""
     BEGIN = auto()
-    """Begin the overlapped reduction; then `begun`."""
+    """The overlapped reduction's plan is there: begin what has not; then `begun`."""
     FINISH = auto()
     """Adopt the overlapped reduction, waiting if it is not done; then `reduced`."""
     REGROUP = auto()

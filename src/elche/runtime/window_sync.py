@@ -18,6 +18,7 @@ from elche.comm.process_group import Group
 from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.coordination.messages import Reduce
+from elche.coordination.reductions import drift_weight
 from elche.errors import ProtocolError
 
 
@@ -61,7 +62,7 @@ class WindowSync(ABC):
         raise ProtocolError(f"window {plan.window} is only reduced overlapped")
 
     def begin(self, plan: Reduce) -> None:
-        """Begins an overlapped reduction."""
+        """The plan is there: begins what :meth:`close` has not begun."""
         raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
     def poll(self) -> bool:
@@ -96,7 +97,7 @@ def make_window_sync(
             parameters, model, optimizer, group, reset_state=reset_state
         )
         overlapped.build()
-        return OverlappedSync(overlapped, optimizer)
+        return OverlappedSync(overlapped, optimizer, config.drift_weights)
     averager = ParameterAverager(
         parameters, model, optimizer, group, reset_state=reset_state
     )
@@ -151,16 +152,27 @@ class ParameterSync(WindowSync):
 
 @final
 class OverlappedSync(WindowSync):
-    """Parameters averaged while the next window runs."""
+    """Parameters averaged while the next window runs.
+
+    Args:
+        averager: averages them.
+        optimizer: loses its state if this rank went astray.
+        weights: how drifts are weighted.
+    """
 
     is_overlapped = True
 
     def __init__(
-        self, averager: OverlappedAverager, optimizer: torch.optim.Optimizer
+        self,
+        averager: OverlappedAverager,
+        optimizer: torch.optim.Optimizer,
+        weights: str,
     ) -> None:
         self._averager = averager
         self._optimizer = optimizer
+        self._weights = weights
         self._is_finite = True
+        self._in_hand = self._samples = 0
 
     @property
     def extra_bytes(self) -> int:
@@ -175,9 +187,20 @@ class OverlappedSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._in_hand = samples
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._samples += self._in_hand
+        self._in_hand = 0
+
     def close(self) -> bool:
-        """See :meth:`WindowSync.close`."""
-        self._is_finite = self._averager.snapshot()
+        """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
+        weight = drift_weight(self._weights, self._samples)
+        self._samples = 0
+        self._is_finite = self._averager.snapshot(weight)
         return self._is_finite
 
     def begin(self, plan: Reduce) -> None:

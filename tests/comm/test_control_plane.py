@@ -228,7 +228,7 @@ def test_a_wait_ends_at_its_deadline_and_names_what_for(
             waits[wait]()
         assert 0.2 <= time.monotonic() - began_s < 2.0
         channel.wait_readable(0.05)
-        assert channel.poll() is None
+        assert next(channel.ready(), None) is None
 
 
 @contextmanager
@@ -266,7 +266,7 @@ def test_the_last_word_is_heard_although_the_coordinator_has_gone(how: str) -> N
             assert channel.receive(WAIT_S, "anything") == ABORT
         else:
             channel.wait_readable(WAIT_S)
-            assert channel.poll() == ABORT
+            assert next(channel.ready()) == ABORT
         with pytest.raises(CommunicationError, match="lost the coordinator"):
             channel.receive(WAIT_S, "anything")
 

@@ -46,8 +46,8 @@ class Shell:
         self.device = self
         self.type = "cpu"
 
-    def send(self, event: Event) -> None:
-        self.sent.append(event)
+    def send(self, *events: Event) -> None:
+        self.sent.extend(events)
 
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
         while self.inbox:

@@ -11,6 +11,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
@@ -77,15 +78,16 @@ class ControlChannel:
         channel._send({"type": "Hello", "rank": rank})
         return channel
 
-    def send(self, event: Event) -> None:
-        """Sends an event; does not wait for anything."""
-        self._send(to_wire(event))
+    def send(self, *events: Event) -> None:
+        """Sends events at once; does not wait for anything."""
+        self._send(*(to_wire(event) for event in events))
 
-    def poll(self) -> Instruction | None:
-        """The next instruction if one has come."""
+    def ready(self) -> Iterator[Instruction]:
+        """Instructions that have come by now."""
         if not self._inbox:
             self._read(0.0)
-        return self._inbox.popleft() if self._inbox else None
+        while self._inbox:
+            yield self._inbox.popleft()
 
     def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
         """Waits for the next instruction.
@@ -146,11 +148,11 @@ class ControlChannel:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._closed:
+    def _send(self, *messages: dict[str, Any]) -> None:
+        if self._closed or not messages:
             return
         try:
-            self._socket.sendall(self._codec.encode(message))
+            self._socket.sendall(b"".join(map(self._codec.encode, messages)))
         except OSError as error:
             self._read_quietly()
             if not self._inbox:
@@ -174,7 +176,7 @@ class ControlChannel:
                 raise self._gone(failure) from failure
             for message in self._codec.feed(data):
                 self._take(message)
-            ready = self._poll.poll(0.0)
+            ready = self._poll.poll(0.0) if len(data) == _CHUNK_BYTES else []
 
     def _read_quietly(self) -> None:
         try:

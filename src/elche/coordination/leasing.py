@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from elche.coordination.ledger import EpochLedger
 from elche.coordination.messages import GrantBatches
 
-LOOKAHEAD_S = 0.05
+LOOKAHEAD_S = 0.2
+"""Work beside what its loader draws ahead that a rank holds: so many seconds. A rank
+reports when it has done about half of it: each report costs a system call (0.3 ms where
+those are slow), and each batch that is held when a rank is suddenly slow waits for it.
+"""
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
 STALE_ENTRIES = 4

@@ -13,7 +13,7 @@ from elche.coordination.window_book import Part, Reduction
 
 WAIT_TOLERANCE = 0.01
 """Part of a window that ranks may wait for each other without lengthening it."""
-OVERLAPPED_TARGET = 2.0
+OVERLAPPED_TARGET = 1.0
 """Overlapped, a window costs copies alone, and shorter ones learn more per sample: the
 overhead may be so many times the target before windows grow."""
 PATIENT_BATCHES = 12.0

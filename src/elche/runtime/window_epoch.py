@@ -14,6 +14,7 @@ from elche.coordination.messages import (
     CloseWindow,
     EndEpoch,
     EpochLeft,
+    Event,
     GrantBatches,
     Instruction,
     Reduce,
@@ -214,10 +215,14 @@ class WindowEpoch:
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
+        self._worker.send(*self._done())
+
+    def _done(self) -> list[Event]:
+        """What has been done of a lease since it was last asked for."""
         part, self._unreported = self._unreported, None
         if part is None:
-            return
-        self._worker.send(
+            return []
+        return [
             BatchesDone(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
@@ -230,15 +235,15 @@ class WindowEpoch:
                 timed=part.timed,
                 timed_s=part.timed_s,
             )
-        )
+        ]
 
     def _close_window(self) -> None:
         self._hooks.check()
-        self._report()
         began_s = time.monotonic()
         is_finite = self._sync.close()
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
+            *self._done(),
             WindowClosed(
                 rank=self._worker.rank,
                 epoch=self._positions.epoch,
@@ -247,7 +252,7 @@ class WindowEpoch:
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
                 scalars=self._hooks.scalars(waits),
-            )
+            ),
         )
         self._closed_s = time.monotonic()
         self._held_s = self._closed_s - began_s

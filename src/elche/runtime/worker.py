@@ -91,9 +91,12 @@ class Worker:
         self._group.check = self._check
         self._group.shares_host = transport == "auto" and may_share(welcome.devices)
 
-    def send(self, event: Event) -> None:
-        """Sends an event to the coordinator; does not wait."""
-        self._channel.send(event)
+    def send(self, *events: Event) -> None:
+        """Sends events to the coordinator, at once; does not wait.
+
+        What sending costs is the system call, not what is sent.
+        """
+        self._channel.send(*events)
 
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
         """Handles every instruction that has come, without waiting.
@@ -101,7 +104,7 @@ class Worker:
         Raises:
             RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
         """
-        while (instruction := self._channel.poll()) is not None:
+        for instruction in self._channel.ready():
             if not self._is_news(instruction):
                 handle(instruction)
 

@@ -1,0 +1,5 @@
+"""``python -m elche``: the command line."""
+
+from elche.cli import main
+
+main()

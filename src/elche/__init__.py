@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from elche.coordination.metrics import WindowMetrics as WindowMetrics
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
+    from elche.errors import ContributionError as ContributionError
     from elche.errors import DeadlineError as DeadlineError
     from elche.errors import ElcheError as ElcheError
     from elche.errors import MismatchError as MismatchError
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.learning_rate import ProgressLR as ProgressLR
+    from elche.pipeline.config import PipelineConfig as PipelineConfig
+    from elche.pipeline.pipeline import Pipeline as Pipeline
     from elche.session import barrier as barrier
     from elche.session import device as device
     from elche.session import epoch_metrics as epoch_metrics
@@ -46,6 +49,7 @@ _HOMES = {
     "elche.errors": (
         "CommunicationError",
         "ConfigError",
+        "ContributionError",
         "DeadlineError",
         "ElcheError",
         "MismatchError",
@@ -53,6 +57,8 @@ _HOMES = {
         "RemoteRankError",
     ),
     "elche.learning_rate": ("ProgressLR",),
+    "elche.pipeline.config": ("PipelineConfig",),
+    "elche.pipeline.pipeline": ("Pipeline",),
     "elche.session": (
         "barrier",
         "device",

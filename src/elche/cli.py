@@ -1,4 +1,4 @@
-"""The command line: ``elche run``, ``demo``, ``bench`` and ``simulate``."""
+"""The command line: ``elche run``, ``demo``, ``bench``, ``simulate``, ``schedule``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from elche import __version__
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
+from elche.schedule_command import schedule as schedule_command
 
 
 class _Friendly(click.Group):
@@ -223,6 +224,8 @@ def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> No
         code = run_bench(config, json_path)
     sys.exit(code)
 
+
+main.add_command(schedule_command)
 
 if __name__ == "__main__":
     main()

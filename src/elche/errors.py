@@ -8,6 +8,7 @@
     ├── CommunicationError     a collective or the control channel failed
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
+    ├── ContributionError      a pipeline lost a gradient, or counted it twice
     └── ProtocolError          a message that may not come now, or not at all
         └── TransitionError    an impossible transition; carries the story
 """
@@ -31,6 +32,10 @@ class MismatchError(ElcheError):
 
 class CommunicationError(ElcheError):
     """A collective or the control channel failed."""
+
+
+class ContributionError(ElcheError):
+    """A parameter's gradient was lost, or counted twice: do not apply the step."""
 
 
 class DeadlineError(CommunicationError):

@@ -91,6 +91,11 @@ class Group:
             ) from error
         return Group(made, rank, world_size, timeout_s)
 
+    @property
+    def point_to_point(self) -> Any:
+        """Torch's group: its send and recv."""
+        return self._process_group
+
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
         return self._process_group.allreduce([tensor])

@@ -1,0 +1,1 @@
+"""Pipeline execution: stages, split backward, messages, and the guard over them."""

@@ -1,0 +1,201 @@
+"""The model's layers, and building those of this rank's stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.errors import ConfigError
+from elche.pipeline.stage import Layer
+
+LayerSource = nn.Module | Callable[[], nn.Module]
+Split = Callable[[Any], Sequence[nn.Module]]
+
+
+@final
+@dataclass(frozen=True)
+class LayerList:
+    """The layers of a model in order, built or not.
+
+    Attributes:
+        names: prefix of each layer's parameters in the model.
+        sources: the modules, or what makes them.
+        unpacks: see `elche.pipeline.stage.Stage`.
+        aliases: the model's names of a layer's parameters and buffers, where they are
+            not prefix and own name.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[LayerSource, ...]
+    unpacks: bool
+    aliases: tuple[dict[str, str] | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def describe(self) -> list[list[Any]]:
+        """What must agree between ranks: names and shapes of what is built."""
+        described: list[list[Any]] = []
+        for name, source in zip(self.names, self.sources, strict=True):
+            held = None
+            if isinstance(source, nn.Module):
+                held = [
+                    [own, list(one.shape), str(one.dtype)]
+                    for own, one in source.state_dict().items()
+                ]
+            described.append([name, held])
+        return described
+
+    def ties(self) -> list[list[tuple[int, str]]]:
+        """Parameters that stand in several layers: (layer, own name) of each use."""
+        uses: dict[int, list[tuple[int, str]]] = {}
+        for index, source in enumerate(self.sources):
+            if isinstance(source, nn.Module):
+                for name, one in source.named_parameters():
+                    uses.setdefault(id(one), []).append((index, name))
+        return [found for found in uses.values() if len({i for i, _ in found}) > 1]
+
+    def build(
+        self,
+        indices: Sequence[int],
+        device: torch.device,
+        seed: int | None,
+        init: Callable[[Any], object] | None,
+    ) -> list[Layer]:
+        """Builds layers on a device.
+
+        Args:
+            indices: which ones.
+            device: where.
+            seed: makes every layer the same wherever it is built.
+            init: initialises a layer that was on the meta device.
+
+        Raises:
+            ConfigError: a factory makes no module, or a meta layer has no
+                initialisation.
+        """
+        return [self._build(index, device, seed, init) for index in indices]
+
+    def _build(
+        self,
+        index: int,
+        device: torch.device,
+        seed: int | None,
+        init: Callable[[Any], object] | None,
+    ) -> Layer:
+        source, name = self.sources[index], self.names[index]
+        if seed is not None:
+            torch.manual_seed(hash((seed, index)) % (1 << 63))
+        if not isinstance(source, nn.Module):
+            with torch.device(device):
+                made = source()
+            if not isinstance(made, nn.Module):
+                raise ConfigError(
+                    f"expected the factory of layer {index} to make an nn.Module, got "
+                    f"{type(made).__name__}"
+                )
+            return Layer(name, made.to(device), self.aliases[index])
+        if any(one.is_meta for one in (*source.parameters(), *source.buffers())):
+            source.to_empty(device=device)
+            _initialise(source, index, init)
+        return Layer(name, source.to(device), self.aliases[index])
+
+
+def layers_of(model: Any, split: Split | None) -> LayerList:
+    """Reads what the user gave as a model.
+
+    Args:
+        model: an nn.Sequential, a list of modules or factories of modules, or any
+            module with `split`.
+        split: given the module, returns its layers in the order in which they run; they
+            are modules of it, or new ones that hold its parameters.
+
+    Raises:
+        ConfigError: it is none of these, or layers and model do not match.
+    """
+    if split is not None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"split= cuts a module, got {type(model).__name__} as the model"
+            )
+        return _split(model, list(split(model)))
+    if isinstance(model, nn.Sequential):
+        children = dict(model.named_children())
+        nothing = (None,) * len(children)
+        return LayerList(tuple(children), tuple(children.values()), False, nothing)
+    if isinstance(model, (list, tuple)):
+        for index, one in enumerate(model):
+            if not callable(one):
+                raise ConfigError(
+                    f"expected modules or factories of modules as layers, got "
+                    f"{type(one).__name__} at {index}"
+                )
+        names = tuple(str(index) for index in range(len(model)))
+        return LayerList(names, tuple(model), True, (None,) * len(model))
+    raise ConfigError(
+        "expected an nn.Sequential, a list of layers, or a module with split=, got "
+        f"{type(model).__name__}; write split=lambda model: [model.first, ...]"
+    )
+
+
+def _split(model: nn.Module, modules: list[nn.Module]) -> LayerList:
+    prefixes = {id(one): name for name, one in model.named_modules()}
+    originals: dict[int, str] = {}
+    for name, one in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        originals.setdefault(id(one), name)
+    covered: set[int] = set()
+    names: list[str] = []
+    aliases: list[dict[str, str] | None] = []
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"expected split to return modules, got {type(module).__name__} at "
+                f"{index}; wrap a function in a module"
+            )
+        held = (*module.named_parameters(), *module.named_buffers())
+        covered |= {id(one) for _, one in held}
+        prefix = prefixes.get(id(module))
+        names.append(f"{index}" if prefix is None else prefix)
+        if prefix is not None:
+            aliases.append(None)
+            continue
+        foreign = [name for name, one in held if id(one) not in originals]
+        if foreign:
+            raise ConfigError(
+                f"layer {index} of split has {', '.join(foreign[:3])}, which the model "
+                "has not; layers must hold the model's own parameters"
+            )
+        aliases.append({name: originals[id(one)] for name, one in held})
+    left = [name for key, name in originals.items() if key not in covered]
+    if left:
+        raise ConfigError(
+            f"no layer of split holds {', '.join(left[:3])} of the model, which would "
+            "never be trained; add the module that does"
+        )
+    return LayerList(tuple(names), tuple(modules), True, tuple(aliases))
+
+
+def _initialise(
+    module: nn.Module, index: int, init: Callable[[Any], object] | None
+) -> None:
+    if init is not None:
+        init(module)
+        return
+    for one in module.modules():
+        own = [*one.parameters(recurse=False), *one.buffers(recurse=False)]
+        reset = getattr(one, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif own:
+            raise ConfigError(
+                f"layer {index} was built on the meta device, and {type(one).__name__} "
+                "in it has no reset_parameters; give init= to initialise layers, or "
+                "load_state_dict afterwards with init=lambda layer: None"
+            )

@@ -1,0 +1,384 @@
+"""Runs one rank's part of a lowered schedule.
+
+It carries the list out as it stands: what to run when is the schedule's decision.
+Receives are announced when the step begins and let in where the list has them; they
+are waited for where a computation needs them.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    ElcheError,
+    RemoteRankError,
+)
+from elche.pipeline.backward import StageBackward
+from elche.pipeline.messages import Failure, Message
+from elche.pipeline.transport import Address, Transport
+from elche.pipeline.trees import flatten, unflatten
+from elche.schedule.actions import Action, Kind, Schedule
+
+_TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
+_FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
+_DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
+
+
+class PeerFailedError(ElcheError):
+    """Another rank cannot go on with the step; carries its failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"rank {failure.rank} failed: {failure.text}")
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What this rank's stages get in one step.
+
+    Attributes:
+        inputs: per microbatch, on the rank of the first stage.
+        targets: per microbatch, on the rank of the last stage.
+        keywords: per microbatch, for the layers of this rank.
+        weights: per microbatch, what its loss counts in the step's loss, loss scale
+            included.
+        input_gradients: whether the gradients of the inputs are wanted.
+        timeout_s: deadline of each wait.
+    """
+
+    inputs: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    weights: Sequence[float] = ()
+    input_gradients: bool = False
+    timeout_s: float = 300.0
+
+
+@dataclass
+class StepResults:
+    """What one rank's part of a step gave.
+
+    Attributes:
+        losses: by microbatch, unweighted; on the rank of the last stage.
+        outputs: by microbatch; on the rank of the last stage, in evaluation.
+        input_gradients: by microbatch, one per tensor of the input that can have one;
+            on the rank of the first stage.
+    """
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    input_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+
+
+@final
+class Executor:
+    """One rank's stages and the messages between them.
+
+    Args:
+        rank: this rank.
+        schedule: lowered.
+        stages: this rank's stages by index.
+        transport: messages to other ranks; None where one rank holds all stages.
+        loss_fn: of output and target; called on the last stage.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, StageBackward],
+        transport: Transport | None,
+        loss_fn: Any,
+        device: torch.device,
+    ) -> None:
+        self._rank = rank
+        self._schedule = schedule
+        self._stages = stages
+        self._transport = transport
+        self._loss_fn = loss_fn
+        self._device = device
+        self._last = schedule.num_stages - 1
+        self._actions = schedule.actions[rank]
+        self._splitting = {
+            (one.stage, one.microbatch)
+            for one in self._actions
+            if one.kind is Kind.BACKWARD_INPUT
+        }
+        self.trace: list[tuple[Action, float, float]] = []
+
+    def train(self, given: StepInput) -> StepResults:
+        """Runs the schedule; gradients are added to the parameters' ``grad``.
+
+        Raises:
+            PeerFailedError: another rank failed; what this rank's own work raises is
+                raised after the others have been told.
+        """
+        for stage in self._stages.values():
+            stage.begin_step()
+        run = _Run(self, given, is_training=True)
+        self._carry_out(run, self._actions)
+        for stage in self._stages.values():
+            stage.end_step()
+        return run.results
+
+    @torch.no_grad()
+    def evaluate(self, given: StepInput) -> StepResults:
+        """Runs the schedule's forwards alone, without gradients."""
+        run = _Run(self, given, is_training=False)
+        forwards = [one for one in self._actions if one.kind in _FORWARD_KINDS]
+        self._carry_out(run, forwards)
+        return run.results
+
+    def _carry_out(self, run: _Run, actions: Sequence[Action]) -> None:
+        self.trace = []
+        if self._transport is not None:
+            self._transport.expect(
+                self.address(one)
+                for one in actions
+                if one.kind in (Kind.RECV_F, Kind.RECV_B)
+            )
+        for position, one in enumerate(actions):
+            started_s = time.monotonic()
+            try:
+                run.do(one)
+            except Exception as error:
+                self._tell_peers(actions[position:], run, error)
+                raise
+            self.trace.append((one, started_s, time.monotonic()))
+        if self._transport is not None:
+            self._transport.flush(run.given.timeout_s)
+
+    def _tell_peers(self, left: Sequence[Action], run: _Run, error: Exception) -> None:
+        """Sends the failure in the place of all that others still wait for."""
+        if self._transport is None or not run.can_tell(error):
+            return
+        message = Message(failure=failure_of(self._rank, error))
+        timeout_s = run.given.timeout_s
+        for one in left:
+            if one.kind in (Kind.RECV_F, Kind.RECV_B):
+                self._transport.admit(self.address(one))
+        for one in left:
+            if one.kind in (Kind.SEND_F, Kind.SEND_B):
+                self._transport.send(self.address(one), message, timeout_s)
+        for one in run.unread(left):
+            self._transport.receive(self.address(one), timeout_s)
+        self._transport.flush(timeout_s)
+
+    def address(self, one: Action) -> Address:
+        """Where a send goes to, or a receive comes from."""
+        forwards = one.kind in (Kind.SEND_F, Kind.RECV_F)
+        sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
+        other = one.stage + (1 if forwards == sends else -1)
+        sender = one.stage if sends else other
+        count = self._schedule.num_microbatches
+        tag = (2 * sender + _DIRECTIONS[one.kind]) * count + one.microbatch
+        what = "activation" if forwards else "gradient"
+        return Address(
+            rank=self._schedule.placement[other],
+            tag=tag,
+            what=f"the {what} of microbatch {one.microbatch} between stages "
+            f"{min(one.stage, other)} and {max(one.stage, other)} ({one})",
+        )
+
+    def is_elsewhere(self, stage: int) -> bool:
+        """Whether a stage is on another rank."""
+        return self._schedule.placement[stage] != self._rank
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        """Whether the schedule runs I and W apart."""
+        return (stage, microbatch) in self._splitting
+
+    @property
+    def transport(self) -> Transport:
+        """Messages to other ranks."""
+        if self._transport is None:
+            raise ConfigError(
+                f"schedule {self._schedule.name} has stages on other ranks, but this "
+                "pipeline runs in one process"
+            )
+        return self._transport
+
+    def stage(self, index: int) -> StageBackward:
+        """One of this rank's stages."""
+        return self._stages[index]
+
+    def loss(self, value: Any, target: Any, microbatch: int) -> torch.Tensor:
+        """The loss of one microbatch.
+
+        Raises:
+            ConfigError: it is not a scalar.
+        """
+        found = self._loss_fn(value, target)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else None
+            raise ConfigError(
+                "expected loss_fn to return a scalar tensor, got "
+                + (f"shape {shape}" if shape is not None else type(found).__name__)
+                + f" for microbatch {microbatch}; take the mean or the sum over samples"
+            )
+        return found.reshape(())
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the stage whose output the loss takes."""
+        return self._last
+
+    def to_device(self, value: Message) -> Message:
+        """A received message on this rank's device."""
+        if self._device.type == "cpu":
+            return value
+        moved = tuple(one.to(self._device) for one in value.tensors)
+        return Message(moved, value.structure, value.needs_grad)
+
+
+def failure_of(rank: int, error: Exception) -> Failure:
+    """What the others are told about an error."""
+    if isinstance(error, PeerFailedError):
+        return error.failure
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return Failure(rank, f"{type(error).__name__}: {error}", "".join(lines))
+
+
+@final
+class _Run:
+    """One step under way on one rank."""
+
+    def __init__(self, owner: Executor, given: StepInput, is_training: bool) -> None:
+        self.given = given
+        self.results = StepResults()
+        self._owner = owner
+        self._is_training = is_training
+        self._outgoing: dict[tuple[int, int, int], Message] = {}
+        self._admitted: set[Action] = set()
+        self._read: set[Action] = set()
+        self._do = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.FULL_BACKWARD: self._full_backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._admit,
+            Kind.RECV_B: self._admit,
+        }
+
+    def do(self, one: Action) -> None:
+        """Carries out one action."""
+        self._do[one.kind](one)
+
+    def can_tell(self, error: Exception) -> bool:
+        """Whether messages still work."""
+        return not isinstance(error, _TRANSPORT_ERRORS)
+
+    def unread(self, left: Sequence[Action]) -> list[Action]:
+        """Receives that were announced and not taken."""
+        announced = [one for one in left if one.kind in (Kind.RECV_F, Kind.RECV_B)]
+        waiting = [one for one in self._admitted if one not in announced]
+        return [one for one in (*waiting, *announced) if one not in self._read]
+
+    def _forward(self, one: Action) -> None:
+        stage, microbatch = one.stage, one.microbatch
+        runner = self._owner.stage(stage)
+        given = self._input(one)
+        words = dict(self.given.keywords[microbatch]) if self.given.keywords else {}
+        is_last = stage == self._owner.last_stage
+        if self._is_training:
+            split = self._owner.splits(stage, microbatch)
+            value = runner.forward(microbatch, given, words, split)
+        else:
+            value = runner.stage.run(
+                unflatten(given.structure, given.tensors), microbatch, words
+            )
+        if is_last:
+            self._finish(runner, microbatch, value)
+        elif self._is_training:
+            self._hand_on(one, 0, runner.keep(microbatch, value))
+        else:
+            tensors, structure = flatten(value, f"the output of stage {stage}")
+            nothing = (False,) * len(tensors)
+            self._hand_on(one, 0, Message(tuple(tensors), structure, nothing))
+
+    def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
+        """The last stage: the loss instead of a message."""
+        if not self._is_training:
+            self.results.outputs[microbatch] = value
+            if not self.given.targets:
+                return
+        target = self.given.targets[microbatch]
+        loss = self._owner.loss(value, target, microbatch)
+        self.results.losses[microbatch] = loss.detach()
+        if self._is_training:
+            runner.keep(microbatch, loss)
+
+    def _input(self, one: Action) -> Message:
+        if one.stage > 0:
+            return self._incoming(one, one.stage - 1, 0, Kind.RECV_F)
+        value = self.given.inputs[one.microbatch]
+        tensors, structure = flatten(value, "the batch")
+        wanted = self.given.input_gradients
+        needs = tuple(
+            wanted and (t.is_floating_point() or t.is_complex()) for t in tensors
+        )
+        return Message(tuple(tensors), structure, needs)
+
+    def _incoming(self, one: Action, stage: int, way: int, kind: Kind) -> Message:
+        """What another stage made for this action."""
+        if not self._owner.is_elsewhere(stage):
+            return self._outgoing.pop((stage, way, one.microbatch))
+        receive = Action(one.stage, kind, one.microbatch)
+        address = self._owner.address(receive)
+        message = self._owner.transport.receive(address, self.given.timeout_s)
+        self._read.add(receive)
+        if message.failure is not None:
+            raise PeerFailedError(message.failure)
+        return self._owner.to_device(message)
+
+    def _hand_on(self, one: Action, way: int, message: Message) -> None:
+        self._outgoing[one.stage, way, one.microbatch] = message
+
+    def _send(self, one: Action) -> None:
+        way = _DIRECTIONS[one.kind]
+        message = self._outgoing.pop((one.stage, way, one.microbatch))
+        address = self._owner.address(one)
+        self._owner.transport.send(address, message, self.given.timeout_s)
+
+    def _admit(self, one: Action) -> None:
+        self._admitted.add(one)
+        self._owner.transport.admit(self._owner.address(one))
+
+    def _gradients(self, one: Action) -> list[torch.Tensor | None]:
+        if one.stage < self._owner.last_stage:
+            message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
+            tensors = iter(message.tensors)
+            return [next(tensors) if there else None for there in message.needs_grad]
+        loss = self.results.losses[one.microbatch]
+        return [torch.full_like(loss, self.given.weights[one.microbatch])]
+
+    def _backward_input(self, one: Action) -> None:
+        runner = self._owner.stage(one.stage)
+        found = runner.backward_input(one.microbatch, self._gradients(one))
+        self._return(one, found)
+
+    def _backward_weight(self, one: Action) -> None:
+        self._owner.stage(one.stage).backward_weight(one.microbatch)
+
+    def _full_backward(self, one: Action) -> None:
+        runner = self._owner.stage(one.stage)
+        self._return(one, runner.full_backward(one.microbatch, self._gradients(one)))
+
+    def _return(self, one: Action, found: list[torch.Tensor | None]) -> None:
+        if one.stage == 0:
+            self.results.input_gradients[one.microbatch] = found
+            return
+        there = tuple(gradient is not None for gradient in found)
+        tensors = tuple(gradient for gradient in found if gradient is not None)
+        self._hand_on(one, 1, Message(tensors, None, there))

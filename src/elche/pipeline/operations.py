@@ -1,0 +1,260 @@
+"""Operations of an activation with a weight whose weight gradient can come later.
+
+Each is linear in the weight: the gradient of the weight needs the input and the
+gradient of the output, and nothing else, so that it is computed whenever the schedule
+wants it, straight into ``weight.grad``. Formulas are those of autograd's own nodes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+
+
+class WeightOperation(ABC):
+    """A function of an activation and a weight, linear in each."""
+
+    @abstractmethod
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The output."""
+
+    @abstractmethod
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the activation, of its shape."""
+
+    @abstractmethod
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """The gradient of the weight, of this shape."""
+
+    def add_weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """Adds the gradient of the weight to a tensor."""
+        into.add_(self.weight_gradient(grad, x, into.shape))
+
+    def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of a bias along the output's last dimension."""
+        return grad.reshape(-1, grad.shape[-1]).sum(0)
+
+    @abstractmethod
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """Floating point operations of the weight gradient."""
+
+
+@final
+class Linear(WeightOperation):
+    """``F.linear``: x [..., in], weight [out, in]."""
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.forward`."""
+        return F.linear(x, weight, bias)
+
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.input_gradient`."""
+        return grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.weight_gradient`."""
+        return _rows(grad).t().mm(_rows(x))
+
+    def add_weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """One product that adds to what is there."""
+        into.addmm_(_rows(grad).t(), _rows(x))
+
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """See :meth:`WeightOperation.flops`."""
+        return 2 * grad.numel() * weight.shape[1]
+
+
+@final
+class MatmulRight(WeightOperation):
+    """``x @ weight + bias``, broadcast: x [..., n, in], weight [..., in, out]."""
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.forward`."""
+        if bias is None:
+            return torch.matmul(x, weight)
+        return torch.addmm(bias, x, weight)
+
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.input_gradient`."""
+        return torch.matmul(grad, weight.mT).sum_to_size(x.shape)
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.weight_gradient`."""
+        if len(shape) == 2:
+            return _rows(x).t().mm(_rows(grad))
+        return torch.matmul(x.mT, grad).sum_to_size(shape)
+
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """See :meth:`WeightOperation.flops`."""
+        return 2 * grad.numel() * weight.shape[-2]
+
+
+@final
+class MatmulLeft(WeightOperation):
+    """``weight @ x``, batches broadcast: weight [..., out, in], x [..., in, n]."""
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.forward`."""
+        return torch.matmul(weight, x)
+
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.input_gradient`."""
+        return torch.matmul(weight.mT, grad).sum_to_size(x.shape)
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.weight_gradient`."""
+        return torch.matmul(grad, x.mT).sum_to_size(shape)
+
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """See :meth:`WeightOperation.flops`."""
+        return 2 * grad.numel() * weight.shape[-1]
+
+
+@final
+@dataclass(frozen=True)
+class Embedding(WeightOperation):
+    """``F.embedding``, dense: x holds indices, weight [rows, width].
+
+    Attributes:
+        padding_idx: the row that gets no gradient; -1 for none.
+        scale_grad_by_freq: divide by how often a row occurs.
+    """
+
+    padding_idx: int
+    scale_grad_by_freq: bool
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.forward`."""
+        return torch.embedding(weight, x, self.padding_idx, self.scale_grad_by_freq)
+
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Indices have none; never called."""
+        raise TypeError("an index has no gradient")
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.weight_gradient`."""
+        made: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+            grad, x, shape[0], self.padding_idx, self.scale_grad_by_freq
+        )
+        return made
+
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """See :meth:`WeightOperation.flops`."""
+        return grad.numel()
+
+
+@final
+@dataclass(frozen=True)
+class Convolution(WeightOperation):
+    """``F.conv*`` and ``F.conv_transpose*`` on batched input [N, channels, *space].
+
+    Attributes:
+        stride: per dimension of space, as all below.
+        padding: zeros added on both sides.
+        dilation: distance of the kernel's points.
+        transposed: whether it is a transposed convolution.
+        output_padding: of a transposed one.
+        groups: of channels.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.forward`."""
+        return torch.convolution(x, weight, bias, *self._settings())
+
+    def input_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.input_gradient`."""
+        return self._backward(grad, x, weight, [True, False, False])[0]
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
+    ) -> torch.Tensor:
+        """See :meth:`WeightOperation.weight_gradient`."""
+        # Only its shape is read; zero strides keep it from taking memory.
+        stand_in = grad.new_zeros(1).expand(shape)
+        return self._backward(grad, x, stand_in, [False, True, False])[1]
+
+    def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of a bias along the channels."""
+        return grad.sum([0, *range(2, grad.dim())])
+
+    def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
+        """See :meth:`WeightOperation.flops`."""
+        return 2 * grad.numel() * (weight.numel() // weight.shape[0])
+
+    def _settings(self) -> tuple[Any, ...]:
+        return (
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+        )
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        wanted: list[bool],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten.convolution_backward(
+                grad, x, weight, None, *self._settings(), wanted
+            )
+        )
+        return made
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """All leading dimensions as one."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])

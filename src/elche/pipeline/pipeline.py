@@ -1,0 +1,432 @@
+"""`Pipeline`: a model in stages on several devices, trained as if it were on one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from elche.errors import ConfigError
+from elche.pipeline.assembly import Parts, assemble
+from elche.pipeline.backward import SplitProfile
+from elche.pipeline.building import Split, layers_of
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.crew import Crew
+from elche.pipeline.executor import StepInput
+from elche.pipeline.outputs import (
+    EvaluationOutput,
+    StepOutput,
+    joined_gradients,
+    loss_weights,
+    microbatch_sizes,
+)
+from elche.pipeline.peers import Peers
+from elche.pipeline.planning import make_plan
+from elche.pipeline.stage import Layer
+from elche.pipeline.trees import (
+    batch_samples,
+    join_batches,
+    map_tensors,
+    split_batch,
+)
+from elche.runtime.environment import check_device, read_placement
+from elche.schedule.actions import Action, Schedule
+
+_WARM_STEPS = 2
+
+
+@final
+class Pipeline:
+    """Trains a model cut into stages, each on the rank that the schedule places it on.
+
+    Gradients are those of one process on the whole batch: the mean (or sum) over its
+    samples, whatever the microbatches' sizes. Every rank builds its own stages alone:
+    give factories, or build the model under ``torch.device("meta")``. After
+    :meth:`step` the gradients are in ``grad``; the optimizer is the user's, over
+    :meth:`parameters`.
+
+    Call every method that communicates (the constructor, `step`, `evaluate`,
+    `clip_grad_norm_`, `state_dict`, `close`) on all ranks in the same order.
+
+    Args:
+        model: an nn.Sequential, a list of layers or of factories of layers, or any
+            module together with `split`.
+        loss_fn: of output and target of one microbatch; returns a scalar.
+        micro_batches: how many parts a batch is cut into.
+        schedule: a name (`elche.schedule.schedules.FIXED_SCHEDULES` or "auto"), the
+            path of a CSV file, or a schedule.
+        devices: name of each rank's device; None takes what the launcher says.
+        split: cuts a module into layers, see `elche.pipeline.building.layers_of`.
+        config: further settings as one value; or give them as options.
+        **options: fields of `PipelineConfig`.
+
+    Raises:
+        ConfigError: an argument is wrong, here or on another rank.
+        MismatchError: ranks disagree about model, schedule or settings.
+        CommunicationError: the ranks did not come together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        *,
+        micro_batches: int,
+        schedule: str | Schedule = "auto",
+        devices: Sequence[str] | None = None,
+        split: Split | None = None,
+        config: PipelineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = _config(config, options)
+        placement = read_placement()
+        self.rank, self.world_size = placement.rank, placement.world_size
+        peers = None
+        if self.world_size > 1:
+            peers = Peers.join(placement, self.config.timeout_s)
+        self._crew = Crew(self.rank, peers, self.config.timeout_s)
+        self._steps = 0
+        self._form = ""
+        self._form_steps: Counter[str] = Counter()
+        self._durations_s: deque[float] = deque(maxlen=20)
+
+        def build() -> Parts:
+            device = _device(devices, self.rank, self.world_size, placement.device)
+            layers = layers_of(model, split)
+            plan = make_plan(
+                schedule, micro_batches, self.world_size, len(layers), self.config
+            )
+            if not callable(loss_fn):
+                raise ConfigError(
+                    "the last stage needs a loss function of (output, target) that "
+                    f"returns a scalar, got {loss_fn!r}"
+                )
+            return assemble(layers, plan, loss_fn, device, peers, self.config)
+
+        self._parts = self._crew.build(build)
+        self.schedule = self._parts.plan.schedule
+        self.device = self._parts.device
+        if self._parts.tied is not None:
+            with self._crew.ending_on_failure():
+                self._parts.tied.make_equal(self.config.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and self._crew.peers is not None:
+            self._crew.peers.fail(error)
+        self.close()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, and reads the batch."""
+        return self.schedule.placement[0] == self.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and reads the target."""
+        return self.schedule.placement[-1] == self.rank
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """This rank's layers, in the model's order."""
+        return tuple(
+            layer for one in self._parts.stages.values() for layer in one.stage.layers
+        )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the model's names, each once."""
+        seen: set[int] = set()
+        for runner in self._parts.stages.values():
+            for name, one in runner.stage.named_parameters():
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    yield name, one
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for its optimizer."""
+        return (one for _, one in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of this rank."""
+        for one in self.parameters():
+            one.grad = None
+
+    def train(self, mode: bool = True) -> None:
+        """Sets the layers' mode."""
+        for layer in self.layers:
+            layer.module.train(mode)
+
+    def profile(self) -> dict[int, SplitProfile]:
+        """By stage of this rank, how much weight-gradient work was deferred so far."""
+        return {index: one.profile for index, one in self._parts.stages.items()}
+
+    def trace(self) -> list[tuple[Action, float, float]]:
+        """This rank's actions in the last step: begin and end, time.monotonic()."""
+        return list(self._parts.executor.trace)
+
+    def step(
+        self,
+        batch: Any = None,
+        target: Any = None,
+        *,
+        input_gradients: bool = False,
+        loss_scale: float = 1.0,
+        **keywords: Any,
+    ) -> StepOutput:
+        """Runs one batch forward and backward; adds to the parameters' gradients.
+
+        Args:
+            batch: read on the first stage's rank. Tensors whose first dimension is that
+                of the first one are cut along it; other values go to all microbatches.
+            target: read on the last stage's rank, cut in the same way.
+            input_gradients: whether to return the batch's gradients.
+            loss_scale: multiplies all gradients; for float16 (see `unscale_`).
+            **keywords: for the layers of this rank whose forward has such an argument;
+                cut like the batch.
+
+        Raises:
+            ConfigError: batch, target or loss are wrong; on every rank.
+            ContributionError: a parameter's gradient is lost; do not step.
+            RemoteRankError: another rank failed; the gradients are incomplete.
+            DeadlineError: a rank is late; the pipeline has ended.
+            CommunicationError: a rank is gone; the pipeline has ended.
+        """
+        sizes = self._begin("step", batch, target)
+        given = self._input(batch, target, keywords, sizes)
+        given = replace(
+            given,
+            weights=loss_weights(sizes, loss_scale, self.config.loss_reduction),
+            input_gradients=input_gradients,
+        )
+        tied = self._parts.tied
+        earlier = [] if tied is None else tied.take()
+        started_s = time.monotonic()
+        results, losses = self._crew.run(self._parts.executor.train, given)
+        if tied is not None:
+            with self._crew.ending_on_failure():
+                tied.sum_gradients(earlier, self.config.timeout_s)
+        if self._form_steps[self._form] > _WARM_STEPS:
+            self._durations_s.append(time.monotonic() - started_s)
+        self._steps += 1
+        return StepOutput(
+            loss=self._reduce(losses, sizes),
+            losses=torch.tensor(losses, dtype=torch.float64),
+            input_gradients=joined_gradients(results) if input_gradients else (),
+        )
+
+    def evaluate(
+        self, batch: Any = None, target: Any = None, **keywords: Any
+    ) -> EvaluationOutput:
+        """Runs one batch forward in evaluation mode, without gradients.
+
+        Args:
+            batch: as in `step`.
+            target: as in `step`; without one there is no loss. Give it on the last
+                stage's rank or not at all.
+            **keywords: as in `step`.
+
+        Raises:
+            ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
+        """
+        sizes = self._begin("evaluate", batch, target)
+        given = self._input(batch, target, keywords, sizes)
+        modes = self._modes()
+        self.train(False)
+        try:
+            results, losses = self._crew.run(self._parts.executor.evaluate, given)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        outputs = [results.outputs[i] for i in sorted(results.outputs)]
+        return EvaluationOutput(
+            loss=self._reduce(losses, sizes) if losses else None,
+            outputs=join_batches(outputs) if outputs else None,
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales all gradients of all stages so that their common norm is not larger.
+
+        Args:
+            max_norm: 2-norm; a shared parameter counts once.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        copies = set() if self._parts.tied is None else self._parts.tied.copies
+        squares = sum(
+            float(one.grad.detach().double().norm()) ** 2
+            for one in self.parameters()
+            if one.grad is not None and id(one) not in copies
+        )
+        norm = sum(self._crew.exchange(squares, "the norm of the gradients")) ** 0.5
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1.0:
+            for one in self.parameters():
+                if one.grad is not None:
+                    one.grad.mul_(scale)
+        return float(norm)
+
+    def unscale_(self, loss_scale: float) -> bool:
+        """Divides the gradients by a loss scale.
+
+        Returns:
+            Whether every gradient on every rank is finite; do not step otherwise.
+        """
+        finite = True
+        for one in self.parameters():
+            if one.grad is not None:
+                one.grad.div_(loss_scale)
+                finite = finite and bool(one.grad.isfinite().all())
+        return all(self._crew.exchange(finite, "whether the gradients are finite"))
+
+    def local_state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank under the model's names."""
+        return {
+            layer.prefixed(name): value
+            for layer in self.layers
+            for name, value in layer.module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the whole model under its own names, on the CPU.
+
+        Args:
+            rank: which rank needs it; None for all. The others get an empty dict.
+        """
+        mine = {
+            name: value.detach().to("cpu", copy=True)
+            for name, value in self.local_state_dict().items()
+        }
+        peers = self._crew.peers
+        if peers is None:
+            return mine
+        targets = range(self.world_size) if rank is None else (rank,)
+        found: dict[str, torch.Tensor] = {}
+        with self._crew.ending_on_failure():
+            for one in targets:
+                found.update(peers.gather(mine, one, self.config.timeout_s))
+        order = self._parts.order_of
+        return dict(sorted(found.items(), key=lambda item: order(item[0])))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Loads this rank's part of a state_dict of the whole model.
+
+        Raises:
+            ConfigError: a parameter or buffer of this rank is missing, or has another
+                shape.
+        """
+        mine = self.local_state_dict()
+        wrong = [
+            f"{name} {list(value.shape)}"
+            for name, value in mine.items()
+            if name not in state or state[name].shape != value.shape
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the state has no {', '.join(wrong[:3])} (or of another shape), which "
+                f"rank {self.rank} needs"
+            )
+        with torch.no_grad():
+            for name, value in mine.items():
+                value.copy_(state[name])
+
+    def close(self) -> None:
+        """Ends the connections. Call it on every rank; may be called twice."""
+        for runner in self._parts.stages.values():
+            if runner.guard is not None:
+                runner.guard.detach()
+        self._crew.close()
+
+    def _modes(self) -> list[tuple[nn.Module, bool]]:
+        modules = (one for layer in self.layers for one in layer.module.modules())
+        return [(module, module.training) for module in modules]
+
+    def _begin(self, what: str, batch: Any, target: Any) -> list[int]:
+        """All ranks begin the same thing; returns the samples of each microbatch."""
+        samples = batch_samples(batch) if self.is_first else None
+        targets = batch_samples(target) if self.is_last else None
+        error = ""
+        if self.is_first and samples is None:
+            error = (
+                f"{what} needs a batch on rank {self.rank}, which has the first stage: "
+                f"expected a tensor with samples along its first dimension, got "
+                f"{type(batch).__name__}"
+            )
+        elif self.is_last and target is None and what == "step":
+            error = f"step needs a target on rank {self.rank}, which has the last stage"
+        shapes: list[str] = []
+        if self.is_first:
+            map_tensors(batch, lambda tensor: shapes.append(str(list(tensor.shape))))
+        total, labelled, form = self._crew.begin(
+            what, samples, targets, error, " ".join([what, *shapes])
+        )
+        self._form_steps[form] += 1
+        self._form = form
+        for runner in self._parts.stages.values():
+            runner.stage.step = self._steps
+        return microbatch_sizes(total, labelled, self.schedule.num_microbatches)
+
+    def _input(
+        self, batch: Any, target: Any, keywords: dict[str, Any], sizes: list[int]
+    ) -> StepInput:
+        def here(value: Any) -> list[Any]:
+            moved = map_tensors(value, lambda tensor: tensor.to(self.device))
+            return split_batch(moved, sizes)
+
+        return StepInput(
+            inputs=here(batch) if self.is_first else (),
+            targets=here(target) if self.is_last and target is not None else (),
+            keywords=here(keywords) if keywords else (),
+            timeout_s=self._patience_s(),
+        )
+
+    def _reduce(self, losses: list[float], sizes: list[int]) -> float:
+        weights = loss_weights(sizes, 1.0, self.config.loss_reduction)
+        return sum(w * loss for w, loss in zip(weights, losses, strict=True))
+
+    def _patience_s(self) -> float:
+        if self._form_steps[self._form] <= _WARM_STEPS or not self._durations_s:
+            return self.config.timeout_s  # it may still compile for these shapes
+        expected_s = self.config.patience_factor * max(self._durations_s)
+        return min(self.config.timeout_s, max(self.config.min_patience_s, expected_s))
+
+
+def _config(config: PipelineConfig | None, options: dict[str, Any]) -> PipelineConfig:
+    if config is not None and options:
+        raise ConfigError(
+            f"expected config= or single options, got both ({', '.join(options)})"
+        )
+    if config is not None:
+        return config
+    try:
+        return PipelineConfig(**options)
+    except TypeError as error:
+        known = ", ".join(PipelineConfig.__dataclass_fields__)
+        raise ConfigError(f"{error}; the options are {known}") from error
+
+
+def _device(
+    devices: Sequence[str] | None, rank: int, world_size: int, default: torch.device
+) -> torch.device:
+    if devices is None:
+        return default
+    if len(devices) != world_size:
+        raise ConfigError(
+            f"expected a device for each of {world_size} ranks, got {list(devices)}"
+        )
+    return check_device(devices[rank])

@@ -1,0 +1,134 @@
+"""Which schedule runs on which stages, from what the user said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elche.errors import ConfigError
+from elche.pipeline.config import PipelineConfig
+from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.auto import auto_schedule
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
+from elche.schedule.formats import from_csv
+from elche.schedule.lowering import check_deadlock_free, lower
+from elche.schedule.schedules import make_schedule, placement_for
+
+_EQUAL = RankTimes(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What runs.
+
+    Attributes:
+        schedule: lowered, deadlock-free.
+        partition: layers of each stage.
+    """
+
+    schedule: Schedule
+    partition: tuple[int, ...]
+
+    def layers_of(self, stage: int) -> range:
+        """Indices of a stage's layers."""
+        begin = sum(self.partition[:stage])
+        return range(begin, begin + self.partition[stage])
+
+
+def make_plan(
+    schedule: str | Schedule,
+    micro_batches: int,
+    num_ranks: int,
+    num_layers: int,
+    config: PipelineConfig,
+) -> PipelinePlan:
+    """Resolves names and defaults.
+
+    Args:
+        schedule: a name, the path of a CSV file, or a schedule.
+        micro_batches: of one step.
+        num_ranks: ranks of the pipeline.
+        num_layers: layers of the model.
+        config: further settings.
+
+    Raises:
+        ConfigError: schedule, ranks, layers and microbatches do not go together, or
+            the schedule deadlocks.
+    """
+    if micro_batches < 1:
+        raise ConfigError(f"expected micro_batches of at least 1, got {micro_batches}")
+    if num_layers < 1:
+        raise ConfigError("the model has no layers")
+    made = _schedule(schedule, micro_batches, num_ranks, num_layers, config)
+    if made.num_ranks != num_ranks:
+        raise ConfigError(
+            f"schedule {made.name} is for {made.num_ranks} ranks, but {num_ranks} run"
+        )
+    if made.num_microbatches != micro_batches:
+        raise ConfigError(
+            f"schedule {made.name} is for {made.num_microbatches} microbatches, but "
+            f"micro_batches is {micro_batches}"
+        )
+    if made.is_lowered:
+        check_deadlock_free(made)
+    elif num_ranks > 1:
+        made = lower(made, _fitting(config.costs, made))
+    return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
+
+
+def _schedule(
+    schedule: str | Schedule,
+    micro_batches: int,
+    num_ranks: int,
+    num_layers: int,
+    config: PipelineConfig,
+) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule.endswith(".csv"):
+        path = Path(schedule)
+        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+    costs = config.costs
+    if costs is None:
+        placement = _placement(schedule, num_ranks, num_layers, config)
+        costs = equal_costs(_EQUAL, placement, num_ranks)
+    if schedule == "auto":
+        return auto_schedule(costs, micro_batches)
+    return make_schedule(schedule, costs, micro_batches)
+
+
+def _placement(
+    name: str, num_ranks: int, num_layers: int, config: PipelineConfig
+) -> tuple[int, ...]:
+    if name != "auto":
+        return placement_for(name, num_ranks, config.stages_per_rank)
+    each = config.stages_per_rank
+    if each is None and config.partition is not None:
+        each = max(1, len(config.partition) // num_ranks)
+    if num_ranks > 1 and num_layers >= 2 * num_ranks and each in (None, 2):
+        return v_placement(num_ranks)
+    return loop_placement(num_ranks, each or 1)
+
+
+def _fitting(costs: PipelineCosts | None, made: Schedule) -> PipelineCosts | None:
+    return costs if costs is not None and costs.placement == made.placement else None
+
+
+def _partition(
+    num_stages: int, num_layers: int, config: PipelineConfig
+) -> tuple[int, ...]:
+    if config.partition is not None:
+        if len(config.partition) != num_stages or sum(config.partition) != num_layers:
+            raise ConfigError(
+                f"expected a partition of {num_layers} layers into {num_stages} stages,"
+                f" got {list(config.partition)}"
+            )
+        return config.partition
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"the schedule has {num_stages} stages, but the model has only "
+            f"{num_layers} layers; take fewer ranks, fewer stages per rank, or cut "
+            "the model finer"
+        )
+    each, rest = divmod(num_layers, num_stages)
+    return tuple(each + (stage < rest) for stage in range(num_stages))

@@ -1,0 +1,220 @@
+"""A stage: consecutive layers of the model on one device."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.pipeline.deferred import DeferredWeight, WeightGradients, defer, may_defer
+
+
+class OwnBackward(nn.Module):
+    """A layer that brings its own split backward; it makes a stage by itself.
+
+    Its forward runs under autograd as any other, so that its output is part of a graph,
+    and reads ``current_microbatch`` where it keeps something for later.
+    """
+
+    current_microbatch: int = 0
+
+    @abstractmethod
+    def backward_input(
+        self, microbatch: int, gradients: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Computes the gradients of the inputs from those of the outputs.
+
+        Args:
+            microbatch: which one.
+            gradients: one per output tensor that requires a gradient.
+
+        Returns:
+            One per input tensor that requires a gradient.
+        """
+
+    @abstractmethod
+    def backward_weight(self, microbatch: int) -> None:
+        """Adds the parameters' gradients of a microbatch to ``grad``."""
+
+
+@final
+@dataclass(frozen=True)
+class Layer:
+    """A module of the model and the name it has there.
+
+    Attributes:
+        name: prefix of its parameters in the model's state_dict, without the dot.
+        module: the module.
+        aliases: the model's names, where they are not prefix and own name.
+    """
+
+    name: str
+    module: nn.Module
+    aliases: dict[str, str] | None = None
+
+    def prefixed(self, name: str) -> str:
+        """The model's name of a parameter or buffer of this layer."""
+        if self.aliases is not None:
+            return self.aliases[name]
+        return f"{self.name}.{name}" if self.name else name
+
+
+@final
+class Stage:
+    """Layers that run one after the other.
+
+    Args:
+        index: of the stage in the pipeline.
+        layers: in order.
+        unpacks: hand a tuple on as positional arguments and a dict as keywords;
+            otherwise as one value, as nn.Sequential does.
+        seed: seeds dropout by (step, layer, microbatch), the same for any placement.
+        first_layer: number of the first layer in the model.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[Layer],
+        unpacks: bool,
+        seed: int | None = None,
+        first_layer: int = 0,
+    ) -> None:
+        self.index = index
+        self.layers = tuple(layers)
+        self.step = 0
+        self._unpacks = unpacks
+        self._seed = seed
+        self._first_layer = first_layer
+        self._keywords = [_keywords(layer.module) for layer in layers]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers' modules."""
+        return [layer.module for layer in self.layers]
+
+    @property
+    def own_backward(self) -> OwnBackward | None:
+        """The layer that brings its own backward, if it is one."""
+        only = self.layers[0].module if len(self.layers) == 1 else None
+        return only if isinstance(only, OwnBackward) else None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the model's names, each once."""
+        seen: set[int] = set()
+        for layer in self.layers:
+            for name, one in layer.module.named_parameters():
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    yield layer.prefixed(name), one
+
+    def run(self, value: Any, microbatch: int, keywords: dict[str, Any]) -> Any:
+        """Runs the layers on a value."""
+        for number, layer in enumerate(self.layers):
+            if self._seed is not None:
+                self._reseed(number, microbatch)
+            given = self._keywords[number].of(keywords)
+            if self._unpacks and isinstance(value, tuple):
+                value = layer.module(*value, **given)
+            elif self._unpacks and isinstance(value, dict):
+                value = layer.module(**value, **given)
+            else:
+                value = layer.module(value, **given)
+        return value
+
+    def _reseed(self, number: int, microbatch: int) -> None:
+        place = (self._seed, self.step, self._first_layer + number, microbatch)
+        torch.manual_seed(hash(place) % (1 << 63))
+
+
+@dataclass(frozen=True)
+class _Keywords:
+    names: frozenset[str]
+    takes_all: bool
+
+    def of(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        if not keywords or self.takes_all:
+            return keywords
+        return {name: one for name, one in keywords.items() if name in self.names}
+
+
+def _keywords(module: nn.Module) -> _Keywords:
+    try:
+        found = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return _Keywords(frozenset(), False)
+    named = {
+        one.name
+        for one in found
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+    # Containers pass on what they get; a compiled module hides its signature.
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in found)
+    return _Keywords(frozenset(named), takes_all)
+
+
+@final
+class Deferring:
+    """Puts deferred weights in the place of a stage's parameters, and back.
+
+    Args:
+        stage: whose.
+        store: where the gradients wait.
+    """
+
+    def __init__(self, stage: Stage, store: WeightGradients) -> None:
+        self._stage = stage
+        self._store = store
+        self._slots: list[tuple[Any, str, nn.Parameter, DeferredWeight]] = []
+
+    def begin_step(self) -> None:
+        """Makes new stand-ins: parameters may have been exchanged since."""
+        made: dict[int, DeferredWeight] = {}
+        self._slots = []
+        for owner in _owners(self._stage.modules):
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not may_defer(parameter):
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = defer(parameter, self._store)
+                stand_in = made[id(parameter)]
+                self._slots.append((owner._parameters, name, parameter, stand_in))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The stage's modules see the stand-ins meanwhile."""
+        for parameters, name, _, stand_in in self._slots:
+            parameters[name] = stand_in
+        try:
+            yield
+        finally:
+            for parameters, name, parameter, _ in self._slots:
+                parameters[name] = parameter
+
+
+def _owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules with a matrix among their own parameters; norms are not worth it."""
+    owners = {id(one): one for top in modules for one in top.modules()}
+    return [
+        one
+        for one in owners.values()
+        if not isinstance(one, nn.RNNBase)
+        and any(p is not None and p.dim() > 1 for p in one._parameters.values())
+    ]
+
+
+def can_split(stage: Stage) -> bool:
+    """Whether a stage's weights can be replaced: not in compiled or scripted code."""
+    return not any(
+        isinstance(one, torch.jit.ScriptModule)
+        or type(one).__name__ == "OptimizedModule"
+        or getattr(one, "_compiled_call_impl", None) is not None
+        for top in stage.modules
+        for one in top.modules()
+    )

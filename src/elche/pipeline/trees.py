@@ -1,0 +1,129 @@
+"""Nested values of tensors and plain data: taken apart, put together, cut, joined.
+
+A stage may take and return tensors, and tuples, lists and dicts of them with plain
+values (None, numbers, text) in between. Structure and plain values travel as data that
+msgpack can write; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elche.errors import ConfigError
+
+_PLAIN = (bool, int, float, str, bytes)
+
+
+def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
+    """Takes a nested value apart.
+
+    Args:
+        value: what a stage returned, say.
+        where: for the message.
+
+    Returns:
+        Its tensors, and a structure to put them back with :func:`unflatten`.
+
+    Raises:
+        ConfigError: a value that cannot travel is among it.
+    """
+    tensors: list[torch.Tensor] = []
+    return tensors, _structure(value, tensors, where)
+
+
+def _structure(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["t"]
+    if value is None or isinstance(value, _PLAIN):
+        return ["v", value]
+    if type(value) in (tuple, list):
+        name = "tuple" if type(value) is tuple else "list"
+        return [name, [_structure(one, tensors, where) for one in value]]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        parts = [_structure(one, tensors, where) for one in value.values()]
+        return ["dict", list(value), parts]
+    raise ConfigError(
+        f"{where} holds a {type(value).__name__}, which cannot travel between stages; "
+        "expected tensors, None, numbers and text, in tuples, lists and dicts with "
+        "text keys"
+    )
+
+
+def unflatten(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Puts together what :func:`flatten` took apart."""
+    return _rebuild(structure, iter(tensors))
+
+
+def _rebuild(structure: Any, tensors: Any) -> Any:
+    kind = structure[0]
+    if kind == "t":
+        return next(tensors)
+    if kind == "v":
+        return structure[1]
+    if kind == "dict":
+        parts = [_rebuild(one, tensors) for one in structure[2]]
+        return dict(zip(structure[1], parts, strict=True))
+    parts = [_rebuild(one, tensors) for one in structure[1]]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nesting with a function of each tensor; other values stay."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(one, function) for one in value)
+    if type(value) is dict:
+        return {key: map_tensors(one, function) for key, one in value.items()}
+    return value
+
+
+def batch_samples(value: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor that has one."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.dim() else None
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        found = (batch_samples(one) for one in value)
+        return next((one for one in found if one is not None), None)
+    return None
+
+
+def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cuts a batch into microbatches.
+
+    Args:
+        value: nested; tensors whose first dimension is the batch are cut along it,
+            anything else goes to every microbatch.
+        sizes: samples of each microbatch.
+    """
+    total = sum(sizes)
+    parts: list[Any] = []
+    begin = 0
+    for size in sizes:
+
+        def part(tensor: torch.Tensor, begin: int = begin, size: int = size) -> Any:
+            if tensor.dim() == 0 or tensor.shape[0] != total:
+                return tensor
+            return tensor[begin : begin + size]
+
+        parts.append(map_tensors(value, part))
+        begin += size
+    return parts
+
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """Puts microbatches of one structure together along the first dimension."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(parts)) if first.dim() == 0 else torch.cat(list(parts))
+    if type(first) in (tuple, list):
+        return type(first)(join_batches(one) for one in zip(*parts, strict=True))
+    if type(first) is dict:
+        return {key: join_batches([part[key] for part in parts]) for key in first}
+    return first

@@ -1,0 +1,141 @@
+"""Actions of a pipeline and schedules made of them, in torch's words.
+
+Source of the vocabulary: torch.distributed.pipelining (``_Action`` and
+``_ComputationType``); ``2F0`` is the forward of stage 2 on microbatch 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from elche.errors import ConfigError
+
+
+class Kind(str, Enum):
+    """What an action does.
+
+    ``SEND_F`` and ``SEND_B`` carry the stage that sends (its output, or the gradient of
+    its input), ``RECV_F`` and ``RECV_B`` the stage that receives.
+    """
+
+    FORWARD = "F"
+    FULL_BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMPUTE_KINDS = frozenset(
+    {Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+)
+
+_ACTION = re.compile(r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One step of one rank.
+
+    Attributes:
+        stage: index of the stage, 0 is the one that reads the input.
+        kind: what is done.
+        microbatch: index of the microbatch.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes, rather than sends or receives."""
+        return self.kind in COMPUTE_KINDS
+
+
+def parse_action(text: str) -> Action:
+    """Reads one action such as ``2F0`` or ``1SEND_B3``.
+
+    Raises:
+        ConfigError: it is not an action.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"expected an action such as 2F0, 2I0, 2W0, 2B0 or 1SEND_F0 (stage, kind, "
+            f"microbatch), got {text.strip()!r}"
+        )
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), Kind(kind), int(microbatch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What each rank runs in one step, in order.
+
+    Attributes:
+        name: of the generator, or of the file it was read from.
+        num_microbatches: of one step.
+        placement: the rank of each stage, by stage index.
+        actions: of each rank, in the order in which it runs them. Compute only, or
+            lowered: with sends and receives.
+    """
+
+    name: str
+    num_microbatches: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ConfigError(
+                f"a schedule needs at least one microbatch, got {self.num_microbatches}"
+            )
+        if not self.placement:
+            raise ConfigError("a schedule needs at least one stage, got none")
+        if not all(0 <= rank < self.num_ranks for rank in self.placement):
+            raise ConfigError(
+                f"the placement {list(self.placement)} names a rank outside "
+                f"0 to {self.num_ranks - 1}, the ranks that have an action list"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks; one may hold several stages, or none."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return len(self.placement)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether sends and receives are in the lists."""
+        return any(not one.is_compute for row in self.actions for one in row)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending."""
+        return tuple(
+            stage for stage, holder in enumerate(self.placement) if holder == rank
+        )
+
+
+def loop_placement(num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+    """Stage s on rank s mod p, as in interleaved schedules."""
+    return tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Two stages per rank, down the ranks and back up: rank 0 holds first and last."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))

@@ -1,0 +1,237 @@
+"""What a pipeline's stages and links cost: the input of timing and of `auto`.
+
+Times are in any one unit. Activation memory is in units of one microbatch on one rank:
+the whole model's activations of a microbatch, divided by the number of ranks. With
+stages of equal size, each of a rank's v stages holds 1/v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elche.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """One stage on its device, for one microbatch.
+
+    Attributes:
+        forward: time of F.
+        input_gradient: time of I.
+        weight_gradient: time of W.
+        backward: time of B, the whole backward at once; None means I + W.
+        activation: units of memory taken by F, and free after B or W.
+        kept_for_weight: the part of `activation` that W needs; I frees the rest. None
+            means all of it: nothing is free before W. (In the ZB paper a transformer
+            layer keeps 32h of 34h + 5as.)
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    backward: float | None = None
+    activation: float = 1.0
+    kept_for_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        values = {
+            "forward": self.forward,
+            "input_gradient": self.input_gradient,
+            "weight_gradient": self.weight_gradient,
+            "backward": self.full_backward,
+            "activation": self.activation,
+            "kept_for_weight": self.kept,
+        }
+        for field, value in values.items():
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"{field} of a stage must be a number of at least 0, got {value}"
+                )
+        if self.kept > self.activation:
+            raise ConfigError(
+                f"kept_for_weight is a part of activation ({self.activation}), "
+                f"got {self.kept}"
+            )
+
+    @property
+    def full_backward(self) -> float:
+        """Time of B."""
+        if self.backward is None:
+            return self.input_gradient + self.weight_gradient
+        return self.backward
+
+    @property
+    def kept(self) -> float:
+        """Units of memory held from I to W."""
+        return self.activation if self.kept_for_weight is None else self.kept_for_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCosts:
+    """Stages on ranks, the links between them, and the ranks' memory.
+
+    Attributes:
+        stages: in the model's order.
+        placement: the rank of each stage.
+        num_ranks: ranks; one may hold no stage.
+        links: time of a message between stage s and s + 1, either way, one less than
+            stages; empty means 0. Between stages of one rank it is not used. A link has
+            no queue: messages overlap each other and all computation, as in the ZB
+            paper.
+        memory: units of activations that each rank may hold; empty means no limit.
+    """
+
+    stages: tuple[StageCost, ...]
+    placement: tuple[int, ...]
+    num_ranks: int
+    links: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.num_ranks < 1:
+            raise ConfigError(
+                f"a pipeline needs at least one stage and one rank, got "
+                f"{len(self.stages)} stages on {self.num_ranks} ranks"
+            )
+        if len(self.placement) != len(self.stages):
+            raise ConfigError(
+                f"expected a rank for each of {len(self.stages)} stages, got "
+                f"{len(self.placement)} ranks"
+            )
+        if not all(0 <= rank < self.num_ranks for rank in self.placement):
+            raise ConfigError(
+                f"the placement {list(self.placement)} names a rank outside 0 to "
+                f"{self.num_ranks - 1}"
+            )
+        if len(self.links) not in (0, len(self.stages) - 1):
+            raise ConfigError(
+                f"expected a time for each of {len(self.stages) - 1} links between "
+                f"stages, got {len(self.links)}"
+            )
+        if not all(0 <= time < math.inf for time in self.links):
+            raise ConfigError(f"times of links must be at least 0, got {self.links}")
+        if len(self.memory) not in (0, self.num_ranks):
+            raise ConfigError(
+                f"expected a memory limit for each of {self.num_ranks} ranks, got "
+                f"{len(self.memory)}"
+            )
+        if not all(limit > 0 for limit in self.memory):
+            raise ConfigError(f"memory limits must be above 0, got {self.memory}")
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Memory limit of each rank, infinite where there is none."""
+        return self.memory or (math.inf,) * self.num_ranks
+
+    def link(self, stage: int) -> float:
+        """Time of a message between `stage` and the next one."""
+        if not self.links or self.placement[stage] == self.placement[stage + 1]:
+            return 0.0
+        return self.links[stage]
+
+
+def renumbered(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[int, ...]]:
+    """Numbers the ranks in the order in which the stages first reach them.
+
+    So that a published schedule fits whatever order the devices stand in; ranks without
+    a stage drop out.
+
+    Args:
+        costs: in any placement.
+
+    Returns:
+        The same with new numbers, and the old number of each.
+    """
+    order = tuple(dict.fromkeys(costs.placement))
+    number = {rank: new for new, rank in enumerate(order)}
+    limits = tuple(costs.memory[rank] for rank in order) if costs.memory else ()
+    placement = tuple(number[rank] for rank in costs.placement)
+    return (
+        replace(costs, placement=placement, num_ranks=len(order), memory=limits),
+        order,
+    )
+
+
+def fused(costs: PipelineCosts) -> tuple[PipelineCosts, tuple[tuple[int, ...], ...]]:
+    """Takes neighbouring stages on one rank as one.
+
+    Args:
+        costs: in any placement.
+
+    Returns:
+        The costs of the fused stages, and the stages in each.
+    """
+    groups: list[list[int]] = []
+    for stage, rank in enumerate(costs.placement):
+        if groups and costs.placement[stage - 1] == rank:
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    members = [[costs.stages[stage] for stage in group] for group in groups]
+    whole = replace(
+        costs,
+        stages=tuple(
+            StageCost(
+                forward=sum(one.forward for one in group),
+                input_gradient=sum(one.input_gradient for one in group),
+                weight_gradient=sum(one.weight_gradient for one in group),
+                backward=sum(one.full_backward for one in group),
+                activation=sum(one.activation for one in group),
+                kept_for_weight=sum(one.kept for one in group),
+            )
+            for group in members
+        ),
+        placement=tuple(costs.placement[group[0]] for group in groups),
+        links=tuple(costs.link(group[-1]) for group in groups[:-1]),
+    )
+    return whole, tuple(map(tuple, groups))
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Times of one rank's part of the model for one microbatch: F, I, W.
+
+    Attributes:
+        forward: time of F.
+        input_gradient: time of I.
+        weight_gradient: time of W.
+        communication: time of a message between ranks.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    communication: float = 0.0
+
+
+def equal_costs(
+    times: RankTimes,
+    placement: Sequence[int],
+    num_ranks: int,
+    memory: float | None = None,
+) -> PipelineCosts:
+    """Equal ranks, whose work is divided evenly among the stages of the model.
+
+    Args:
+        times: of one rank; with v stages per rank each stage takes 1/v of them.
+        placement: the rank of each stage.
+        num_ranks: ranks.
+        memory: units that each rank may hold, None without a limit.
+    """
+    share = num_ranks / len(placement) if placement else 1.0
+    stage = StageCost(
+        forward=times.forward * share,
+        input_gradient=times.input_gradient * share,
+        weight_gradient=times.weight_gradient * share,
+        activation=share,
+    )
+    return PipelineCosts(
+        stages=(stage,) * len(placement),
+        placement=tuple(placement),
+        num_ranks=num_ranks,
+        links=(times.communication,) * max(len(placement) - 1, 0),
+        memory=() if memory is None else (memory,) * num_ranks,
+    )

@@ -1,0 +1,54 @@
+"""A schedule in time, as text: one line per rank."""
+
+from __future__ import annotations
+
+from elche.schedule.actions import Kind, Schedule
+from elche.schedule.costs import PipelineCosts
+from elche.schedule.timing import CostTable, Timing
+
+IDLE = "·"
+SHOWN_RANKS = 32
+_CODES = {
+    Kind.FORWARD: 0,
+    Kind.FULL_BACKWARD: 1,
+    Kind.BACKWARD_INPUT: 2,
+    Kind.BACKWARD_WEIGHT: 3,
+}
+
+
+def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -> str:
+    """Draws each rank's computation on one time axis.
+
+    An action is its letter and its microbatch, as far as they fit, then dashes for its
+    length; letters of a rank's second stage and of later ones are small. Dots are idle.
+
+    Args:
+        schedule: compute only or lowered.
+        timing: of it.
+        costs: that it was timed with.
+        width: characters of a line.
+    """
+    table = CostTable(costs)
+    label = len(f"rank {schedule.num_ranks - 1} ")
+    columns = max(width - label, 16)
+    scale = columns / timing.makespan if timing.makespan > 0 else 0.0
+    lines = []
+    for rank in range(min(schedule.num_ranks, SHOWN_RANKS)):
+        cells = [IDLE] * columns
+        first = min(schedule.stages_of(rank), default=0)
+        for one, start in zip(
+            schedule.actions[rank], timing.action_starts[rank], strict=True
+        ):
+            if not one.is_compute:
+                continue
+            length = table.durations[one.stage * 8 + _CODES[one.kind]]
+            begin, end = round(start * scale), round((start + length) * scale)
+            letter = one.kind.value if one.stage == first else one.kind.value.lower()
+            text = f"{letter}{one.microbatch}"
+            if len(text) > end - begin:
+                text = letter
+            cells[begin:end] = text.ljust(end - begin, "-")[: end - begin]
+        lines.append(f"{f'rank {rank}':<{label}}{''.join(cells)}")
+    if schedule.num_ranks > SHOWN_RANKS:
+        lines.append(f"and {schedule.num_ranks - SHOWN_RANKS} ranks more")
+    return "\n".join(lines)

@@ -1,0 +1,132 @@
+"""Schedules as text and as CSV, which torch.distributed.pipelining reads and writes.
+
+CSV (torch's ``_load_csv`` and ``_dump_csv``): one row per rank, one action per cell. In
+torch's files an empty cell is an idle step, and ``(0F1;1B0)OVERLAP_F_B`` runs several
+actions as one.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Action, Schedule, parse_action
+
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_TEXT_ROW = re.compile(r"rank (\d+):(.*)")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Writes a schedule so that torch's ``_load_csv`` reads it.
+
+    A compute-only schedule is torch's format ``compute_only``, a lowered one its
+    ``compute_comms``.
+    """
+    out = io.StringIO(newline="")
+    writer = csv.writer(out)
+    for row in schedule.actions:
+        writer.writerow([str(one) for one in row])
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Reads a CSV of actions, torch's files included.
+
+    Idle steps are dropped, ``OVERLAP_F_B`` is unrolled in its order, and the actions of
+    FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``) are dropped: elche has none. Only
+    the form is checked here; ``validation.check_schedule`` checks the content.
+
+    Args:
+        text: the file's content.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: a cell is no action, or the stages cannot be placed.
+    """
+    rows = [list(_unrolled(row)) for row in csv.reader(io.StringIO(text, newline=""))]
+    return schedule_of(rows, name)
+
+
+def to_text(schedule: Schedule) -> str:
+    """Writes a schedule for people: one line per rank."""
+    lines = [
+        f"# {schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    ]
+    for rank, row in enumerate(schedule.actions):
+        lines.append(f"rank {rank}: {' '.join(map(str, row))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str, name: str = "text") -> Schedule:
+    """Reads what `to_text` writes; lines that begin with # are comments.
+
+    Args:
+        text: the file's content.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: a line does not read ``rank N: actions``, ranks are missing or
+            out of order, or the stages cannot be placed.
+    """
+    rows: list[list[Action]] = []
+    for line in text.splitlines():
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _TEXT_ROW.fullmatch(line)
+        if match is None or int(match[1]) != len(rows):
+            raise ConfigError(
+                f"expected a line 'rank {len(rows)}: 0F0 ...', got {line[:60]!r}"
+            )
+        rows.append(list(_unrolled(match[2].split())))
+    return schedule_of(rows, name)
+
+
+def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
+    """Makes a schedule of bare action lists: infers placement and microbatches.
+
+    Args:
+        rows: actions of each rank.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: no actions, a stage on two ranks, or a stage index left out.
+    """
+    holders: dict[int, int] = {}
+    num_microbatches = 0
+    for rank, row in enumerate(rows):
+        for one in row:
+            if holders.setdefault(one.stage, rank) != rank:
+                raise ConfigError(
+                    f"stage {one.stage} has actions on ranks {holders[one.stage]} and "
+                    f"{rank} ({one}); a stage belongs to one rank"
+                )
+            num_microbatches = max(num_microbatches, one.microbatch + 1)
+    if not holders:
+        raise ConfigError("the schedule has no actions")
+    missing = next(stage for stage in range(len(holders) + 1) if stage not in holders)
+    if missing < len(holders):
+        raise ConfigError(
+            f"the schedule has actions of stage {max(holders)} and none of {missing}"
+        )
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        placement=tuple(holders[stage] for stage in range(len(holders))),
+        actions=tuple(tuple(row) for row in rows),
+    )
+
+
+def _unrolled(cells: Iterable[str]) -> Iterator[Action]:
+    for cell in cells:
+        text = cell.strip()
+        if not text or _FSDP.fullmatch(text):
+            continue
+        match = _OVERLAP.fullmatch(text)
+        for part in match[1].split(";") if match else (text,):
+            yield parse_action(part)

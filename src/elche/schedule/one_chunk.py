@@ -1,0 +1,93 @@
+"""Published schedules of one stage per rank: GPipe, 1F1B, ZB-H1, ZB-H2.
+
+They differ in two numbers per rank: how many forwards run before the first backward
+(`warmup`), and by how many microbatches W follows I (`delay`; None is B, unsplit).
+
+Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), ZB-H1
+and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, figures 2 and 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elche.schedule.codes import B, F, I, Rows, W
+
+
+def gpipe_rows(placement: tuple[int, ...], num_ranks: int, count: int) -> Rows:
+    """All forwards, then all backwards, for any placement.
+
+    Args:
+        placement: the rank of each stage.
+        num_ranks: ranks.
+        count: microbatches.
+    """
+    rows: Rows = [[] for _ in range(num_ranks)]
+    for stage, rank in enumerate(placement):
+        rows[rank] += [(stage * count + each) * 8 + F for each in range(count)]
+    for stage in reversed(range(len(placement))):
+        rows[placement[stage]] += [
+            (stage * count + each) * 8 + B for each in range(count)
+        ]
+    return rows
+
+
+def one_f_one_b_rows(num_ranks: int, count: int) -> Rows:
+    """1F1B: rank k holds at most p - k microbatches."""
+    return [
+        _row(rank, count, warmup=num_ranks - rank, delay=None)
+        for rank in range(num_ranks)
+    ]
+
+
+def zb_h1_rows(num_ranks: int, count: int) -> Rows:
+    """ZB-H1: 1F1B whose rank k delays W by k; every rank holds at most p."""
+    return [
+        _row(rank, count, warmup=num_ranks - rank, delay=rank)
+        for rank in range(num_ranks)
+    ]
+
+
+def zb_h2_rows(num_ranks: int, count: int) -> Rows:
+    """ZB-H2: rank k begins with 2(p - k) - 1 forwards; every rank holds 2p - 1."""
+    return [
+        _row(rank, count, warmup=2 * (num_ranks - rank) - 1, delay=2 * rank)
+        for rank in range(num_ranks)
+    ]
+
+
+def warmup_rows(warmups: Sequence[int], count: int) -> Rows:
+    """1F1B with I in place of B and other numbers of forwards to begin with.
+
+    Args:
+        warmups: forwards before the first backward, of each rank, never rising.
+        count: microbatches.
+    """
+    return [
+        _row(rank, count, warmup=warmup, delay=0) for rank, warmup in enumerate(warmups)
+    ]
+
+
+def _row(rank: int, count: int, warmup: int, delay: int | None) -> list[int]:
+    """One rank: `warmup` forwards, then a backward and a forward in turn.
+
+    W of a microbatch runs as soon as `delay` later ones have had their I. After the
+    last forward a rank waits for each I, so that one W goes between any two.
+    """
+    base = rank * count
+    warmup = min(warmup, count)
+    row = [(base + each) * 8 + F for each in range(warmup)]
+    weights = 0
+    for each in range(count):
+        if delay is None:
+            row.append((base + each) * 8 + B)
+        else:
+            row.append((base + each) * 8 + I)
+            if each >= delay or (each + warmup >= count and weights <= each):
+                row.append((base + weights) * 8 + W)
+                weights += 1
+        if warmup + each < count:
+            row.append((base + warmup + each) * 8 + F)
+    if delay is not None:
+        row += [(base + each) * 8 + W for each in range(weights, count)]
+    return row

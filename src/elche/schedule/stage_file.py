@@ -1,0 +1,142 @@
+"""Stages and links from a TOML file, as `elche schedule --stages` reads it.
+
+::
+
+    memory = [4, 4]              # units per rank; optional
+
+    [[stage]]                    # in the model's order
+    rank = 0
+    times = [1.0, 1.0, 1.0]      # F, I, W of one microbatch
+    backward = 1.9               # B, where it is cheaper than I + W; optional
+    activation = 1.0             # units of memory of one microbatch; optional
+    link = 0.1                   # time of a message to the next stage; optional
+
+    [[stage]]
+    rank = 1
+    times = [2.0, 2.0, 2.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elche.errors import ConfigError
+from elche.schedule.costs import PipelineCosts, StageCost
+
+_STAGE_KEYS = {
+    *("rank", "times", "backward", "activation", "kept_for_weight"),
+    "link",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDefaults:
+    """What the file need not say.
+
+    Attributes:
+        num_ranks: ranks; None takes the highest that a stage names, plus one.
+        times: F, I, W of a stage without `times`.
+        communication: time of a message, where there is no `link`.
+        memory: units of each rank, where there is no `memory`.
+    """
+
+    num_ranks: int | None = None
+    times: tuple[float, float, float] | None = None
+    communication: float = 0.0
+    memory: float | None = None
+
+
+def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCosts:
+    """Reads the parsed TOML of a stage file.
+
+    Args:
+        raw: the document.
+        defaults: for what it leaves out.
+
+    Raises:
+        ConfigError: a key is unknown, missing, or has an impossible value.
+    """
+    _check_keys(raw, {"stage", "memory"}, "the file")
+    tables = raw.get("stage")
+    if not isinstance(tables, list) or not tables:
+        raise ConfigError("expected at least one [[stage]]")
+    stages, placement, links = [], [], []
+    for index, table in enumerate(tables):
+        where = f"stage {index}"
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: expected a table [[stage]], got {table!r}")
+        _check_keys(table, _STAGE_KEYS, where)
+        rank = table.get("rank")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ConfigError(f"{where}: expected rank = 0 or above, got {rank!r}")
+        placement.append(rank)
+        stages.append(_stage(table, defaults.times, where))
+        links.append(_number(table, "link", where) if "link" in table else None)
+    num_ranks = defaults.num_ranks or max(placement) + 1
+    return PipelineCosts(
+        stages=tuple(stages),
+        placement=tuple(placement),
+        num_ranks=num_ranks,
+        links=tuple(
+            defaults.communication if link is None else link for link in links[:-1]
+        ),
+        memory=_memory(raw, defaults.memory, num_ranks),
+    )
+
+
+def _stage(
+    table: Mapping[str, Any], default: tuple[float, float, float] | None, where: str
+) -> StageCost:
+    times = table.get("times", default)
+    if (
+        not isinstance(times, list | tuple)
+        or len(times) != 3
+        or not all(_is_number(each) for each in times)
+    ):
+        raise ConfigError(f"{where}: expected times = [F, I, W], got {times!r}")
+    optional = {
+        key: _number(table, key, where)
+        for key in ("backward", "activation", "kept_for_weight")
+        if key in table
+    }
+    try:
+        return StageCost(
+            forward=times[0],
+            input_gradient=times[1],
+            weight_gradient=times[2],
+            **optional,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _memory(
+    raw: Mapping[str, Any], default: float | None, num_ranks: int
+) -> tuple[float, ...]:
+    memory = raw.get("memory")
+    if memory is None:
+        return () if default is None else (default,) * num_ranks
+    if not isinstance(memory, list) or not all(_is_number(each) for each in memory):
+        raise ConfigError(f"expected memory = [units of rank 0, ...], got {memory!r}")
+    return tuple(memory)
+
+
+def _number(table: Mapping[str, Any], key: str, where: str) -> float:
+    value = table[key]
+    if not _is_number(value):
+        raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
+    return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        )

@@ -1,0 +1,274 @@
+"""How long a schedule takes: an event simulation of its action lists.
+
+A rank runs its actions in order, each as soon as the rank is free and what it needs has
+arrived. A message leaves when the computation (in a lowered schedule: its send) is
+reached and arrives after the link's time; it occupies neither rank.
+
+Two bubble rates, of the busiest rank's work against the time it takes:
+
+- ``bubble_makespan`` counts until the last rank ends: what a step costs that ends in a
+  synchronisation (gradient-norm clipping, an all-rank barrier).
+- ``bubble_span`` counts the longest time from a rank's own first action to its own
+  last: the metric of the zero-bubble paper, reached only where no barrier ends a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Schedule
+from elche.schedule.codes import Rows, decode_one, encode
+from elche.schedule.costs import PipelineCosts
+from elche.schedule.validation import check_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What a step costs. Times in the unit of the costs.
+
+    Attributes:
+        makespan: from the first action of all ranks to the last one's end.
+        starts: when each rank begins its first action; 0 for a rank without any.
+        ends: when each rank ends its last.
+        busy: time that each rank computes.
+        peak_activations: most activation memory that each rank holds at once, in the
+            units of `StageCost.activation`.
+        action_starts: of every action of each rank, in its order.
+    """
+
+    makespan: float
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    busy: tuple[float, ...]
+    peak_activations: tuple[float, ...]
+    action_starts: tuple[tuple[float, ...], ...]
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Time from each rank's first action to its last."""
+        return tuple(
+            end - start for start, end in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def bubble_makespan(self) -> float:
+        """Share of the makespan in which the busiest rank idles."""
+        return _lost(max(self.busy), self.makespan)
+
+    @property
+    def bubble_span(self) -> float:
+        """Share of the longest span beyond the busiest rank's work."""
+        return _lost(max(self.busy), max(self.spans))
+
+    @property
+    def bubble_per_rank(self) -> tuple[float, ...]:
+        """Share of the makespan in which each rank idles."""
+        return tuple(_lost(busy, self.makespan) for busy in self.busy)
+
+
+class CostTable:
+    """Costs in flat lists, for the inner loops.
+
+    Args:
+        costs: of the pipeline.
+
+    Attributes:
+        durations: by ``stage * 8 + kind``; sends and receives take none.
+        releases: memory that an action frees at its end (negative: takes at its
+            start), likewise.
+        links: time of a message between each stage and the next.
+        rank_of: the rank of each stage.
+    """
+
+    def __init__(self, costs: PipelineCosts) -> None:
+        self.num_stages = len(costs.stages)
+        self.num_ranks = costs.num_ranks
+        self.rank_of = costs.placement
+        self.limits = costs.limits
+        self.links = tuple(costs.link(stage) for stage in range(self.num_stages - 1))
+        self.durations: list[float] = []
+        self.releases: list[float] = []
+        for one in costs.stages:
+            self.durations += [
+                *(one.forward, one.full_backward),
+                *(one.input_gradient, one.weight_gradient),
+                *(0.0, 0.0, 0.0, 0.0),
+            ]
+            self.releases += [
+                *(-one.activation, one.activation),
+                *(one.activation - one.kept, one.kept),
+                *(0.0, 0.0, 0.0, 0.0),
+            ]
+
+
+def simulate(schedule: Schedule, costs: PipelineCosts) -> Timing:
+    """Times a schedule, compute only or lowered.
+
+    Args:
+        schedule: to run.
+        costs: for its stages, in its placement.
+
+    Raises:
+        ConfigError: the costs are for another placement, an action is missing, twice,
+            or on the wrong rank, or the schedule deadlocks.
+    """
+    if costs.placement != schedule.placement or costs.num_ranks != schedule.num_ranks:
+        raise ConfigError(
+            f"the costs place stages on ranks {list(costs.placement)} of "
+            f"{costs.num_ranks}, the schedule {schedule.name} on "
+            f"{list(schedule.placement)} of {schedule.num_ranks}"
+        )
+    check_schedule(schedule)
+    table = CostTable(costs)
+    rows, count = encode(schedule), schedule.num_microbatches
+    starts = run_rows(rows, table, count, schedule.is_lowered)
+    return _sum_up(rows, starts, table, count)
+
+
+def run_rows(
+    rows: Rows,
+    table: CostTable,
+    count: int,
+    is_lowered: bool = False,
+    bursts: list[tuple[int, int]] | None = None,
+) -> list[list[float]]:
+    """Start times of all actions.
+
+    Args:
+        rows: codes of each rank; each stage's F stands before its I, I before W.
+        table: the costs.
+        count: microbatches.
+        is_lowered: messages leave at the sends in `rows`, else with the computation.
+        bursts: gets the order of the simulation, which respects all dependencies: a
+            rank, and how many of its next actions.
+
+    Raises:
+        ConfigError: the lists deadlock; the message shows what each rank waits for.
+    """
+    durations, links, rank_of = table.durations, table.links, table.rank_of
+    last = table.num_stages - 1
+    # Whether a stage's results reach the next, and the one before, without a send.
+    direct = [not is_lowered or rank_of[s] == rank_of[s + 1] for s in range(last)]
+    forward_at = [0.0] * count + [-1.0] * (last * count)
+    backward_at = [-1.0] * (last * count) + [0.0] * count
+    num_ranks = len(rows)
+    starts: list[list[float]] = [[] for _ in rows]
+    clocks = [0.0] * num_ranks
+    waiting = [-1] * num_ranks
+    runnable = list(range(num_ranks - 1, -1, -1))
+    while runnable:
+        rank = runnable.pop()
+        row, begun, clock = rows[rank], starts[rank], clocks[rank]
+        first = len(begun)
+        for position in range(first, len(row)):
+            code = row[position]
+            index, kind = code >> 3, code & 7
+            if kind == 0:
+                ready = forward_at[index]
+            elif kind < 3:
+                ready = backward_at[index]
+            else:
+                ready = 0.0
+            if ready < 0:
+                waiting[rank] = index * 2 + (kind == 0)
+                break
+            if ready > clock:
+                clock = ready
+            begun.append(clock)
+            stage = index // count
+            clock += durations[stage * 8 + kind]
+            if (kind == 0 and stage < last and direct[stage]) or kind == 4:
+                index += count
+                forward_at[index] = clock + links[stage]
+                other = rank_of[stage + 1]
+                if waiting[other] == index * 2 + 1:
+                    waiting[other] = -1
+                    runnable.append(other)
+            elif (0 < kind < 3 and stage > 0 and direct[stage - 1]) or kind == 6:
+                index -= count
+                backward_at[index] = clock + links[stage - 1]
+                other = rank_of[stage - 1]
+                if waiting[other] == index * 2:
+                    waiting[other] = -1
+                    runnable.append(other)
+        if bursts is not None:
+            bursts.append((rank, len(begun) - first))
+        clocks[rank] = clock
+    if any(len(begun) < len(row) for begun, row in zip(starts, rows, strict=True)):
+        raise ConfigError(_deadlock(rows, [len(begun) for begun in starts], count))
+    return starts
+
+
+def makespan_of(
+    rows: Rows, starts: list[list[float]], table: CostTable, count: int
+) -> float:
+    """Time of the whole step, from the start times of `run_rows`."""
+    ends = (
+        times[-1] + table.durations[(row[-1] >> 3) // count * 8 + (row[-1] & 7)]
+        for row, times in zip(rows, starts, strict=True)
+        if row
+    )
+    return max(ends) - min(times[0] for times in starts if times)
+
+
+def peaks(rows: Rows, table: CostTable, count: int) -> list[float]:
+    """Most activation memory that each rank holds at once.
+
+    Args:
+        rows: codes of each rank.
+        table: the costs.
+        count: microbatches.
+    """
+    releases = table.releases
+    found = []
+    for row in rows:
+        held = most = 0.0
+        for code in row:
+            held -= releases[(code >> 3) // count * 8 + (code & 7)]
+            if held > most:
+                most = held
+        found.append(round(most, 9))
+    return found
+
+
+def _sum_up(
+    rows: Rows, starts: list[list[float]], table: CostTable, count: int
+) -> Timing:
+    durations = table.durations
+    busy, ends = [], []
+    for row, times in zip(rows, starts, strict=True):
+        lengths = [durations[(code >> 3) // count * 8 + (code & 7)] for code in row]
+        busy.append(sum(lengths))
+        ends.append(times[-1] + lengths[-1] if row else 0.0)
+    begun = [times[0] for times in starts if times]
+    return Timing(
+        makespan=max(ends) - min(begun),
+        starts=tuple(times[0] if times else 0.0 for times in starts),
+        ends=tuple(ends),
+        busy=tuple(busy),
+        peak_activations=tuple(peaks(rows, table, count)),
+        action_starts=tuple(map(tuple, starts)),
+    )
+
+
+def _lost(work: float, time: float) -> float:
+    return 1.0 - work / time if time > 0 else 0.0
+
+
+def _deadlock(rows: Rows, positions: Sequence[int], count: int) -> str:
+    lines = []
+    for rank, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        if position == len(row):
+            continue
+        waiting = decode_one(row[position], count)
+        step = 1 if waiting.kind.value != "F" else -1
+        needs = f"{'F' if step < 0 else 'I or B'} of stage {waiting.stage + step}"
+        lines.append(
+            f"  rank {rank} stops at its action {position}, {waiting}: it needs the "
+            f"{needs} on microbatch {waiting.microbatch}"
+        )
+    return "the schedule deadlocks; each of these waits for another:\n" + "\n".join(
+        lines
+    )

@@ -1,0 +1,168 @@
+"""Schedules of two stages per rank in V placement: ZB-V, V-Half, V-Min.
+
+Rank r holds stage r and stage 2p - 1 - r, so the first and the last stage stand on rank
+0 and the loss needs no second trip.
+
+Sources: ZB-V (Qi et al. 2024, section 6; the list is the one for F = I = W, as in
+torch's ``ScheduleZBVZeroBubble``) and V-Half, V-Min (Qi et al., Pipeline Parallelism
+with Controllable Memory, 2024): a *building block* of six slots (F, I and W of both
+stages) repeats every six slots, and how far it is stretched over the ranks sets the
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from elche.schedule.codes import F, I, Rows, W
+
+_SLOTS = 6
+
+
+def zb_v_rows(num_ranks: int, count: int) -> Rows:
+    """ZB-V: at most p microbatches on every rank, no bubble in the middle."""
+    last = 2 * num_ranks - 1
+    rows = []
+    for rank in range(num_ranks):
+        pattern = _zb_v_pattern(num_ranks, rank, max(2 * num_ranks - 1, count))
+        rows.append(
+            [
+                ((rank if chunk == 0 else last - rank) * count + each) * 8 + kind
+                for chunk, kind, each in pattern
+                if each < count
+            ]
+        )
+    return rows
+
+
+def _zb_v_pattern(num_ranks: int, rank: int, count: int) -> list[tuple[int, int, int]]:
+    """Chunk, kind and microbatch of one rank, for at least 2p - 1 microbatches."""
+    row: list[tuple[int, int, int]] = []
+    done = {(chunk, kind): 0 for chunk in (0, 1) for kind in (F, I, W)}
+
+    def add(chunk: int, *kinds: int) -> None:
+        for kind in kinds:
+            row.append((chunk, kind, done[chunk, kind]))
+            done[chunk, kind] += 1
+
+    for _ in range(2 * (num_ranks - rank) - 1):
+        add(0, F)
+    for _ in range(rank):
+        add(1, F)
+        add(0, F)
+    for _ in range(num_ranks - rank):
+        add(1, F, I, W)
+    while done[1, F] < count:
+        if done[0, F] < count:
+            add(0, F)
+        add(0, I, W)
+        add(1, F, I, W)
+    for _ in range(rank):
+        add(0, I)
+        add(1, I)
+    for _ in range(num_ranks - rank):
+        add(0, I, W)
+    for chunk in (1, 0):
+        while done[chunk, W] < count:
+            add(chunk, W)
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class BuildingBlock:
+    """When one microbatch passes each rank, in slots; the next follows six later.
+
+    Attributes:
+        down: slots per rank of F of the first stages, which goes down the ranks.
+        up: of F of the second stages, back up to rank 0.
+        down_back: of I of the second stages, down the ranks again.
+        up_back: of I of the first stages, back up.
+        second_forward: slot of rank 0's second F, its first being at 0.
+        second_backward: slot of I of rank 0's second stage.
+        first_backward: slot of I of rank 0's first stage.
+    """
+
+    down: int
+    up: int
+    down_back: int
+    up_back: int
+    second_forward: int
+    second_backward: int
+    first_backward: int
+
+    def slots(self, rank: int) -> tuple[int, int, int, int]:
+        """Slots of F, second F, second I and I on a rank."""
+        return (
+            self.down * rank,
+            self.second_forward - self.up * rank,
+            self.second_backward + self.down_back * rank,
+            self.first_backward - self.up_back * rank,
+        )
+
+
+V_MIN_STEPS = (1, 1, 1, 1)
+V_HALF_STEPS = (1, 2, 1, 2)
+V_TWO_THIRDS_STEPS = (2, 2, 2, 2)  # unpublished: between V-Half and ZB-V
+
+
+def block_rows(num_ranks: int, count: int, steps: tuple[int, int, int, int]) -> Rows:
+    """Repeats the shortest building block with given steps; W fills its free slots.
+
+    Args:
+        num_ranks: ranks.
+        count: microbatches.
+        steps: slots per rank of the four passes, `V_MIN_STEPS` or `V_HALF_STEPS`.
+    """
+    block = shortest_block(num_ranks, steps)
+    last = 2 * num_ranks - 1
+    rows = []
+    for rank in range(num_ranks):
+        slots = block.slots(rank)
+        taken = {slot % _SLOTS for slot in slots}
+        events = []
+        for position, (slot, kind) in enumerate(zip(slots, (F, F, I, I), strict=True)):
+            stage = rank if position in (0, 3) else last - rank
+            events.append((slot, stage, kind))
+            if kind == I:
+                free = next(
+                    slot + step
+                    for step in range(1, 2 * _SLOTS)
+                    if (slot + step) % _SLOTS not in taken
+                )
+                taken.add(free % _SLOTS)
+                events.append((free, stage, W))
+        codes = _SLOTS * count * num_ranks * 16  # more than there are
+        row = sorted(
+            (slot + _SLOTS * each) * codes + (stage * count + each) * 8 + kind
+            for slot, stage, kind in events
+            for each in range(count)
+        )
+        rows.append([key % codes for key in row])
+    return rows
+
+
+def shortest_block(num_ranks: int, steps: tuple[int, int, int, int]) -> BuildingBlock:
+    """The building block that ends first and in which no two passes collide.
+
+    Args:
+        num_ranks: ranks.
+        steps: slots per rank of the four passes.
+    """
+    down, up, down_back, up_back = steps
+    hops = num_ranks - 1
+    blocks = []
+    for waits in product(range(_SLOTS), repeat=3):
+        second_forward = (down + up) * hops + 1 + waits[0]
+        second_backward = second_forward + 1 + waits[1]
+        first_backward = second_backward + (down_back + up_back) * hops + 1 + waits[2]
+        block = BuildingBlock(
+            *(down, up, down_back, up_back),
+            *(second_forward, second_backward, first_backward),
+        )
+        if all(
+            len({slot % _SLOTS for slot in block.slots(rank)}) == 4
+            for rank in range(num_ranks)
+        ):
+            blocks.append((sum(waits), first_backward, waits, block))
+    return min(blocks, key=lambda each: each[:3])[3]

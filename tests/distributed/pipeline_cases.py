@@ -1,0 +1,476 @@
+"""Models that pipelines train in tests, and the same work in one plain process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
+
+WIDTH = 6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to train, on any number of ranks.
+
+    `tests.harness.rank_pool` sends it to every rank.
+    """
+
+    model: str = "mlp"
+    schedule: str = "1f1b"
+    micro_batches: int = 4
+    samples: int = 11
+    steps: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """What came out: rank 0 has the whole state, each rank the losses."""
+
+    state: dict[str, torch.Tensor]
+    losses: list[float]
+    input_gradient: torch.Tensor | None = None
+    norm: float = 0.0
+    evaluated: float | None = None
+
+
+class Block(nn.Module):
+    """A transformer block, causal."""
+
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, 3, self.heads, width // self.heads)
+        q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Embed(nn.Module):
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tokens(x) + self.positions[: x.shape[1]]
+
+
+class Twice(nn.Module):
+    """One weight for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) @ self.first.weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cell(x[:, None])[0][:, 0]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+class Several(nn.Module):
+    """Two inputs and two outputs, one of them twice, and plain values beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor | None = None,
+        count: int = 0,
+        extra: dict[str, Any] | None = None,
+    ) -> Any:
+        b = a if b is None else b
+        left = torch.tanh(self.left(a) + b)
+        said = {"name": "x", "mask": left > 0, "none": None}
+        assert extra is None or extra["name"] == "x"
+        return left, self.right(b) * 0.5 + a, count + 1, said
+
+
+class Sum(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        return a + b
+
+
+class Scaled(nn.Module):
+    """Takes a keyword that is cut like the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, *, scale: torch.Tensor, shift: float
+    ) -> torch.Tensor:
+        return torch.tanh(self.body(x)) * scale[:, None] + shift
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sequence = torch.stack([x, x.flip(1), x * 2], 1)
+        return x + self.body(sequence, sequence[:, :2], sequence[:, :2])[0][:, 0]
+
+
+class Images(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, None, :, None] * x[:, None, None, :]
+
+
+def _mlp() -> list[nn.Module]:
+    return [
+        *(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)),
+        *(nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
+    ]
+
+
+def _around(*middle: nn.Module) -> list[nn.Module]:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), *middle, nn.Linear(WIDTH, 3)]
+    while len(layers) < 8:
+        layers.insert(2, nn.Linear(WIDTH, WIDTH))
+    return layers
+
+
+def _frozen(layers: list[nn.Module], count: int) -> list[nn.Module]:
+    for layer in layers[:count]:
+        layer.requires_grad_(False)
+    return layers
+
+
+def _gpt() -> list[nn.Module]:
+    embed = Embed(11, 5, 8)
+    head = nn.Linear(8, 11, bias=False)
+    head.weight = embed.tokens.weight
+    return [embed, *(Block(8) for _ in range(6)), head]
+
+
+def _biases() -> list[nn.Module]:
+    layers = _mlp()
+    for layer in layers:
+        for name, one in layer.named_parameters():
+            one.requires_grad_(name == "bias")
+    return layers
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "mlp": _mlp,
+    "gpt": _gpt,
+    "frozen-first": lambda: _frozen(_mlp(), 4),
+    "frozen-some": lambda: _frozen(_around(*(Twice() for _ in range(5))), 1),
+    "only-biases": _biases,
+    "shared": lambda: _around(*(Twice() for _ in range(5))),
+    "lstm": lambda: _around(*(Recurrent(nn.LSTM) for _ in range(5))),
+    "gru": lambda: _around(*(Recurrent(nn.GRU) for _ in range(5))),
+    "checkpoint": lambda: _around(*(Checkpointed(False) for _ in range(5))),
+    "reentrant": lambda: _around(*(Checkpointed(True) for _ in range(5))),
+    "several": lambda: [
+        *(nn.Linear(WIDTH, WIDTH), *(Several() for _ in range(5))),
+        *(Sum(), nn.Linear(WIDTH, 3)),
+    ],
+    "keywords": lambda: _around(*(Scaled() for _ in range(5))),
+    "attention": lambda: _around(*(Attention() for _ in range(5))),
+    "batchnorm": lambda: [
+        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.BatchNorm1d(WIDTH)),
+        *(nn.Tanh(), nn.Linear(WIDTH, 3)),
+    ],
+    "convolution": lambda: [
+        *(Images(), nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
+        *(nn.ConvTranspose2d(3, 2, 2, 2), nn.Conv2d(2, 2, 2, groups=2)),
+        *(nn.Flatten(), nn.Linear(98, 3)),
+    ],
+}
+
+
+def layers_for(work: Work) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [layer.double() for layer in MODELS[work.model]()]
+
+
+def data_for(work: Work, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batches of two sizes in turn."""
+    generator = torch.Generator().manual_seed(step)
+    count = work.samples + step % 2
+    if work.model == "gpt":
+        tokens = torch.randint(11, (count, 6 - step % 2), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def keywords_for(work: Work, samples: int) -> dict[str, Any]:
+    if work.model != "keywords":
+        return {}
+    return {"scale": torch.linspace(0.5, 2, samples).double(), "shift": 0.25}
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def call(layers: list[nn.Module], value: Any, keywords: dict[str, Any]) -> Any:
+    """What a list of layers means."""
+    for layer in layers:
+        words = keywords if isinstance(layer, Scaled) else {}
+        value = layer(*value) if isinstance(value, tuple) else layer(value, **words)
+    return value
+
+
+def plain(work: Work) -> Trained:
+    """The work in one process: microbatches one after the other, plain autograd."""
+    layers = layers_for(work)
+    whole = nn.ModuleList(layers)
+    optimizer = _optimizer(list(whole.parameters()))
+    losses, norm = [], 0.0
+    x = torch.empty(0)
+    for step in range(work.steps):
+        x, y = data_for(work, step)
+        x.requires_grad_(x.is_floating_point())
+        words = keywords_for(work, len(x))
+        total = 0.0
+        optimizer.zero_grad()
+        begin = 0
+        for part in x.tensor_split(work.micro_batches):
+            end = begin + len(part)
+            cut = {
+                k: v[begin:end] if isinstance(v, torch.Tensor) else v
+                for k, v in words.items()
+            }
+            loss = loss_of(call(layers, part, cut), y[begin:end]) * len(part) / len(x)
+            loss.backward()
+            total += loss.item()
+            begin = end
+        learning = [p for p in whole.parameters() if p.requires_grad]
+        norm = float(nn.utils.clip_grad_norm_(learning, 0.5))
+        optimizer.step()
+        losses.append(total)
+    evaluated = None
+    if work.model != "convolution":
+        x_last, y_last = data_for(work, 7)
+        whole.eval()
+        with torch.no_grad():
+            words = keywords_for(work, len(x_last))
+            evaluated = loss_of(call(layers, x_last, words), y_last).item()
+    return Trained(dict(whole.state_dict()), losses, x.grad, norm, evaluated)
+
+
+def piped(work: Work) -> Trained:
+    """The work of one rank of a pipeline, of one rank or more."""
+    with Pipeline(
+        layers_for(work),
+        loss_of,
+        micro_batches=work.micro_batches,
+        schedule=work.schedule,
+        timeout_s=20,
+        **work.options,
+    ) as pipe:
+        optimizer = _optimizer(list(pipe.parameters()))
+        losses, norm, gradient = [], 0.0, None
+        for step in range(work.steps):
+            x, y = data_for(work, step)
+            pipe.zero_grad()
+            out = pipe.step(
+                x if pipe.is_first else None,
+                y if pipe.is_last else None,
+                input_gradients=True,
+                **keywords_for(work, len(x)),
+            )
+            losses.append(out.loss)
+            gradient = out.input_gradients[0] if out.input_gradients else None
+            norm = pipe.clip_grad_norm_(0.5)
+            optimizer.step()
+        x, y = data_for(work, 7)
+        evaluated = None
+        if work.model != "convolution":
+            evaluated = pipe.evaluate(x, y, **keywords_for(work, len(x))).loss
+        state = pipe.state_dict(rank=0)
+        return Trained(state, losses, gradient, norm, evaluated)
+
+
+def gradients(work: Work) -> dict[str, torch.Tensor | None]:
+    """Of the first batch, in one process."""
+    whole = nn.ModuleList(layers_for(work))
+    x, y = data_for(work, 0)
+    loss_of(call(list(whole), x, {}), y).backward()
+    return {name: one.grad for name, one in whole.named_parameters()}
+
+
+def torch_gradients(work: Work, store: str) -> dict[str, torch.Tensor | None]:
+    """The same from torch's InterleavedZeroBubble, on this rank's two stages."""
+    # Loads much of torch that no other case needs.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+    place = this_place()
+    file = torch.distributed.FileStore(store, place.world_size)
+    torch.distributed.init_process_group(
+        "gloo", store=file, rank=place.rank, world_size=place.world_size
+    )
+    layers = layers_for(work)
+    count = 2 * place.world_size
+    cpu = torch.device("cpu")
+    mine = {
+        stage: nn.Sequential(*layers[2 * stage : 2 * stage + 2])
+        for stage in range(place.rank, count, place.world_size)
+    }
+    stages = [PipelineStage(part, stage, count, cpu) for stage, part in mine.items()]
+    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_of)
+    x, y = data_for(Work(model=work.model, samples=12), 0)
+    schedule.step(
+        *((x,) if place.rank == 0 else ()),
+        target=y if place.rank == place.world_size - 1 else None,
+    )
+    torch.distributed.destroy_process_group()
+    return {
+        f"{2 * stage + int(name.partition('.')[0])}.{name.partition('.')[2]}": one.grad
+        for stage, part in mine.items()
+        for name, one in part.named_parameters()
+    }
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    # A rank may have nothing to train; SGD refuses an empty list.
+    return torch.optim.SGD([*parameters, torch.zeros(1)], lr=0.1, momentum=0.9)
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest relative L2 distance of two states with the same names."""
+    assert list(a) == list(b)
+    return max(
+        float((a[name].double() - b[name].double()).norm())
+        / max(float(b[name].double().norm()), 1e-30)
+        for name in a
+    )
+
+
+class Trouble(nn.Module):
+    """A layer that does something wrong in one microbatch of the first step.
+
+    Or of the fifth: it hangs later.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        if self.calls != (19 if self.kind == "hangs later" else 3):
+            return self.body(x)
+        if self.kind.startswith("hangs"):
+            threading.Event().wait(12.0)
+        if self.kind == "dies":
+            os._exit(7)
+        if self.kind == "raises":
+            raise ValueError("a layer's own trouble")
+        if self.kind == "object":
+            return object()
+        return self.kind if self.kind == "no tensor" else self.body(x)
+
+
+def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
+    """What each of some calls came to on this rank; "" where all was well."""
+    place = this_place()
+    middle = Trouble(kind) if place.rank == place.world_size - 2 else Trouble("")
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(place.world_size - 2)]
+    layers += [middle, nn.Linear(WIDTH, 3)]
+    loss_fn: Any = loss_of
+    options: dict[str, Any] = {"schedule": schedule}
+    x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
+    batches: list[tuple[Any, Any]] = [(x, y), (x, y)]
+    last = place.rank == place.world_size - 1
+    if kind == "other shapes" and last:
+        layers[0] = nn.Linear(WIDTH, WIDTH, bias=False)
+    if kind == "other schedule" and last:
+        options["schedule"] = "1f1b"
+    if kind == "other options" and last:
+        options["loss_reduction"] = "sum"
+    if kind == "no loss" and last:
+        loss_fn = None
+    if kind == "vector loss":
+        loss_fn = partial(F.cross_entropy, reduction="none")
+    if kind == "no layers":
+        layers = layers[:1]
+    if kind == "no batch":
+        batches[0] = (None, y)
+    if kind == "no target":
+        batches[0] = (x, None)
+    if kind == "small batch":
+        batches[0] = (x[:3], y[:3])
+    if kind == "odd target":
+        batches[0] = (x, y[:7])
+    if kind == "hangs later":
+        batches, options["min_patience_s"] = [(x, y)] * 5, 2
+    found: list[str] = []
+    pipe = None
+    try:
+        options["timeout_s"] = 3 if kind == "hangs" else 20
+        pipe = Pipeline(layers, loss_fn, micro_batches=4, **options)
+        for batch, target in batches:
+            found.append(_told(pipe, batch, target))
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    finally:
+        if pipe is not None:
+            pipe.close()
+    return found
+
+
+def _told(pipe: Pipeline, batch: Any, target: Any) -> str:
+    try:
+        pipe.step(batch, target)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

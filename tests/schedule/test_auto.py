@@ -1,0 +1,256 @@
+"""The auto scheduler: never worse than what is published, within memory, and useful."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Kind, Schedule, loop_placement, v_placement
+from elche.schedule.auto import auto_placed, auto_schedule, lower_bound
+from elche.schedule.codes import encode
+from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
+from elche.schedule.critical_path import improve
+from elche.schedule.list_scheduling import place_weights
+from elche.schedule.lowering import lower
+from elche.schedule.schedules import (
+    FIXED_SCHEDULES,
+    fits_placement,
+    make_schedule,
+    placement_for,
+)
+from elche.schedule.timing import CostTable, makespan_of, run_rows, simulate
+from tests.schedule.strategies import assert_complete, costs_on, named, placements
+
+
+def best_fixed(costs: PipelineCosts, count: int) -> float:
+    """The least makespan of all published schedules that fit."""
+    times = [float("inf")]
+    for name in FIXED_SCHEDULES:
+        if fits_placement(name, costs):
+            try:
+                schedule = make_schedule(name, costs, count)
+            except ConfigError:  # memory, or the number of microbatches
+                continue
+            times.append(simulate(schedule, costs).makespan)
+    return min(times)
+
+
+def least_memory(costs: PipelineCosts) -> tuple[float, ...]:
+    """What one microbatch needs on each rank."""
+    held = [0.0] * costs.num_ranks
+    for one, rank in zip(costs.stages, costs.placement, strict=True):
+        held[rank] += one.activation
+    return tuple(each or 1.0 for each in held)
+
+
+@given(named(), st.none() | st.integers(1, 9))
+@settings(max_examples=60)
+def test_never_worse_than_the_published(
+    case: tuple[str, PipelineCosts, int, int], memory: int | None
+) -> None:
+    _, costs, count, _ = case
+    if memory is not None:
+        costs = replace(
+            costs, memory=tuple(memory * each for each in least_memory(costs))
+        )
+    schedule = auto_schedule(costs, count)
+    assert_complete(schedule)
+    timing = simulate(schedule, costs)
+    assert timing.makespan <= best_fixed(costs, count) * (1 + 1e-9)
+    bound = lower_bound(CostTable(costs), count)
+    assert timing.makespan >= bound * (1 - 1e-9)
+    for peak, limit in zip(timing.peak_activations, costs.limits, strict=True):
+        assert peak <= limit + 1e-6
+
+
+@given(placements(), st.integers(1, 7), st.sampled_from((1.0, 1.5, 3.0)), st.data())
+@settings(max_examples=60)
+def test_any_placement_within_any_memory(
+    placed: tuple[tuple[int, ...], int], count: int, factor: float, data: st.DataObject
+) -> None:
+    placement, ranks = placed
+    costs = data.draw(costs_on(placement, ranks))
+    costs = replace(costs, memory=tuple(factor * each for each in least_memory(costs)))
+    schedule = auto_schedule(costs, count)
+    assert_complete(schedule)
+    timing = simulate(lower(schedule, costs), costs)
+    assert timing.makespan == pytest.approx(simulate(schedule, costs).makespan)
+    for peak, limit in zip(timing.peak_activations, costs.limits, strict=True):
+        assert peak <= limit + 1e-6
+
+
+@given(named())
+@settings(max_examples=50)
+def test_improving_and_placing_weights_keep_a_schedule_whole(
+    case: tuple[str, PipelineCosts, int, int],
+) -> None:
+    name, costs, count, _ = case
+    schedule = make_schedule(name, costs, count)
+    table, rows = CostTable(costs), encode(schedule)
+    before = makespan_of(rows, run_rows(rows, table, count), table, count)
+    better = improve(rows, table, count, costs.limits, evaluations=10)
+    assert rows == encode(schedule)
+    assert makespan_of(
+        better, run_rows(better, table, count), table, count
+    ) <= before * (1 + 1e-9)
+    placed = place_weights(rows, table, count, costs.limits)
+    for changed in (better, placed):
+        assert [sorted(row) for row in changed] == [sorted(row) for row in rows]
+
+
+def test_two_chunks_win_over_equal_ranks() -> None:
+    """At 1F1B's memory the bubble is that of the first microbatch's way, no more."""
+    schedule, costs = auto_placed(RankTimes(1.0, 1.0, 1.0), 4, 8, memory=4)
+    timing = simulate(schedule, costs)
+    assert costs.placement == v_placement(4)
+    assert timing.makespan == 24 + 3 * 0.5
+    assert max(timing.peak_activations) <= 4
+
+
+@pytest.mark.parametrize("memory", [2, 3, 4, 5, 8, None])
+@pytest.mark.parametrize("communication", [0.0, 0.3, 3.0])
+def test_auto_over_placements_beats_every_published_one(
+    communication: float, memory: float | None
+) -> None:
+    times = RankTimes(2.0, 2.5, 1.25, communication)
+    schedule, costs = auto_placed(times, 4, 12, memory)
+    makespan = simulate(schedule, costs).makespan
+    for name in FIXED_SCHEDULES:
+        fixed = equal_costs(times, placement_for(name, 4), 4, memory)
+        assert makespan <= best_fixed(fixed, 12) * (1 + 1e-9)
+
+
+def test_unequal_stages_are_worth_their_own_order() -> None:
+    """A search over costs finds more than the best list that ignores them."""
+    gains = []
+    for seed in range(6):
+        draw = random.Random(seed).uniform
+        costs = PipelineCosts(
+            stages=tuple(
+                StageCost(
+                    forward=draw(0.5, 2.0),
+                    input_gradient=draw(0.5, 2.0),
+                    weight_gradient=draw(0.1, 1.5),
+                )
+                for _ in range(8)
+            ),
+            placement=loop_placement(8),
+            num_ranks=8,
+            links=(draw(0.0, 0.5),) * 7,
+            memory=(8.0,) * 8,
+        )
+        makespan = simulate(auto_schedule(costs, 32), costs).makespan
+        gains.append(best_fixed(costs, 32) / makespan - 1)
+    assert sum(gain > 0.001 for gain in gains) >= 3
+
+
+def test_the_whole_backward_is_taken_where_the_split_costs_too_much() -> None:
+    dear = StageCost(forward=1.0, input_gradient=2.0, weight_gradient=2.0, backward=2.0)
+    fair = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    costs = PipelineCosts(
+        stages=(fair, dear, fair, fair), placement=loop_placement(4), num_ranks=4
+    )
+    schedule = auto_schedule(costs, 8)
+    kinds = {
+        stage: {
+            one.kind for row in schedule.actions for one in row if one.stage == stage
+        }
+        for stage in range(4)
+    }
+    assert kinds[1] == {Kind.FORWARD, Kind.FULL_BACKWARD}
+    assert simulate(schedule, costs).makespan < 8 * 4.0
+
+
+def test_a_slow_rank_sets_the_makespan() -> None:
+    """One rank three times slower: its own work and the way to it, hardly more."""
+    stages = tuple(
+        StageCost(forward=t, input_gradient=t, weight_gradient=t)
+        for t in (1.0, 1.0, 1.0, 3.0)
+    )
+    costs = PipelineCosts(
+        stages=stages, placement=loop_placement(4), num_ranks=4, memory=(4.0,) * 4
+    )
+    assert simulate(auto_schedule(costs, 16), costs).makespan == 16 * 9 + 3
+
+
+def test_the_same_costs_give_the_same_schedule() -> None:
+    costs = equal_costs(RankTimes(1.0, 1.1, 0.7, 0.2), v_placement(3), 3, memory=2.5)
+    found: list[Schedule] = [auto_schedule(costs, 9) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0].name.startswith("auto (")
+
+
+def test_ranks_without_stages_stay_empty() -> None:
+    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    costs = PipelineCosts(stages=(unit, unit), placement=(2, 0), num_ranks=4)
+    schedule = auto_schedule(costs, 3)
+    assert schedule.actions[1] == schedule.actions[3] == ()
+    timing = simulate(schedule, costs)
+    assert timing.bubble_per_rank[1] == 1.0
+    assert timing.peak_activations[3] == 0.0
+
+
+def test_uneven_stages_of_one_rank_run_as_one() -> None:
+    """Three stages here, one there: as good as one each, of the same work."""
+    third = StageCost(
+        forward=1.0, input_gradient=1.0, weight_gradient=1.0, activation=1 / 3
+    )
+    whole = StageCost(forward=3.0, input_gradient=3.0, weight_gradient=3.0)
+    uneven = PipelineCosts(
+        stages=(third, third, third, whole),
+        placement=(1, 1, 1, 0),
+        num_ranks=2,
+        memory=(2.0, 2.0),
+    )
+    even = PipelineCosts(
+        stages=(whole, whole), placement=(1, 0), num_ranks=2, memory=(2.0, 2.0)
+    )
+    times = [
+        simulate(auto_schedule(costs, 8), costs).makespan for costs in (uneven, even)
+    ]
+    assert times[0] <= times[1] == 8 * 9 + 3
+
+
+def test_memory_below_one_microbatch_is_rejected() -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(2), 2, memory=0.5)
+    with pytest.raises(ConfigError, match=r"rank 0 needs 1 units .* its limit is 0\.5"):
+        auto_schedule(costs, 4)
+    with pytest.raises(ConfigError, match=r"its limit is 0\.5"):
+        auto_placed(RankTimes(1.0, 1.0, 1.0), 2, 4, memory=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "message"),
+    [(0, 4, "at least one rank"), (4, 0, "at least one microbatch")],
+)
+def test_nothing_to_schedule(ranks: int, count: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        auto_placed(RankTimes(1.0, 1.0, 1.0), ranks, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count", "most_s"), [(8, 32, 0.1), (64, 512, 5.0)])
+@pytest.mark.parametrize("share", [None, 1.0, 0.75])
+def test_scheduling_takes_little_time(
+    ranks: int, count: int, most_s: float, share: float | None
+) -> None:
+    """All placements together, in processor time: other programs do not count."""
+    memory = None if share is None else share * ranks
+    took_s = []
+    for _ in range(3 if ranks == 8 else 1):
+        began_s = time.process_time()
+        auto_placed(RankTimes(18.5, 18.1, 9.3, 0.6), ranks, count, memory)
+        took_s.append(time.process_time() - began_s)
+    assert min(took_s) < most_s
+
+
+def test_no_time_at_all() -> None:
+    costs = equal_costs(RankTimes(0.0, 0.0, 0.0), v_placement(3), 3)
+    timing = simulate(auto_schedule(costs, 4), costs)
+    assert (timing.makespan, timing.bubble_span, timing.bubble_makespan) == (0, 0, 0)

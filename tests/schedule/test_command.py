@@ -1,0 +1,238 @@
+"""``elche schedule``: the drawing, the figures, files, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elche.schedule.costs import RankTimes, equal_costs
+from elche.schedule.drawing import draw
+from elche.schedule.formats import from_csv
+from elche.schedule.schedules import FIXED_SCHEDULES, make_schedule
+from elche.schedule.timing import simulate
+from elche.schedule_command import schedule
+
+ARGUMENTS = ("--ranks", "4", "--microbatches", "8", "--times", "1,1,1")
+STAGES = """
+memory = [8, 3]
+[[stage]]
+rank = 0
+times = [1.0, 1.0, 1.0]
+link = 0.5
+[[stage]]
+rank = 0
+times = [1, 1, 1]
+backward = 1.5
+activation = 0.5
+kept_for_weight = 0.25
+[[stage]]
+rank = 1
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(schedule, arguments)
+
+
+@pytest.mark.parametrize("name", [*FIXED_SCHEDULES, "auto"])
+def test_the_figures_are_written_as_json(name: str) -> None:
+    result = run(name, *ARGUMENTS, "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.output)
+    assert figures["makespan"] == pytest.approx(24 / (1 - figures["bubble_makespan"]))
+    assert figures["bubble_span"] <= figures["bubble_makespan"]
+    assert len(figures["peak_activations"]) == figures["ranks"] == 4
+
+
+def test_auto_is_at_most_every_other(tmp_path: Path) -> None:
+    def makespan(name: str) -> float:
+        path = tmp_path / "figures.json"
+        result = run(
+            *(name, *ARGUMENTS, "--comm", "0.3", "--memory", "8"),
+            *("--json", str(path)),
+        )
+        assert result.exit_code == 0, result.output
+        return float(json.loads(path.read_text())["makespan"])
+
+    auto = makespan("auto")
+    assert all(auto <= makespan(name) for name in FIXED_SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "ranks", "count", "columns", "drawn"),
+    [
+        (
+            *("1f1b", (0, 1), 2, 2, 27),
+            [
+                "rank 0 F0-F1-······B0----···B1----",
+                "rank 1 ···F0-B0----F1-B1----······",
+            ],
+        ),
+        # Letters of the rank's second stage are small.
+        ("gpipe", (0, 0), 1, 1, 24, ["rank 0 F0--f0--b0------B0------"]),
+        # Too narrow for the number.
+        (
+            "gpipe",
+            (0,),
+            1,
+            7,
+            21,
+            ["rank 0 " + "F" * 7 + "".join(f"B{each}" for each in range(7))],
+        ),
+    ],
+)
+def test_the_drawing_is_to_scale(
+    name: str,
+    placement: tuple[int, ...],
+    ranks: int,
+    count: int,
+    columns: int,
+    drawn: list[str],
+) -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), placement, ranks)
+    made = make_schedule(name, costs, count)
+    assert draw(made, simulate(made, costs), costs, 7 + columns).splitlines() == drawn
+
+
+def test_the_figures_are_told() -> None:
+    result = run("1f1b", "--ranks", "2", "--microbatches", "2", "--times", "1,1,1")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert [line[:9] for line in lines[:2]] == ["rank 0 F0", "rank 1 ··"]
+    assert "1f1b: 2 ranks, 2 stages, 2 microbatches" in lines
+    assert "makespan          9" in lines
+    assert "bubble_makespan   0.3333" in result.output
+    assert "bubble_span       0.3333" in result.output
+    assert "peak_activations  2, 1" in lines
+
+
+def test_a_drawing_of_many_ranks_ends() -> None:
+    result = run(
+        *("interleaved-1f1b", "--ranks", "40", "--microbatches", "40"),
+        *("--times", "1,1,1", "--virtual-stages", "3"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "and 8 ranks more" in result.output
+    assert "and 24 more" in result.output
+    assert "40 ranks, 120 stages" in result.output
+
+
+def test_stages_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "stages.toml"
+    path.write_text(STAGES)
+    arguments = ("--stages", str(path), "--times", "2,2,2", "--microbatches", "6")
+    result = run("auto", *arguments, "--comm", "0.25", "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.output)
+    assert figures["placement"] == [0, 0, 1]
+    assert figures["makespan"] >= 6 * 6 + 2 + 0.25
+    assert figures["peak_activations"][1] <= 3
+    assert run("gpipe", *arguments).exit_code == 2
+    assert "up to 9 units of activations on rank 0" in run("gpipe", *arguments).output
+    assert "zb-v is not defined for 3 stages" in run("zb-v", *arguments).output
+
+
+def test_the_stage_file_in_the_help_can_be_used(tmp_path: Path) -> None:
+    lines = run("--help").output.splitlines()
+    begin = next(at for at, line in enumerate(lines) if line.startswith("    memory ="))
+    end = lines.index("Options:")
+    path = tmp_path / "stages.toml"
+    path.write_text("\n".join(lines[begin:end]).replace("[4, 4]", "[4]"))
+    result = run("auto", "--stages", str(path), "--microbatches", "3", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["makespan"] == pytest.approx(3 * 2.9)
+
+
+def test_a_schedule_file_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert run("zb-h1", *ARGUMENTS, "--csv", str(path)).exit_code == 0
+    assert from_csv(path.read_text()).num_ranks == 4
+    result = run(str(path), "--times", "1,1,1", "--json", "-")
+    assert result.exit_code == 0, result.output
+    other = run(str(path), "--times", "1,1,1", "--ranks", "8")
+    assert "is for 4 ranks, not for --ranks 8" in " ".join(other.output.split())
+    figures = json.loads(result.output)
+    assert (figures["schedule"], figures["makespan"]) == ("mine", 27.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 stops at its action 1, 1F1"),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
+            "1F0: its input has not come",
+        ),
+        ("0F0,0X0\n", "expected an action such as 2F0"),
+        ("0F0\n", "lacks 0I0, 0W0"),
+    ],
+)
+def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    result = run(str(path), "--times", "1,1,1")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("2f2b", *ARGUMENTS), "expected gpipe, 1f1b"),
+        (("1f1b", "--microbatches", "4", "--times", "1,1,1"), "number of --ranks"),
+        (("1f1b", "--ranks", "4", "--times", "1,1,1"), "number of --microbatches"),
+        (("auto", "--ranks", "4", "--microbatches", "4"), "give --times F,I,W"),
+        (("auto", *ARGUMENTS, "--microbatches", "0"), "at least one microbatch"),
+        (("auto", *ARGUMENTS, "--ranks", "0"), "--ranks above 0"),
+        (("auto", *ARGUMENTS, "--memory", "0.5"), "its limit is 0.5"),
+        (("auto", *ARGUMENTS, "--memory", "nan"), "--memory above 0"),
+        (("zb-h2", *ARGUMENTS, "--memory", "4"), "its memory limit of 4"),
+        (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
+        (("auto", *ARGUMENTS, "--times", "1,1,x"), "three numbers F,I,W"),
+        (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
+        (("auto", *ARGUMENTS, "--comm", "-1"), "times of links must be at least 0"),
+        (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
+        (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "of at least 1, got 0"),
+        (
+            ("interleaved-1f1b", *ARGUMENTS, "--microbatches", "9"),
+            "got 9 microbatches; use a multiple of 2, such as 8",
+        ),
+        (("auto", *ARGUMENTS, "--virtual-stages", "2"), "auto chooses the stages"),
+        (("no-such.csv", *ARGUMENTS), "cannot read no-such.csv"),
+        (("auto", *ARGUMENTS, "--json", "/no/such/place"), "cannot write"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "not TOML"),
+        ("", "expected at least one [[stage]]"),
+        ("stage = [1]", "stage 0: expected a table [[stage]]"),
+        ("[[stage]]\nrank = 0\nspeed = 1", "stage 0: unknown key 'speed'"),
+        ("limit = 1", "the file: unknown key 'limit'"),
+        ("[[stage]]\ntimes = [1, 1, 1]", "stage 0: expected rank = 0 or above"),
+        ("[[stage]]\nrank = true", "expected rank = 0 or above, got True"),
+        ("[[stage]]\nrank = 0\ntimes = [1, 1]", "expected times = [F, I, W]"),
+        ("[[stage]]\nrank = 0\ntimes = [1, 1, '1']", "expected times = [F, I, W]"),
+        ("[[stage]]\nrank = 0\ntimes = [1, 1, -1]", "stage 0: weight_gradient"),
+        ("[[stage]]\nrank = 0\nbackward = 'x'", "expected a number for backward"),
+        ("memory = 3\n[[stage]]\nrank = 0", "expected memory = [units of rank 0"),
+        ("memory = [3]\n[[stage]]\nrank = 1", "for each of 4 ranks, got 1"),
+        ("[[stage]]\nrank = 4", "names a rank outside 0 to 3"),
+    ],
+)
+def test_stage_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "stages.toml"
+    path.write_text(text)
+    result = run("auto", *ARGUMENTS, "--stages", str(path))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,328 @@
+"""Every generator: complete, in order, within its memory, lowered without deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Action, Kind, Schedule, loop_placement
+from elche.schedule.codes import encode
+from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
+from elche.schedule.formats import from_csv
+from elche.schedule.lowering import check_deadlock_free, lower
+from elche.schedule.one_chunk import gpipe_rows
+from elche.schedule.schedules import make_schedule, memory_bound, placement_for
+from elche.schedule.timing import simulate
+from tests.schedule.strategies import (
+    assert_complete,
+    costs_on,
+    named,
+    placements,
+)
+
+
+@given(named())
+def test_every_schedule_is_complete_and_runs(
+    case: tuple[str, PipelineCosts, int, int],
+) -> None:
+    name, costs, count, _ = case
+    schedule = make_schedule(name, costs, count)
+    assert schedule.num_ranks == costs.num_ranks
+    assert_complete(schedule)
+    timing = simulate(schedule, costs)
+    assert timing.makespan >= max(timing.busy) - 1e-9
+    assert timing.makespan >= max(timing.spans) - 1e-9
+    assert 0 <= timing.bubble_span <= timing.bubble_makespan + 1e-9 < 1
+
+
+@given(named(), st.integers(1, 4).map(float))
+def test_memory_is_within_the_bound(
+    case: tuple[str, PipelineCosts, int, int], scale: float
+) -> None:
+    name, costs, count, chunks = case
+    times = RankTimes(scale, 1.0, 0.5, 0.25)
+    equal = equal_costs(times, costs.placement, costs.num_ranks)
+    peaks = simulate(make_schedule(name, equal, count), equal).peak_activations
+    bound = memory_bound(name, costs.num_ranks, count, chunks)
+    assert max(peaks) <= bound + 1e-9
+
+
+@given(named())
+def test_lowered_schedules_run_as_the_others(
+    case: tuple[str, PipelineCosts, int, int],
+) -> None:
+    name, costs, count, _ = case
+    schedule = make_schedule(name, costs, count)
+    lowered = lower(schedule, costs)
+    assert_complete(lowered)
+    plain, sent = simulate(schedule, costs), simulate(lowered, costs)
+    assert (sent.makespan, sent.busy) == (plain.makespan, plain.busy)
+    assert sent.peak_activations == plain.peak_activations
+    assert_pairs_in_order(lowered)
+
+
+@given(placements(), st.integers(1, 6), st.data())
+def test_any_placement_is_lowered(
+    placed: tuple[tuple[int, ...], int], count: int, data: st.DataObject
+) -> None:
+    placement, ranks = placed
+    costs = data.draw(costs_on(placement, ranks))
+    schedule = make_schedule("gpipe", costs, count)
+    lowered = lower(schedule, data.draw(st.sampled_from((None, costs))))
+    assert simulate(lowered, costs).makespan == simulate(schedule, costs).makespan
+    assert_pairs_in_order(lowered)
+
+
+@given(placements(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_random_orders_are_proven_or_rejected(
+    placed: tuple[tuple[int, ...], int], count: int, random: Random
+) -> None:
+    """Any order of the actions: lowered exactly if a run of it completes."""
+    placement, ranks = placed
+    rows = []
+    for row in gpipe_rows(placement, ranks, count):
+        forwards = [code for code in row if code & 7 == 0]
+        backwards = [code for code in row if code & 7]
+        random.shuffle(forwards)
+        random.shuffle(backwards)
+        rows.append([*forwards, *backwards])
+    schedule = Schedule(
+        name="random",
+        num_microbatches=count,
+        placement=placement,
+        actions=tuple(
+            tuple(
+                Action(
+                    code // 8 // count,
+                    Kind.FULL_BACKWARD if code & 7 else Kind.FORWARD,
+                    code // 8 % count,
+                )
+                for code in row
+            )
+            for row in rows
+        ),
+    )
+    assert encode(schedule) == rows
+    if completes(schedule):
+        assert_pairs_in_order(lower(schedule))
+    else:
+        with pytest.raises(ConfigError, match=r"deadlocks(.|\n)*rank \d stops at"):
+            lower(schedule)
+
+
+def completes(schedule: Schedule) -> bool:
+    """Repeats until nothing moves: the plainest way to run it."""
+    done: set[tuple[int, str, int]] = set()
+    rows = [list(row) for row in schedule.actions]
+    moved = True
+    while moved:
+        moved = False
+        for row in rows:
+            while row:
+                one = row[0]
+                step = -1 if one.kind is Kind.FORWARD else 1
+                needs = one.stage + step, one.kind.value, one.microbatch
+                if 0 <= needs[0] < schedule.num_stages and needs not in done:
+                    break
+                done.add((one.stage, one.kind.value, one.microbatch))
+                row.pop(0)
+                moved = True
+    return not any(rows)
+
+
+def assert_pairs_in_order(lowered: Schedule) -> None:
+    """Between two ranks, sends and receives are listed in the same order."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(lowered.actions):
+        for one in row:
+            if one.kind in (Kind.SEND_F, Kind.SEND_B):
+                forward = one.kind is Kind.SEND_F
+                stage = one.stage + (1 if forward else -1)
+                kind = Kind.RECV_F if forward else Kind.RECV_B
+                pair = rank, lowered.placement[stage]
+                sent.setdefault(pair, []).append(Action(stage, kind, one.microbatch))
+            elif one.kind in (Kind.RECV_F, Kind.RECV_B):
+                stage = one.stage + (-1 if one.kind is Kind.RECV_F else 1)
+                pair = lowered.placement[stage], rank
+                received.setdefault(pair, []).append(one)
+    assert sent == received
+
+
+def test_two_ranks_that_wait_for_each_other_are_rejected() -> None:
+    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 0 stops at its action 1, 0B0: it needs the I or B of stage 1 on "
+        r"microbatch 0\n  rank 1 stops at its action 1, 1F1: it needs the F of stage 0",
+    ):
+        lower(from_csv(text))
+
+
+def test_sends_that_cross_are_rejected() -> None:
+    """With buffers it would run; nothing proves that there are any."""
+    text = (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    schedule = from_csv(text)
+    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    costs = PipelineCosts(stages=(unit, unit), placement=(0, 1), num_ranks=2)
+    assert simulate(schedule, costs).makespan > 0
+    with pytest.raises(
+        ConfigError,
+        match=r"rank 0 stops at its action 3, 0SEND_F1: rank 1 is not at 1RECV_F1\n"
+        r"  rank 1 stops at its action 3, 1SEND_B0: rank 0 is not at 0RECV_B0",
+    ):
+        check_deadlock_free(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", "lacks 0RECV_B0, 0SEND_F0, 1RECV_F0, 1SEND_B0"),
+        ("0F0,0SEND_F0,0B0\n", "has but does not need 0SEND_F0"),
+        (
+            "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+            "0SEND_F0: what it sends has not been computed",
+        ),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
+            "1F0: its input has not come",
+        ),
+    ],
+)
+def test_wrong_messages_are_rejected(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_deadlock_free(from_csv(text))
+
+
+def test_lowering_twice_is_rejected() -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(2), 2)
+    with pytest.raises(ConfigError, match="sends and receives already"):
+        lower(lower(make_schedule("1f1b", costs, 2)))
+
+
+def test_a_send_that_waits_delays_its_receiver() -> None:
+    """In a lowered schedule a message leaves at its send, not at its computation."""
+    rows = (
+        "0F0,{}0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    costs = PipelineCosts(
+        stages=(unit, unit), placement=(0, 1), num_ranks=2, links=(0.5,)
+    )
+    early = from_csv(rows.format("0SEND_F0,0F1,0SEND_F1,"))
+    late = from_csv(rows.format("0F1,0SEND_F0,0SEND_F1,"))
+    times = simulate(early, costs), simulate(late, costs)
+    assert times[1].makespan == times[0].makespan + 1.0
+    assert times[0].starts == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "count", "message"),
+    [
+        ("zb-v", (0, 1, 0, 1), 4, "zb-v is not defined for 4 stages"),
+        ("1f1b", (0, 0), 4, "1f1b is not defined for 2 stages"),
+        ("zb-h1", (0, 1, 0, 1), 4, "zb-h1 is not defined"),
+        ("interleaved-1f1b", (0, 0, 1, 1), 4, "is not defined"),
+        ("interleaved-zb", (0, 1, 0), 4, "is not defined"),
+        ("interleaved-1f1b", (0, 1, 0, 1), 5, "2 equal rounds .* got 5 .* such as 4"),
+        ("1f1b", (0, 1), 0, "at least one microbatch, got 0"),
+        ("2f2b", (0, 1), 4, "expected a schedule among gpipe"),
+    ],
+)
+def test_schedules_that_do_not_exist(
+    name: str, placement: tuple[int, ...], count: int, message: str
+) -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), placement, 2)
+    with pytest.raises(ConfigError, match=message):
+        make_schedule(name, costs, count)
+
+
+@given(named(), st.randoms(use_true_random=False), st.integers(0, 2))
+def test_ranks_may_stand_in_any_order(
+    case: tuple[str, PipelineCosts, int, int], random: Random, idle: int
+) -> None:
+    """Devices in another order, some without a stage: the same schedule elsewhere."""
+    name, costs, count, _ = case
+    ranks = random.sample(range(costs.num_ranks + idle), costs.num_ranks)
+    moved = replace(
+        costs,
+        placement=tuple(ranks[rank] for rank in costs.placement),
+        num_ranks=costs.num_ranks + idle,
+    )
+    here, there = (make_schedule(name, each, count) for each in (costs, moved))
+    assert [there.actions[rank] for rank in ranks] == list(here.actions)
+    assert sum(map(len, there.actions)) == sum(map(len, here.actions))
+    assert simulate(there, moved).makespan == simulate(here, costs).makespan
+
+
+def test_memory_above_the_limit_is_rejected() -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(4), 4, memory=4)
+    assert make_schedule("zb-h1", costs, 8).name == "zb-h1"
+    with pytest.raises(ConfigError, match=r"zb-h2 holds up to 7 units .* limit of 4"):
+        make_schedule("zb-h2", costs, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "each", "message"),
+    [
+        ("1f1b", 4, 2, "one stage per rank"),
+        ("zb-v", 4, 3, "two stages per rank"),
+        ("gpipe", 0, 1, "at least one rank"),
+        ("nothing", 4, 1, "expected a schedule among"),
+    ],
+)
+def test_placements_that_do_not_exist(
+    name: str, ranks: int, each: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placement_for(name, ranks, each)
+
+
+def test_costs_of_another_placement_are_rejected() -> None:
+    costs = equal_costs(RankTimes(1.0, 1.0, 1.0), loop_placement(2), 2)
+    other = equal_costs(RankTimes(1.0, 1.0, 1.0), (1, 0), 2)
+    with pytest.raises(ConfigError, match=r"the costs place stages on ranks \[1, 0\]"):
+        simulate(make_schedule("1f1b", costs, 2), other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"forward": -1.0}, "forward of a stage must be .* got -1"),
+        ({"weight_gradient": float("nan")}, "weight_gradient of a stage"),
+        ({"backward": float("inf")}, "backward of a stage"),
+        ({"kept_for_weight": 2.0}, "kept_for_weight is a part of activation"),
+    ],
+)
+def test_impossible_stage_costs(settings: dict[str, float], message: str) -> None:
+    good = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0}
+    with pytest.raises(ConfigError, match=message):
+        StageCost(**{**good, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stages": ()}, "at least one stage"),
+        ({"placement": (0,)}, "a rank for each of 2 stages"),
+        ({"placement": (0, 2)}, "outside 0 to 1"),
+        ({"links": (0.1, 0.1)}, "each of 1 links"),
+        ({"links": (-0.1,)}, "must be at least 0"),
+        ({"memory": (1.0,)}, "each of 2 ranks"),
+        ({"memory": (1.0, 0.0)}, "above 0"),
+    ],
+)
+def test_impossible_costs(settings: dict[str, object], message: str) -> None:
+    unit = StageCost(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+    good = {"stages": (unit, unit), "placement": (0, 1), "num_ranks": 2}
+    with pytest.raises(ConfigError, match=message):
+        PipelineCosts(**{**good, **settings})  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from elche.runtime.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.seeding import seed_rank
 from elche.runtime.single import SingleRun
+from elche.runtime.stream_data import StreamView, by_position
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def setup(
     *,
     config: RunConfig | None = None,
     epochs: int | None = None,
+    samples_per_epoch: int | None = None,
     **options: Any,
 ) -> tuple[Model, Optimizer, Any]:
     """Shares the training of ``model`` among the ranks of this run.
@@ -74,10 +76,20 @@ def setup(
     Args:
         model: the model; the same on every rank.
         optimizer: its optimizer.
-        loader: a DataLoader over a map-style dataset. Its ``batch_size`` is the global
-            batch under ``policy="sync"``, a local step's batch under ``"cadence"``.
+        loader: a DataLoader. Its ``batch_size`` is the global batch under
+            ``policy="sync"``, a local step's batch under ``"cadence"``. On several
+            ranks every process that loads (each rank, or each of its workers) reads
+            all of an IterableDataset and keeps its part. That is exact, every sample
+            once per epoch, as long as the stream yields the same samples in the same
+            order in every process. It does if it draws from Python's, torch's or
+            numpy's global generators, which are seeded at every sample; its own
+            generators it must seed alike everywhere, and it must not divide itself
+            by rank or in ``worker_init_fn``. The first samples are compared.
         config: the settings as one value; or give them as options.
         epochs: how many epochs the loop will run, if known.
+        samples_per_epoch: samples of an epoch of an IterableDataset (whole batches
+            with ``batch_size=None``); what it yields beyond is left. None for its
+            ``len()``, which several ranks need.
         **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
 
     Returns:
@@ -103,21 +115,27 @@ def setup(
                 speed=placement.speed, ms_per_sample=placement.ms_per_sample
             ),
         )
+    positions = by_position(
+        loader, samples_per_epoch, placement.world_size, config.seed
+    )
     if placement.world_size == 1:
         _say(_single_line(placement))
         if config.seed is not None:
             seed_rank(config.seed, 0)
-        single = SingleRun(loader, model, placement.device, config.seed)
+        single = SingleRun(positions, model, placement.device, config.seed)
         _process.single, _process.metrics = single, MetricsView(single)
         return model, optimizer, single
-    check_shared(model, optimizer, loader, config.policy)
+    check_shared(model, optimizer, positions, config.policy)
     _watch_process()
-    run = Run.start(placement, config, model, optimizer, loader, epochs)
+    run = Run.start(placement, config, model, optimizer, positions, epochs)
     _process.run, _process.metrics = run, MetricsView(run)
+    if isinstance(positions.dataset, StreamView):
+        seed = torch.initial_seed() if config.seed is None else config.seed
+        positions.dataset.join(run.worker.group, seed)
     if placement.rank == 0:
         run.news.say = _say
         _say(run.headline())
-    return model, optimizer, RunLoader(loader, run)
+    return model, optimizer, RunLoader(loader, positions, run)
 
 
 def rank() -> int:
@@ -220,6 +238,10 @@ def epoch_metrics(
 
     At once if the epoch has ended. Another thread than the one that trains waits for
     its end, as long as the run lives.
+
+    The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
+    each of them did: on the others, tuples of numbers hold a single one for all ranks
+    together.
 
     Args:
         epoch: which, counted from 0; None for the last one that has ended, or the first

@@ -123,7 +123,7 @@ class Trainer:
         loader: DataLoader[Any] = DataLoader(
             config.dataset,
             batch_size=config.batch_size,
-            shuffle=config.shuffle,
+            shuffle=None if config.is_stream else config.shuffle,
             drop_last=config.drop_last,
             collate_fn=config.collate_fn,
             num_workers=config.num_workers,
@@ -144,13 +144,14 @@ class _Fitting:
             loader,
             config=self._config.run,
             epochs=self._config.epochs,
+            samples_per_epoch=self._config.samples_per_epoch,
         )
         metrics = session.current_metrics()
         assert metrics is not None
         metrics.reserved = frozenset({"loss"})
         metrics.on_window = self._config.on_window_end
         self._metrics = metrics
-        length = len(self._config.dataset)  # type: ignore[arg-type]
+        length = self._config.num_samples
         if self._config.drop_last:
             length -= length % self._config.batch_size
         run_clips = (
@@ -185,7 +186,7 @@ class _Fitting:
         return EpochRecord(
             epoch=epoch,
             train_loss=_train_loss(metrics),
-            eval_loss=self._evaluate(metrics.shares),
+            eval_loss=self._evaluate(metrics),
             samples=metrics.samples,
             duration_s=duration_s,
             samples_per_s=metrics.samples / duration_s,
@@ -241,19 +242,12 @@ class _Fitting:
             for name, value in self._model.state_dict().items()
         }
 
-    def _evaluate(self, shares: tuple[float, ...]) -> float | None:
+    def _evaluate(self, metrics: EpochMetrics) -> float | None:
         """Mean loss of the consensus; ranks divide the evaluation set by speed."""
         dataset = self._config.eval_dataset
         if dataset is None:
             return None
-        rank = session.rank()
-        length = len(dataset)  # type: ignore[arg-type]
-        start = round(length * sum(shares[:rank]))
-        stop = (
-            length
-            if rank + 1 == len(shares)
-            else round(length * sum(shares[: rank + 1]))
-        )
+        start, stop = _my_part(metrics.shares, len(dataset))  # type: ignore[arg-type]
         size = self._config.eval_batch_size or self._config.batch_size
         collate = self._config.collate_fn or default_collate
         self._model.eval()
@@ -278,10 +272,8 @@ class _Fitting:
         def per_rank(name: str) -> tuple[float, ...]:
             if not ends:
                 return (duration_s if name == "busy_s" else 0.0,)
-            return tuple(
-                sum(getattr(end, name)[rank] for end in ends)
-                for rank in range(world_size)
-            )
+            per_epoch = (getattr(end, name) for end in ends)
+            return tuple(map(sum, zip(*per_epoch, strict=True)))
 
         return RunReport(
             policy=self._config.run.policy,
@@ -295,6 +287,19 @@ class _Fitting:
             synchronisations=sum(end.windows for end in ends),
             anchor=ends[-1].anchor if ends else 1,
         )
+
+
+def _my_part(shares: tuple[float, ...], length: int) -> tuple[int, int]:
+    """This rank's part of a set that the ranks divide as rank 0 says."""
+    run, rank = session.current_run(), session.rank()
+    parts = torch.zeros(session.world_size(), dtype=torch.float64)
+    if rank == 0:
+        parts.copy_(torch.tensor(shares))
+    if run is not None:
+        run.worker.group.broadcast(parts, "dividing the evaluation set")
+    ends = [round(length * end) for end in parts.cumsum(0).tolist()]
+    ends[-1] = length
+    return (ends[rank - 1] if rank else 0), ends[rank]
 
 
 def _constant(progress: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
 from elche.config import RunConfig
@@ -20,13 +20,16 @@ class TrainerConfig:
     """What a `Trainer` trains on, and for how long.
 
     Attributes:
-        dataset: map-style; items are ``(input, target)`` unless ``loss_fn`` takes the
-            batch itself.
+        dataset: items are ``(input, target)`` unless ``loss_fn`` takes the batch
+            itself. An IterableDataset is divided as `elche.setup` says.
         batch_size: samples of a global batch (``sync``) or of a local step.
         epochs: passes over the dataset.
-        eval_dataset: evaluated after every epoch, if given.
+        samples_per_epoch: length of an epoch of an IterableDataset; None for its
+            ``len()``.
+        eval_dataset: map-style; evaluated after every epoch, if given.
         eval_batch_size: samples of an evaluation batch; None for ``batch_size``.
-        shuffle: draw the samples in a new order every epoch.
+        shuffle: draw the samples in a new order every epoch; an IterableDataset keeps
+            its own.
         drop_last: leave out an incomplete last batch.
         collate_fn: makes a batch of samples; None for torch's default.
         num_workers: loading processes of each rank.
@@ -38,13 +41,16 @@ class TrainerConfig:
             1 under ``sync``, where ``batch_size`` is already the global batch, and the
             world size under ``cadence`` and ``async``. Or a number. ``"none"`` is 1.
         on_window_end: called on rank 0 with the `WindowMetrics` of every window, in the
-            training thread between two batches.
-        on_epoch_end: called on rank 0 with each `EpochRecord`.
+            training thread between two batches. What it raises ends the run on every
+            rank and leaves `Trainer.fit`, as from a loop that the user owns: a way to
+            stop, and no fault in it goes unseen.
+        on_epoch_end: called on rank 0 with each `EpochRecord`. What it raises ends the
+            run likewise, before the epoch's checkpoint.
         on_checkpoint: called on rank 0 at the end of an epoch with its number and a
             dictionary of ``"model"`` (the consensus' state dict, copied to the CPU),
             ``"epoch"`` and ``"samples"`` (trained on so far). The other ranks wait
             meanwhile, at most the run's ``timeout_s``. If it raises, that is logged
-            and training goes on.
+            and training goes on: a full disk does not cost the run.
         checkpoint_every_epochs: call it at the end of every so many epochs; None for
             each.
         run: settings of the run (policy, seed, and so on).
@@ -53,6 +59,7 @@ class TrainerConfig:
     dataset: Dataset[Any]
     batch_size: int
     epochs: int
+    samples_per_epoch: int | None = None
     eval_dataset: Dataset[Any] | None = None
     eval_batch_size: int | None = None
     shuffle: bool = True
@@ -75,13 +82,7 @@ class TrainerConfig:
             raise ConfigError(
                 f"expected a positive max_grad_norm, got {self.max_grad_norm!r}"
             )
-        try:
-            length = len(self.dataset)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise ConfigError(
-                "expected a map-style dataset with __len__ and __getitem__, got "
-                f"{type(self.dataset).__name__}"
-            ) from error
+        length = self.num_samples
         if length == 0:
             raise ConfigError("the dataset is empty; expected at least one sample")
         if self.drop_last and length < self.batch_size:
@@ -91,8 +92,42 @@ class TrainerConfig:
             )
         self._check_scale()
         self._check_callbacks()
+        if isinstance(self.eval_dataset, IterableDataset):
+            raise ConfigError(
+                "expected eval_dataset to be map-style, got an IterableDataset; its "
+                "parts are evaluated by index"
+            )
         if self.eval_dataset is not None and len(self.eval_dataset) == 0:  # type: ignore[arg-type]
             raise ConfigError("eval_dataset is empty; expected a sample, or None")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is an iterable one."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, an incomplete last batch included.
+
+        Raises:
+            ConfigError: nobody knows, or it is said of a data set that is no stream.
+        """
+        if self.samples_per_epoch is not None:
+            _whole("samples_per_epoch", self.samples_per_epoch)
+            if not self.is_stream:
+                raise ConfigError(
+                    "samples_per_epoch says how long an epoch of an IterableDataset "
+                    f"is; {type(self.dataset).__name__} is none"
+                )
+            return self.samples_per_epoch
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(
+                "expected a map-style dataset with __len__ and __getitem__, or an "
+                "IterableDataset with __len__ or samples_per_epoch, got "
+                f"{type(self.dataset).__name__}"
+            ) from error
 
     def lr_factor(self, world_size: int) -> float:
         """The number that ``lr_scale`` stands for."""
@@ -150,7 +185,8 @@ class EpochRecord:
         samples: trained on by all ranks.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
-        shares: each rank's part of the samples.
+        shares: each rank's part of the samples. In a run of more than 64 ranks only
+            rank 0 holds numbers per rank; the others hold one for all together.
         scalars: mean over samples of each scalar that was logged, and of ``"loss"``;
             values that were not finite are left out.
         busy_s: delivered time per rank (data wait, transfer and compute).
@@ -183,7 +219,8 @@ class RunReport:
         samples: trained on by all ranks in all epochs.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
-        busy_s: delivered time per rank (data wait, transfer and compute).
+        busy_s: delivered time per rank (data wait, transfer and compute); in a run of
+            more than 64 ranks, on ranks other than 0, of all together.
         data_wait_s: of it, waiting for data.
         sync_s: in reductions.
         synchronisations: how many.
@@ -208,7 +245,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What `Trainer.fit` returns, the same on every rank.
+    """What `Trainer.fit` returns, the same on every rank (but see `EpochRecord`).
 
     Attributes:
         model_state: state dict of the consensus, on the CPU.

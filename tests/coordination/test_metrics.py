@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.exact_mean import ExactSum, WeightedMean
+from elche.coordination.messages import EndEpoch, MetricsReported
 from elche.coordination.metrics import (
     EpochMetrics,
     MetricsBook,
     RankReport,
     WindowMetrics,
 )
+from elche.coordination.policy import EpochTotals
 from elche.errors import ProtocolError
 
 FLOATS = st.floats(
@@ -303,3 +305,57 @@ def test_a_report_costs_the_same_at_ten_thousand_ranks() -> None:
         return min(times_s)
 
     assert fastest_s(10_000) < 5.0 * fastest_s(1)
+
+
+def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEpoch]]:
+    totals = EpochTotals(0, world_size, 0.0)
+    for rank in range(world_size):
+        report = RankReport(
+            rank=rank,
+            samples=8 + rank,
+            busy_s=1.0 + rank,
+            data_wait_s=0.25,
+            sync_wait_s=0.5,
+            divergence=0.001 * rank,
+            scalars=(("loss", 16.0, 8.0),),
+        )
+        totals.add(0, report)
+    totals.close_window(0, 10.0, reader=0, sync_s=0.5)
+    told = totals.end_epoch(
+        range(world_size), 20.0, anchor=3, plan="a plan", left_out=((1, 2),)
+    )
+    metrics = [one for one in told if isinstance(one, MetricsReported)]
+    ends = [one for one in told if isinstance(one, EndEpoch)]
+    assert [one.rank for one in metrics] == [one.rank for one in ends]
+    assert [one.rank for one in ends] == list(range(world_size))
+    return metrics, ends
+
+
+def test_up_to_64_ranks_each_is_told_what_every_rank_did() -> None:
+    metrics, ends = told_of_an_epoch(64)
+    assert len({one.values for one in metrics}) == 1
+    assert len({(one.samples, one.busy_s, one.shares) for one in ends}) == 1
+    assert [one.plan for one in ends] == ["a plan"] + [""] * 63
+    assert [one.left_out for one in ends] == [((1, 2),)] + [()] * 63
+
+
+def test_of_more_ranks_only_the_first_is_told_and_the_others_the_totals() -> None:
+    metrics, ends = told_of_an_epoch(65)
+    whole = EpochMetrics.from_json(metrics[0].values)
+    assert whole.rank_samples == ends[0].samples == tuple(range(8, 73))
+    for one, end in zip(metrics[1:], ends[1:], strict=True):
+        small = EpochMetrics.from_json(one.values)
+        assert small == whole.totals()
+        assert (small.samples, small.samples_per_s) == (whole.samples, 130.0)
+        assert (small.scalars, small.parameter_norm) == ({"loss": 2.0}, None)
+        assert small.rank_samples_per_s == (2600 / 2145,)
+        assert (small.divergence, small.shares) == ((0.064,), (1.0,))
+        assert (end.samples, end.busy_s, end.shares) == ((2600,), (2145.0,), (1.0,))
+        assert (end.windows, end.anchor, end.sync_s) == (1, 3, 0.5)
+
+
+def test_what_ten_thousand_ranks_are_told_grows_with_their_number_alone() -> None:
+    metrics, ends = told_of_an_epoch(10_000)
+    told_bytes = sum(len(one.values) for one in metrics[1:])
+    assert told_bytes < 10_000 * 600
+    assert sum(len(one.samples) + len(one.shares) for one in ends[1:]) < 2 * 10_000

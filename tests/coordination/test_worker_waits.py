@@ -72,6 +72,8 @@ class Shell:
 class ScriptedFeed:
     """A loader that prefetches; ``when_empty`` is what comes in when it runs dry."""
 
+    transfer_s = 0.0
+
     def __init__(self, shell: Shell, prefetched: int) -> None:
         self.shell = shell
         self.prefetched = prefetched
@@ -154,7 +156,7 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
         positions,
         Sync(),  # type: ignore[arg-type]
         WindowLoop(CostEstimate(), overlapped=False),
-        EpochHooks(lambda error: None, lambda: None, lambda wait: ()),
+        EpochHooks(lambda error: None, lambda: None, lambda wait: (), lambda: 0.0),
     )
     feed.refill = epoch.refill
     return shell, feed, epoch

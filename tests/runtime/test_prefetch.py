@@ -437,6 +437,20 @@ def test_the_times_of_a_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ahead.data_wait_s, ahead.transfer_s) == (0.25, 0.125)
 
 
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")])
+def test_the_times_of_a_take_without_a_copy_stream(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """On the CPU there is nothing to move, and that is measured too."""
+    ticks = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.5 * next(ticks))
+    left = deque([("first", torch.zeros(2)), None])
+    ahead = DevicePrefetcher[Any].on(left.popleft, device)
+    for _ in range(2):
+        ahead.take()
+        assert (ahead.data_wait_s, ahead.transfer_s) == (0.5, 0.5)
+
+
 def test_what_only_its_own_to_can_move_is_moved_when_handed_out() -> None:
     class Graph:
         moved_to: torch.device | None = None

@@ -189,6 +189,14 @@ class EpochLedger:
         self._take(start, stop)
         self._granted(holder, (start, stop))
 
+    def is_pooled(self, start: int, stop: int) -> bool:
+        """Whether nobody holds any of the batches ``start <= batch < stop``."""
+        return any(begin <= start < stop <= end for begin, end in self._pool)
+
+    def pooled_ranges(self) -> tuple[Range, ...]:
+        """What nobody holds."""
+        return tuple(self._pool)
+
     def skip(self, batches: int) -> None:
         """The first batches have been committed under another account."""
         if batches:
@@ -362,8 +370,11 @@ class EpochLedger:
         )
 
     def _return(self, parts: Sequence[Range]) -> None:
-        """Puts batches back to the front of the pool, in order."""
-        self._pool.extendleft(sorted(parts, reverse=True))
+        """Puts batches back into the pool, in order, ranges that touch joined."""
+        pooled = sorted([*parts, *self._pool])
+        self._pool.clear()
+        for part in pooled:
+            _append(self._pool, part)
         self._pooled += _count(parts)
 
 

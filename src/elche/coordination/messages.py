@@ -59,7 +59,9 @@ class EpochOpened:
 class StepsDone:
     """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
 
-    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``).
+    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``); of
+    it, ``data_wait_s`` waiting for data and ``transfer_s`` moving them to the device.
+    ``parameter_norm`` is said once per epoch, by the first rank, and 0.0 otherwise.
     ``warm`` is False when the steps held a first batch, which is not timed.
     ``backward_passes`` of the run so far were reduced: as many on every rank.
     """
@@ -74,6 +76,8 @@ class StepsDone:
     sync_wait_s: float
     warm: bool
     backward_passes: int
+    transfer_s: float = 0.0
+    parameter_norm: float = 0.0
     scalars: Scalars = ()
 
 
@@ -81,8 +85,9 @@ class StepsDone:
 class BatchesDone:
     """Windows: a rank has trained on the batches ``start <= batch < stop`` of a lease.
 
-    ``busy_s`` is delivered time. Of the batches ``timed`` took ``timed_s``: a first one
-    of its kind (compilation) is not timed.
+    ``busy_s`` is delivered time; of it, ``data_wait_s`` waiting for data and
+    ``transfer_s`` moving them to the device. Of the batches ``timed`` took ``timed_s``:
+    a first one of its kind (compilation) is not timed.
     """
 
     rank: int
@@ -95,6 +100,7 @@ class BatchesDone:
     data_wait_s: float
     timed: int
     timed_s: float
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

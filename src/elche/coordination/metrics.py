@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from elche.coordination.exact_mean import WeightedMean
@@ -54,6 +54,9 @@ class RankReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """What the ranks did over some time; tuples of numbers have one per rank.
+
+    In a run of many ranks only the first one is told of each; the others are told
+    `totals`.
 
     Attributes:
         epoch: counted from 0.
@@ -115,6 +118,22 @@ class Metrics:
         """Delivered time without data wait and transfer."""
         parts = zip(self.busy_s, self.data_wait_s, self.transfer_s, strict=True)
         return tuple(max(0.0, busy - data - transfer) for busy, data, transfer in parts)
+
+    def totals(self: Kind) -> Kind:
+        """The same with one number for all ranks together, in place of one per rank.
+
+        Sums, and the largest divergence: `samples` and `samples_per_s` stay what they
+        were, `rank_samples_per_s` is the mean rank's.
+        """
+        return replace(
+            self,
+            rank_samples=(sum(self.rank_samples),),
+            busy_s=(math.fsum(self.busy_s),),
+            data_wait_s=(math.fsum(self.data_wait_s),),
+            transfer_s=(math.fsum(self.transfer_s),),
+            sync_wait_s=(math.fsum(self.sync_wait_s),),
+            divergence=(max(self.divergence),) if self.divergence else (),
+        )
 
     @property
     def scalars(self) -> dict[str, float]:

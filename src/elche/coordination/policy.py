@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
@@ -16,6 +16,12 @@ from elche.coordination.messages import (
 )
 from elche.coordination.metrics import MetricsBook, RankReport
 from elche.errors import TransitionError
+
+TABLE_RANKS = 64
+"""In a run of more ranks only the first is told what each did, the others the totals.
+
+A table for each of 10,000 ranks would be three gigabytes at every epoch's end.
+"""
 
 
 class EpochTotals:
@@ -74,29 +80,48 @@ class EpochTotals:
         plan: str,
         left_out: tuple[tuple[int, int], ...] = (),
     ) -> list[Instruction]:
-        """The same report to every rank; the plan to the first one only."""
-        brought = self._book.end_epoch(now_s)
-        values = brought.to_json()
+        """What the epoch brought, to every rank; plan and names to the first one only.
+
+        The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
+        did is told to the first one only, and the totals to the others.
+        """
+        first, whole = min(ranks), self._book.end_epoch(now_s)
+        small = whole.totals() if len(whole.rank_samples) > TABLE_RANKS else whole
+        whole_json = whole.to_json()
+        small_json = whole_json if small is whole else small.to_json()
         told: list[Instruction] = [
-            MetricsReported(rank=rank, epoch=self._epoch, window=-1, values=values)
-            for rank in ranks
-        ]
-        shares = brought.shares
-        return told + [
-            EndEpoch(
+            MetricsReported(
                 rank=rank,
                 epoch=self._epoch,
-                samples=brought.rank_samples,
-                busy_s=brought.busy_s,
-                data_wait_s=brought.data_wait_s,
-                sync_s=self.sync_s,
-                windows=self.windows,
-                anchor=anchor,
-                shares=shares,
-                left_out=left_out,
-                plan=plan if rank == min(ranks) else "",
+                window=-1,
+                values=whole_json if rank == first else small_json,
             )
             for rank in ranks
+        ]
+        common = EndEpoch(
+            rank=first,
+            epoch=self._epoch,
+            samples=whole.rank_samples,
+            busy_s=whole.busy_s,
+            data_wait_s=whole.data_wait_s,
+            sync_s=self.sync_s,
+            windows=self.windows,
+            anchor=anchor,
+            shares=whole.shares,
+            left_out=left_out,
+            plan=plan,
+        )
+        others = replace(
+            common,
+            samples=small.rank_samples,
+            busy_s=small.busy_s,
+            data_wait_s=small.data_wait_s,
+            shares=small.shares,
+            left_out=(),
+            plan="",
+        )
+        return told + [
+            common if rank == first else replace(others, rank=rank) for rank in ranks
         ]
 
 

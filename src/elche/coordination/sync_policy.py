@@ -191,7 +191,9 @@ class SyncPolicy(Policy):
                 samples=event.samples,
                 busy_s=event.busy_s,
                 data_wait_s=event.data_wait_s,
+                transfer_s=event.transfer_s,
                 sync_wait_s=event.sync_wait_s,
+                parameter_norm=event.parameter_norm or None,
                 scalars=event.scalars,
             ),
         )

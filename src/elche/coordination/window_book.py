@@ -216,7 +216,7 @@ def check_claim(event: BatchesDone, samples: int) -> None:
             f"rank {event.rank} claims {event.samples} samples of batches "
             f"{event.start}..{event.stop - 1}, which have {samples}"
         )
-    times = (event.busy_s, event.data_wait_s, event.timed_s)
+    times = (event.busy_s, event.data_wait_s, event.transfer_s, event.timed_s)
     if not all(0.0 <= time_s < math.inf for time_s in times) or not (
         0 <= event.timed <= event.stop - event.start
     ):

@@ -6,7 +6,10 @@ that twice is left out, and named. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.ledger import Range
 from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction
@@ -30,8 +33,25 @@ def reject_unusable(state: WindowState) -> None:
                     state.left_out.append((batch, batch + 1))
 
 
-def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instruction]:
-    """Plans the reduction with what the ranks really did, or as was recorded."""
+def leave_out_untried(state: WindowState) -> None:
+    """A plan is over: what it does not try a second time is left out."""
+    for start, stop in state.ledger.pooled_ranges():
+        for batch in range(start, stop):
+            if (batch, batch + 1) in state.rejected:
+                state.ledger.leave_out(batch, batch + 1)
+                state.left_out.append((batch, batch + 1))
+
+
+def begin_reduction(
+    state: WindowState,
+    planner: ReductionPlanner,
+    trained: Mapping[int, tuple[Range, ...]],
+) -> list[Instruction]:
+    """Plans the reduction with what the ranks really did, or as was recorded.
+
+    ``trained`` is what each rank closed the window with, also where it was rejected:
+    a replay does, and rejects, the same.
+    """
     state.reduction = Reduction(state.book.window, state.members)
     state.reduced_parts = dict(state.book.parts)
     planned = state.planned(state.book.window)
@@ -45,11 +65,15 @@ def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instr
             state.pacing.el_che.total_batches,
         )
     state.reduction_settings = settings
-    _record(state, settings)
+    _record(state, settings, trained)
     return [*planner.plan(state.reduced_parts, settings, state.epoch, state.reduction)]
 
 
-def _record(state: WindowState, settings: dict[str, object]) -> None:
+def _record(
+    state: WindowState,
+    settings: dict[str, object],
+    trained: Mapping[int, tuple[Range, ...]],
+) -> None:
     """Writes down what the window did, for a replay."""
     ranks = sorted(state.members)
     opened = [state.book.parts[rank].opened for rank in ranks]
@@ -58,7 +82,7 @@ def _record(state: WindowState, settings: dict[str, object]) -> None:
     first = next(plan for plan in opened if plan is not None)
     state.record.windows.append(
         WindowPlan(
-            parts=[list(state.ledger.parts(rank)) for rank in ranks],
+            parts=[list(trained[rank]) for rank in ranks],
             adopt_at=[
                 reports[rank].adopted_at if rank in reports else 0 for rank in ranks
             ],

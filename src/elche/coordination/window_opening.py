@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.messages import (
     CloseWindow,
     GrantBatches,
@@ -81,7 +82,7 @@ def grant_planned(state: WindowState) -> list[Instruction]:
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
             break
         plan = state.source.window(state.planned_until - state.first_window)
-        if plan is None:
+        if plan is None or not _is_there(state, plan):
             break
         state.planned_until += 1
         for rank, parts in zip(ranks, plan.parts, strict=True):
@@ -91,6 +92,21 @@ def grant_planned(state: WindowState) -> list[Instruction]:
                     GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
                 )
     return granted
+
+
+def _is_there(state: WindowState, plan: WindowPlan) -> bool:
+    """Whether a plan's batches can be leased: a second try waits for the first."""
+    parts = [part for parts in plan.parts for part in parts]
+    return all(state.ledger.is_pooled(start, stop) for start, stop in parts)
+
+
+def _is_owed(state: WindowState, rank: int) -> bool:
+    """Whether a plan has more for a rank in the window that it is in."""
+    if state.source is None:
+        return False
+    plan = state.planned(state.book.window_of(rank))
+    done = state.book.part(rank).batches
+    return plan is not None and done < plan.batches(state.place(rank))
 
 
 def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
@@ -111,6 +127,7 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
             continue
         starved = nothing_left or (others_wait and rank in state.leasing.hungry)
         is_idle = starved and not state.ledger.leased(rank)
+        is_idle = is_idle and not _is_owed(state, rank)
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.is_draining or is_idle or is_held:
             part.told_to_close = True

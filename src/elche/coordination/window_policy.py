@@ -28,7 +28,11 @@ from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.throttle import Throttle
 from elche.coordination.window_book import check_claim
-from elche.coordination.window_closing import begin_reduction, reject_unusable
+from elche.coordination.window_closing import (
+    begin_reduction,
+    leave_out_untried,
+    reject_unusable,
+)
 from elche.coordination.window_members import add_member, remove_member, settle
 from elche.coordination.window_opening import (
     calibrate,
@@ -209,6 +213,7 @@ class WindowPolicy(Policy):
                 samples=event.samples,
                 busy_s=event.busy_s,
                 data_wait_s=event.data_wait_s,
+                transfer_s=event.transfer_s,
             ),
         )
         state.leasing.trained(rank, now_s)
@@ -265,20 +270,12 @@ class WindowPolicy(Policy):
     def _end_window(self, now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
+        trained = {rank: state.ledger.parts(rank) for rank in state.members}
         reject_unusable(state)
         touched = any(part.batches for part in state.book.parts.values())
+        if not touched:
+            self._end_plan()
         over = not state.has_work
-        if (
-            state.source is not None
-            and state.source.window(state.book.window - state.first_window) is None
-            and state.ledger.pooled
-            and not touched
-            and not state.is_draining
-        ):
-            raise ConfigError(
-                f"the recorded run left epoch {state.epoch} before its end, this run's "
-                "loop goes on; leave it at the same batch"
-            )
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.source is not None and touched
         state.is_final = over and state.book.is_untouched and not follows
@@ -294,13 +291,31 @@ class WindowPolicy(Policy):
                     state.book.parts, state.last_reduction, is_tail=is_tail
                 )
             )
-        told = begin_reduction(state, self._planner)
+        told = begin_reduction(state, self._planner, trained)
         state.progress_samples += state.ledger.stage()
         state.planned_samples = 0
         self._advance()
         if not state.is_final:
             told += self._next_window(now_s)
         return self._outcome(told)
+
+    def _end_plan(self) -> None:
+        """Nobody trained in this window: what is left of the epoch where a plan ends.
+
+        Raises:
+            ConfigError: the recorded loop broke off here, and this one does not.
+        """
+        state = self._state
+        if state.source is None or state.is_draining:
+            return
+        if state.source.window(state.book.window - state.first_window) is not None:
+            return
+        leave_out_untried(state)
+        if state.ledger.pooled:
+            raise ConfigError(
+                f"the recorded run left epoch {state.epoch} before its end, this run's "
+                "loop goes on; leave it at the same batch"
+            )
 
     def _advance(self) -> None:
         state = self._state

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
@@ -102,11 +102,6 @@ def check_shared(
     Raises:
         ConfigError: what, and what to do instead.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigError(
-            "an IterableDataset cannot be divided exactly yet; expected a map-style "
-            "dataset (with __getitem__ and __len__)"
-        )
     try:
         len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError as error:

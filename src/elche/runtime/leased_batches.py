@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from elche.runtime.leased_data import BatchFeed, IndexBatch
-from elche.runtime.positions import EpochPositions
+from elche.runtime.positions import EpochPositions, check_length
 from elche.runtime.prefetch import DevicePrefetcher
 from elche.runtime.resident_data import ResidentDataset
+from elche.runtime.stream_data import StreamView
 
 
 class LeasedBatches:
@@ -34,6 +35,7 @@ class LeasedBatches:
         device: torch.device,
         refill: Callable[[], None],
     ) -> None:
+        self._loader = loader
         self._device = device
         self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
         self._resident = ResidentDataset.of(loader) if device.type == "cuda" else None
@@ -48,8 +50,25 @@ class LeasedBatches:
         """Whether a batch is queued, loading, or on its way to the device."""
         return self._prefetcher.has_batch or self._feed.has_work
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that the last :meth:`take` spent on moving batches to the device.
+
+        That is the training thread's time. A copy that runs beside the training costs
+        it nothing but its beginning.
+        """
+        return self._prefetcher.transfer_s
+
     def start(self, positions: EpochPositions) -> None:
-        """Begins an epoch."""
+        """Begins an epoch, on all ranks together.
+
+        Raises:
+            MismatchError: this rank's data are not those of the others.
+            ConfigError: a stream ends at once.
+        """
+        check_length(self._loader, positions)
+        if isinstance(self._loader.dataset, StreamView):
+            self._loader.dataset.begin_epoch(positions.epoch)
         self._feed.start(self._load_here(positions))
 
     def push(self, tag: Any, batch: IndexBatch) -> None:

@@ -9,26 +9,27 @@ pinning are the user's.
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from elche.runtime.sample_seeds import seed_generators, untraced_generators
+from elche.runtime.stream_data import Stamped, StreamView, loading_options
 
 Tag = TypeVar("Tag")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexBatch:
-    """Keys of a dataset to load together, with a seed for each if asked."""
+    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
 
     keys: Sequence[Any]
     seeds: Sequence[int] | None = None
+    epoch: int = 0
 
 
 class _NoBatch:
@@ -51,6 +52,8 @@ class LeasedDataset(Dataset[Any]):
         dataset = self._elche_dataset
         if not batch.keys:
             return NO_BATCH
+        if isinstance(dataset, StreamView):
+            return dataset.read(batch.epoch, batch.keys)
         if batch.seeds is not None:
             return _load_seeded(dataset, batch.keys, batch.seeds)
         many = getattr(dataset, "__getitems__", None)
@@ -91,7 +94,55 @@ class LeasedCollate:
         """Collates what the dataset gave."""
         if data is NO_BATCH:
             return NO_BATCH
-        return self.collate(data[0] if self.single else data)
+        if isinstance(data, Stamped):
+            return Stamped(self._collated(data.data), data.stamp)
+        return self._collated(data)
+
+    def _collated(self, items: Any) -> Any:
+        return self.collate(items[0] if self.single else items)
+
+
+class _LeaseSampler(Generic[Tag]):
+    """What a DataLoader draws its index batches from; never blocks.
+
+    Apart from the feed, so that no circle of references keeps a run that has ended,
+    with all its memory, until Python happens to look for circles.
+
+    Args:
+        refill: called when the loader draws and nothing is queued; may push.
+
+    Attributes:
+        queued: index batches that are to be drawn, with their tags.
+        drawn: tags of those that were, None for empty or discarded ones.
+        has_ended: nothing more will be queued.
+    """
+
+    def __init__(self, refill: Callable[[], None]) -> None:
+        self._refill = refill
+        self.queued: deque[tuple[Tag, IndexBatch]] = deque()
+        self.drawn: deque[Tag | None] = deque()
+        self.has_ended = False
+
+    def refill(self) -> bool:
+        """Whether anything is queued, having asked for it."""
+        if not self.queued and not self.has_ended:
+            self._refill()
+        return bool(self.queued)
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        while True:
+            if self.refill():
+                tag, batch = self.queued.popleft()
+                self.drawn.append(tag)
+                yield batch
+            elif self.has_ended:
+                return
+            else:
+                self.drawn.append(None)
+                yield IndexBatch(())
+
+    def __len__(self) -> int:
+        return len(self.queued)
 
 
 class BatchFeed(Generic[Tag]):
@@ -109,12 +160,10 @@ class BatchFeed(Generic[Tag]):
         generator: torch.Generator,
         refill: Callable[[], None],
     ) -> None:
-        self._refill = refill
-        self._queued: deque[tuple[Tag, IndexBatch]] = deque()
-        self._drawn: deque[Tag | None] = deque()
-        self._ended = False
+        self._sampler: _LeaseSampler[Tag] = _LeaseSampler(refill)
         self._load: Callable[[IndexBatch], Any] | None = None
-        self._loader = leased_loader(loader, self, generator)
+        self._dataset = loader.dataset
+        self._loader = leased_loader(loader, self._sampler, generator)
         self._iterator: Iterator[Any] | None = None
 
     def start(self, load: Callable[[IndexBatch], Any] | None = None) -> None:
@@ -125,41 +174,41 @@ class BatchFeed(Generic[Tag]):
                 the DataLoader.
         """
         self._load = load
-        self._queued.clear()
-        self._drawn.clear()
-        self._ended = False
+        self._sampler.queued.clear()
+        self._sampler.drawn.clear()
+        self._sampler.has_ended = False
         self._iterator = None
 
     @property
     def has_work(self) -> bool:
         """Whether a batch is queued, or drawn and still to come out."""
-        return bool(self._queued) or any(tag is not None for tag in self._drawn)
+        sampler = self._sampler
+        return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
 
     def push(self, tag: Tag, batch: IndexBatch) -> None:
         """Queues an index batch; it comes out of :meth:`next` with its tag."""
-        self._queued.append((tag, batch))
+        self._sampler.queued.append((tag, batch))
 
     def end(self) -> None:
         """Nothing more will be pushed in this epoch."""
-        self._ended = True
+        self._sampler.has_ended = True
 
     def discard(self) -> None:
         """Drops what is queued and what was drawn ahead."""
-        self._queued.clear()
-        self._drawn = deque(None for _ in self._drawn)
+        self._sampler.queued.clear()
+        self._sampler.drawn = deque(None for _ in self._sampler.drawn)
 
     def next(self) -> tuple[Tag, Any] | None:
         """The next loaded batch with its tag; None if none was there to load.
 
         Raises:
+            MismatchError: a process that loads reads another stream than the others.
             Whatever the user's dataset or collate function raises.
         """
         if self._load is not None:
-            if not self._queued and not self._ended:
-                self._refill()
-            if not self._queued:
+            if not self._sampler.refill():
                 return None
-            queued, batch = self._queued.popleft()
+            queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
         if self._iterator is None:
             self._iterator = iter(self._loader)
@@ -167,57 +216,33 @@ class BatchFeed(Generic[Tag]):
             data = next(self._iterator)
         except StopIteration:
             return None
-        tag = self._drawn.popleft()
+        tag = self._sampler.drawn.popleft()
         if tag is None or data is NO_BATCH:
             return None
+        if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
+            self._dataset.check(data.stamp)
+            data = data.data
         return tag, data
 
     def finish(self) -> None:
         """Ends the epoch; workers of the user's loader stay if it keeps them."""
-        self._ended = True
+        self.end()
         self.discard()
         self._iterator = None
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        """The sampler's side: what the loader draws."""
-        while True:
-            if not self._queued and not self._ended:
-                self._refill()
-            if self._queued:
-                tag, batch = self._queued.popleft()
-                self._drawn.append(tag)
-                yield batch
-            elif self._ended:
-                return
-            else:
-                self._drawn.append(None)
-                yield IndexBatch(())
-
-    def __len__(self) -> int:
-        return len(self._queued)
 
 
 def leased_loader(
     loader: DataLoader[Any], sampler: Any, generator: torch.Generator
 ) -> DataLoader[Any]:
     """The user's loader with another batch sampler; everything else as it was."""
-    options: dict[str, Any] = {}
-    if loader.num_workers > 0:
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["persistent_workers"] = loader.persistent_workers
-        options["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(
         LeasedDataset(loader.dataset),
         batch_sampler=sampler,
-        num_workers=loader.num_workers,
         collate_fn=LeasedCollate(
             loader.collate_fn or default_collate, single=loader.batch_sampler is None
         ),
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
         generator=generator,
-        **options,
+        **loading_options(loader),
     )
 
 
@@ -226,36 +251,11 @@ def horizon_batches(loader: DataLoader[Any]) -> int:
     return loader.num_workers * (loader.prefetch_factor or 2) + 1
 
 
-def position_seed(seed: int, epoch: int, position: int) -> int:
-    """The seed of a sample's augmentation, the same whatever rank loads it."""
-    text = f"{seed}/{epoch}/{position}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
 def _load_seeded(dataset: Any, keys: Sequence[Any], seeds: Sequence[int]) -> list[Any]:
-    """Loads each key with its own seed; in the training process, leaves no trace."""
-    numpy = _numpy_random()
-    in_worker = get_worker_info() is not None
-    kept = None if in_worker else (random.getstate(), torch.get_rng_state())
-    kept_numpy = None if in_worker or numpy is None else numpy.get_state()
+    """Loads each key with its own seed."""
     items = []
-    try:
+    with untraced_generators():
         for key, seed in zip(keys, seeds, strict=True):
-            random.seed(seed)
-            torch.default_generator.manual_seed(seed)
-            if numpy is not None:
-                numpy.seed(seed & 0xFFFFFFFF)
+            seed_generators(seed)
             items.append(dataset[key])
-    finally:
-        if kept is not None:
-            random.setstate(kept[0])
-            torch.set_rng_state(kept[1])
-        if numpy is not None and kept_numpy is not None:
-            numpy.set_state(kept_numpy)
     return items
-
-
-def _numpy_random() -> Any:
-    """Numpy's global generator, if the program uses numpy at all."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random

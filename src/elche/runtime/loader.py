@@ -32,11 +32,23 @@ class RunLoader(LoaderLike):
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
     rank gets whole batches, as many as its speed allows, so a loop body runs a
     different number of times on each rank. ``len()`` is the single-process length.
+
+    Args:
+        loader: the user's loader.
+        positions: the loader of the same data that the run divides.
+        run: the run.
     """
 
-    def __init__(self, loader: DataLoader[Any], run: Run) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], positions: DataLoader[Any], run: Run
+    ) -> None:
         super().__init__(loader)
+        self._positions = positions
         self._run = run
+
+    def __len__(self) -> int:
+        """Batches of an epoch in a single process, whatever this rank's share."""
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.epoch()

@@ -9,12 +9,18 @@ from typing import Any
 
 import msgpack
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from elche.comm.process_group import Group
 from elche.coordination.ledger import BatchSizes
-from elche.errors import ConfigError
-from elche.runtime.leased_data import IndexBatch, position_seed
+from elche.errors import ConfigError, MismatchError
+from elche.runtime.leased_data import IndexBatch
+from elche.runtime.sample_seeds import position_seed
 
 
 class EpochPositions:
@@ -47,6 +53,12 @@ class EpochPositions:
         self.num_batches = batch
 
     @property
+    def key_range(self) -> tuple[int, int]:
+        """The smallest and the largest key, where they are integers."""
+        assert isinstance(self._keys, torch.Tensor)
+        return int(self._keys.min()), int(self._keys.max())
+
+    @property
     def has_integer_keys(self) -> bool:
         """Whether positions are indices, as of a sequence."""
         return isinstance(self._keys, torch.Tensor)
@@ -67,10 +79,11 @@ class EpochPositions:
         keys = self._keys[begin:end]
         plain = keys.tolist() if isinstance(keys, torch.Tensor) else list(keys)
         if self._seed is None:
-            return IndexBatch(plain)
+            return IndexBatch(plain, epoch=self.epoch)
         return IndexBatch(
             plain,
             [position_seed(self._seed, self.epoch, at) for at in range(begin, end)],
+            self.epoch,
         )
 
 
@@ -99,6 +112,36 @@ def enumerate_batches(
         )
     keys = [key for batch in batches for key in batch]
     return keys, BatchSizes.of([len(batch) for batch in batches])
+
+
+def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
+    """Refuses an epoch that this rank's data set has not got.
+
+    Looks only at torch's own samplers, whose keys and lengths mean what they say.
+
+    Raises:
+        MismatchError: the data set has another length than rank 0's, whose sampler
+            drew the epoch.
+    """
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if batches is not None:
+        if type(batches) is not BatchSampler:
+            return
+        sampler = batches.sampler  # the loader's own is not drawn from
+    known = type(sampler) in (SequentialSampler, RandomSampler)
+    if not known or not positions.has_integer_keys:
+        return
+    samples, length = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if batches is not None and batches.drop_last:
+        samples -= samples % batches.batch_size
+    drawn, last = positions.sizes.num_samples, positions.key_range[1]
+    if samples != drawn or last >= length:
+        raise MismatchError(
+            f"the data set has {length} samples on this rank, which makes "
+            f"{samples} in an epoch, but epoch {positions.epoch} was drawn on rank 0 "
+            f"with {drawn}, up to number {last}; change the length of a data set "
+            "between epochs, and on every rank alike"
+        )
 
 
 def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]:

@@ -236,11 +236,10 @@ class DevicePrefetcher(Generic[Tag]):
         got = self._next_batch()
         taken_s = time.perf_counter()
         self.data_wait_s = taken_s - began_s
-        if got is None or self._device.type == "cpu":
-            return got
-        moved = to_device(got[1], self._device)
+        if got is not None and self._device.type != "cpu":
+            got = got[0], to_device(got[1], self._device)
         self.transfer_s = time.perf_counter() - taken_s
-        return got[0], moved
+        return got
 
     def _fetch(self, copies: CopyStream) -> bool:
         """Takes one batch from the loader and begins its copy; False if none came."""

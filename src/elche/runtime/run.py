@@ -282,6 +282,13 @@ class Run:
             if isinstance(run, SyncEpoch) and run.switch is not None:
                 run = self._under_way = self._switched(run, positions)
                 yield from run.batches()
+        except Exception as error:
+            self._pending_error = CommunicationError(
+                f"epoch {self._epoch} was broken off on rank {self.worker.rank} by "
+                f"{error!r}, which the loop caught; other ranks wait for what this "
+                "one was given, so the run cannot go on"
+            )
+            raise
         finally:
             if not self._closed:
                 batches.finish()
@@ -370,6 +377,7 @@ class Run:
             self._keep_error,
             self._synchroniser.check,
             self.news.drain_scalars,
+            self._synchroniser.parameter_norm,
         )
 
     def _keep_error(self, error: ElcheError) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from elche.coordination.messages import Scalars
 from elche.coordination.metrics import (
@@ -26,6 +26,7 @@ from elche.runtime.leased_data import BatchFeed
 from elche.runtime.loader import LoaderLike
 from elche.runtime.positions import EpochPositions, enumerate_batches
 from elche.runtime.scalars import ScalarLog
+from elche.runtime.stream_data import StreamView
 from elche.runtime.transfer import batch_length, to_device
 
 WINDOW_S = 1.0
@@ -90,7 +91,7 @@ class SingleRun(LoaderLike):
 
     def __iter__(self) -> Iterator[Any]:
         number = self._begin_epoch()
-        batches = self._loader if self._seed is None else self._seeded()
+        batches = self._by_position() if self._has_positions else self._loader
         began_s = self._opened_s
         try:
             for data in batches:
@@ -106,7 +107,18 @@ class SingleRun(LoaderLike):
             if number == self._epoch:
                 self._end_epoch()
 
-    def _seeded(self) -> Iterator[Any]:
+    @property
+    def _has_positions(self) -> bool:
+        """Whether samples are drawn by position, not as the loader comes to them."""
+        data = self._loader.dataset
+        if isinstance(data, IterableDataset):
+            return False  # nobody knows its length
+        return self._seed is not None or isinstance(data, StreamView)
+
+    def _by_position(self) -> Iterator[Any]:
+        data = self._loader.dataset
+        if isinstance(data, StreamView):
+            data.begin_epoch(self._epoch)
         keys, sizes = enumerate_batches(self._loader, self._epoch)
         positions = EpochPositions(keys, sizes, self._epoch, self._seed)
         if self._feed is None:

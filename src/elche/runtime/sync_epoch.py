@@ -46,6 +46,7 @@ class _Measured:
     samples: int = 0
     busy_s: float = 0.0
     data_wait_s: float = 0.0
+    transfer_s: float = 0.0
     sync_wait_s: float = 0.0
     warm: bool = True
 
@@ -119,6 +120,7 @@ class SyncEpoch:
                 return
             step, data = got
             ready_s = time.monotonic()
+            transfer_s = self._leased.transfer_s
             self._hooks.check()
             self._reducer.begin_step(step.scale, step.active_ranks)
             self._worker.span("data wait", "data wait", began_s, ready_s)
@@ -127,7 +129,8 @@ class SyncEpoch:
             self._worker.pace_device()
             self._worker.span(f"step {number}", "batch", ready_s, samples=step.samples)
             now_s = time.monotonic()
-            self._account(step, now_s - began_s, ready_s - began_s)
+            self._measured.transfer_s += transfer_s
+            self._account(step, now_s - began_s, ready_s - began_s - transfer_s)
             began_s = now_s
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")
@@ -180,7 +183,7 @@ class SyncEpoch:
         sync_wait_s = self._reducer.wait_s
         measured.samples += step.samples
         measured.busy_s += step_s - sync_wait_s
-        measured.data_wait_s += data_wait_s
+        measured.data_wait_s += max(0.0, data_wait_s)
         measured.sync_wait_s += sync_wait_s
         measured.warm &= not self._worker.is_cold
         self._worker.is_cold = False
@@ -188,6 +191,7 @@ class SyncEpoch:
         if self._grants and step.step + 1 == self._grants[0].stop:
             grant = self._grants.popleft()
             is_last = grant.stop == self._positions.num_batches
+            tells_norm = is_last and self._worker.rank == 0
             self._worker.send(
                 StepsDone(
                     rank=self._worker.rank,
@@ -200,6 +204,8 @@ class SyncEpoch:
                     sync_wait_s=measured.sync_wait_s,
                     warm=measured.warm,
                     backward_passes=self._reducer.backward_passes,
+                    transfer_s=measured.transfer_s,
+                    parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
                     scalars=self._hooks.scalars(is_last),
                 )
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from elche.comm.buffers import BufferAverager
 from elche.comm.process_group import Group
@@ -101,6 +102,10 @@ class Synchroniser:
                 "parameters were frozen, unfrozen or added inside an epoch; do it "
                 "between epochs, on every rank"
             )
+
+    def parameter_norm(self) -> float:
+        """The L2 norm of what is trained; waits for the device."""
+        return float(get_total_norm([p.detach() for p in self._trainable]))
 
     def layout(self) -> str:
         """What is trained now, and whether that has changed since the last epoch."""

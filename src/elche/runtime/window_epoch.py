@@ -38,11 +38,13 @@ class EpochHooks:
         on_error: told about an error that a `break` cannot raise.
         check: called at the end of every window; raises if the run cannot go on.
         scalars: what the user logged since it was last asked; True waits for all.
+        parameter_norm: the L2 norm of what is trained; waits for the device.
     """
 
     on_error: Callable[[ElcheError], None]
     check: Callable[[], None]
     scalars: Callable[[bool], Scalars]
+    parameter_norm: Callable[[], float]
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class _Unreported:
     samples: int = 0
     busy_s: float = 0.0
     data_wait_s: float = 0.0
+    transfer_s: float = 0.0
     timed: int = 0
     timed_s: float = 0.0
 
@@ -88,6 +91,7 @@ class WindowEpoch:
         self._leases: deque[tuple[int, int]] = deque()
         self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, float, float] | None = None
+        self._transfer_s = 0.0
         self._is_leaving = False
         self._closed_s = 0.0
         self._waited_s = 0.0
@@ -141,6 +145,7 @@ class WindowEpoch:
             ready_s = time.monotonic()
             self._worker.span("data wait", "data wait", began_s, ready_s)
             self._in_hand = (batch, began_s, ready_s)
+            self._transfer_s = self._leased.transfer_s
             self._sync.begin_batch(self._positions.samples_of(batch))
             yield data
             self._batch_done()
@@ -202,7 +207,8 @@ class WindowEpoch:
         part.stop = batch + 1
         part.samples += samples
         part.busy_s += busy_s
-        part.data_wait_s += ready_s - began_s
+        part.data_wait_s += max(0.0, ready_s - began_s - self._transfer_s)
+        part.transfer_s += self._transfer_s
         if is_timed:
             part.timed += 1
             part.timed_s += busy_s
@@ -234,6 +240,7 @@ class WindowEpoch:
                 data_wait_s=part.data_wait_s,
                 timed=part.timed,
                 timed_s=part.timed_s,
+                transfer_s=part.transfer_s,
             )
         ]
 

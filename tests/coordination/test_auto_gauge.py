@@ -1,0 +1,176 @@
+"""What `auto` measures, from what ranks report."""
+
+from __future__ import annotations
+
+import pytest
+
+from elche.config import RunConfig
+from elche.coordination.auto_gauge import Gauge
+from elche.coordination.messages import BatchesDone, StepsDone, WindowReduced
+
+BATCH = 32
+
+
+def gauge_of(world_size: int = 2) -> Gauge:
+    return Gauge(RunConfig(policy="auto"), world_size, min_share_samples=1)
+
+
+def steps(
+    gauge: Gauge,
+    samples: list[int],
+    step_s: list[float],
+    exposed_s: float = 0.0,
+    count: int = 1,
+    *,
+    warm: bool = True,
+) -> None:
+    """All ranks run so many steps of these samples, in this time each."""
+    last_s = max(step_s)
+    gauge.took_steps(
+        [
+            StepsDone(
+                rank=rank,
+                epoch=0,
+                start=0,
+                stop=count,
+                samples=count * samples[rank],
+                busy_s=count * step_s[rank],
+                data_wait_s=0.0,
+                sync_wait_s=count * (last_s - step_s[rank] + exposed_s),
+                warm=warm,
+                backward_passes=count,
+            )
+            for rank in range(len(samples))
+        ]
+    )
+
+
+def batches(rank: int, batch_s: float, count: int = 1) -> BatchesDone:
+    return BatchesDone(
+        rank=rank,
+        epoch=0,
+        window=0,
+        start=0,
+        stop=count,
+        samples=count * BATCH,
+        busy_s=count * batch_s,
+        data_wait_s=0.0,
+        timed=count,
+        timed_s=count * batch_s,
+    )
+
+
+def reduced(rank: int, window: int, sync_s: float, adopted_at: int) -> WindowReduced:
+    return WindowReduced(
+        rank=rank,
+        epoch=0,
+        window=window,
+        sync_s=sync_s,
+        wait_s=0.5,
+        divergence=0.0,
+        adopted_at=adopted_at,
+    )
+
+
+def test_steps_of_one_size_count_as_their_samples() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.02, 0.08])
+    gauge.learn(0.001)
+    found = gauge.cluster(BATCH)
+    assert found.fixed_s == (0.0, 0.0)
+    assert found.batch_s(0) == pytest.approx(0.04)
+    assert found.batch_s(1) == pytest.approx(0.16)
+
+
+def test_steps_of_other_sizes_tell_what_a_step_costs_beside_its_samples() -> None:
+    gauge = gauge_of()
+    for samples in ([16, 16], [32, 0], [0, 32]):  # no share: one sample is run
+        for _ in range(2):
+            run = [count or 1 for count in samples]
+            steps(gauge, samples, [0.03 + 0.001 * run[0], 0.01 + 0.002 * run[1]])
+    gauge.learn(0.0)
+    found = gauge.cluster(BATCH)
+    assert found.fixed_s == pytest.approx((0.03, 0.01))
+    assert found.seconds_per_sample == pytest.approx((0.001, 0.002))
+    assert found.jitter == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_step_that_is_no_slower_with_more_samples_is_all_fixed() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.03, 0.03])
+    steps(gauge, [32, 16], [0.02, 0.03])
+    gauge.learn(0.0)
+    assert gauge.batch_s(0, BATCH) == pytest.approx(0.02)
+    assert gauge.batch_s(1, BATCH) == pytest.approx(0.06)
+
+
+def test_cold_steps_are_no_measure() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [5.0, 5.0], warm=False)
+    assert gauge.grants == 0
+    steps(gauge, [16, 16], [0.02, 0.02])
+    assert gauge.grants == 1
+    gauge.learn(0.0)
+    assert gauge.batch_s(0, BATCH) == pytest.approx(0.04)
+
+
+def test_what_shows_of_a_reduction_tells_how_much_hides_and_follows_the_link() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.03, 0.02], exposed_s=0.002)
+    gauge.learn(0.01)
+    gauge.finish_learning()
+    found = gauge.cluster(BATCH)
+    assert found.sync_s == pytest.approx(0.01)
+    assert found.hidden == pytest.approx(0.8)
+    for exposed_s, expected_s in ((0.004, 0.02), (0.08, 0.08 + 2.0 / 3.0 * 0.03)):
+        steps(gauge, [16, 16], [0.03, 0.02], exposed_s)
+        gauge.follow()
+        assert gauge.cluster(BATCH).sync_s == pytest.approx(expected_s)
+
+
+def test_a_reduction_that_shows_more_than_was_probed_takes_what_it_shows() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.03, 0.02], exposed_s=0.05)
+    gauge.learn(0.01)
+    found = gauge.cluster(BATCH)
+    assert (found.sync_s, found.hidden) == (pytest.approx(0.05), pytest.approx(0.0))
+
+
+def test_speeds_are_followed_under_steps_and_under_windows() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.02, 0.02])
+    gauge.learn(0.0)
+    gauge.finish_learning()
+    steps(gauge, [8, 24], [0.02, 0.03], count=4)
+    gauge.follow()
+    assert gauge.batch_s(0, BATCH) == pytest.approx(0.08)  # twice as slow
+    assert gauge.batch_s(1, BATCH) == pytest.approx(0.04)
+    gauge.trained(batches(1, 0.12, count=3))
+    gauge.follow()
+    assert gauge.batch_s(0, BATCH) == pytest.approx(0.08)  # trained on nothing
+    assert gauge.batch_s(1, BATCH) == pytest.approx(0.12)
+
+
+def test_a_windows_reduction_lasts_as_long_as_its_quickest_adoption() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.02, 0.08])
+    gauge.learn(0.001)
+    gauge.finish_learning()
+    for window in range(3):
+        gauge.reduced(reduced(0, window, 0.001, adopted_at=8), BATCH)
+        assert gauge.windows == window
+        gauge.reduced(reduced(1, window, 0.001, adopted_at=2), BATCH)
+    assert gauge.windows == 3
+    gauge.follow()
+    assert gauge.cluster(BATCH).sync_s == pytest.approx(1.5 * 0.16 + 0.001)
+
+
+def test_a_rank_that_trains_nothing_waits_for_all_of_a_reduction() -> None:
+    gauge = gauge_of()
+    steps(gauge, [16, 16], [0.02, 0.08])
+    gauge.learn(0.001)
+    gauge.finish_learning()
+    gauge.reduced(reduced(0, 0, 0.001, adopted_at=6), BATCH)
+    gauge.reduced(reduced(1, 0, 0.21, adopted_at=0), BATCH)
+    gauge.follow()
+    assert gauge.cluster(BATCH).sync_s == pytest.approx(0.21)

@@ -1,0 +1,108 @@
+"""What a Trainer's callbacks raise: a checkpoint's is logged, others end the run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elche
+from elche.coordination import policy as core_policy
+from elche.runtime.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, EPOCHS = 96, 2
+
+
+def _fit(policy: str, failing: str) -> tuple[list[int], list[str]]:
+    """Samples of each epoch, and what was logged as an error."""
+    logged: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a fault in a callback")
+
+    handler = Keep(logging.ERROR)
+    logging.getLogger("elche").addHandler(handler)
+    try:
+        result = elche.Trainer(
+            lambda: nn.Linear(1, 1),
+            lambda parameters: torch.optim.SGD(parameters, lr=1e-9),
+            lambda model, batch: model(batch[0]).mean(),
+            dataset=TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1)),
+            batch_size=8,
+            epochs=EPOCHS,
+            policy=policy,
+            **{failing: fail},
+        ).fit()
+    finally:
+        logging.getLogger("elche").removeHandler(handler)
+    return [record.samples for record in result.history], logged
+
+
+@pytest.mark.parametrize("failing", ["on_window_end", "on_epoch_end"])
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_callback_that_raises_ends_the_run_on_every_rank(
+    ranks2: RankPool, policy: str, failing: str
+) -> None:
+    first, second = ranks2.run(
+        _fit, policy, failing, case_setup=serve_in_thread, expect_failure=True
+    )
+    assert "ValueError: a fault in a callback" in str(first.error)
+    assert "RemoteRankError: rank 0 failed: ValueError" in str(second.error)
+
+
+def test_a_checkpoint_that_raises_does_not(ranks2: RankPool) -> None:
+    first, second = ranks2.run(
+        _fit, "cadence", "on_checkpoint", case_setup=serve_in_thread
+    )
+    assert first[0] == second[0] == [SAMPLES] * EPOCHS
+    assert first[1] == [
+        f"on_checkpoint failed after epoch {epoch}; training goes on"
+        for epoch in range(EPOCHS)
+    ]
+    assert second[1] == []
+
+
+def _fit_and_evaluate() -> tuple[list[Any], Any, float]:
+    """History, the metrics of the last epoch, and the loss on other data."""
+    data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
+    trainer = elche.Trainer(
+        lambda: nn.Linear(1, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-30),
+        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
+        dataset=data,
+        eval_dataset=data,
+        batch_size=8,
+        epochs=EPOCHS,
+        policy="cadence",
+    )
+    result = trainer.fit()
+    report = result.report
+    assert report.samples == SAMPLES * EPOCHS
+    return result.history, elche.epoch_metrics(), sum(report.busy_s)
+
+
+def test_in_a_run_of_many_ranks_only_the_first_holds_numbers_per_rank(
+    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two ranks for many: everything else, evaluation too, is as before."""
+    monkeypatch.setattr(core_policy, "TABLE_RANKS", 1)
+    first, second = ranks2.run(_fit_and_evaluate, case_setup=serve_in_thread)
+    for mine, other in zip(first[0], second[0], strict=True):
+        assert mine.eval_loss == other.eval_loss == pytest.approx((SAMPLES - 1) / 2)
+        assert mine.train_loss == other.train_loss
+        assert mine.samples == other.samples == SAMPLES
+        assert (len(mine.shares), other.shares) == (2, (1.0,))
+    assert second[1] == first[1].totals()
+    assert second[1] != first[1]
+    assert second[2] == pytest.approx(first[2])

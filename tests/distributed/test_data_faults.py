@@ -1,0 +1,161 @@
+"""Data that change, are missing or cannot be read: a named error on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import elche
+from elche import session
+from elche.runtime.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+class Changing(Dataset[Any]):
+    """Numbers, as many as it is told."""
+
+    def __init__(self, length: int, is_broken: bool) -> None:
+        self.length = length
+        self.is_broken = is_broken
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.is_broken:
+            raise OSError(f"sample {index} cannot be read")
+        if index >= self.length:
+            raise IndexError(index)
+        return torch.tensor([float(index)])
+
+
+class Emptied(Sampler[int]):
+    """Yields nothing in its second epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return iter(range(32 if self.epochs == 1 else 0))
+
+    def __len__(self) -> int:
+        return 32
+
+
+def _train(
+    policy: str,
+    *,
+    ranks: tuple[int, ...] = (),
+    length: int = 32,
+    sampler: bool = False,
+    broken: bool = False,
+    num_workers: int = 0,
+    drop_last: bool = False,
+) -> list[list[int]]:
+    """Two epochs; between them the data of these ranks change their length."""
+    data = Changing(32, broken and elche.rank() in ranks)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    loader = DataLoader(
+        data,
+        4,
+        sampler=Emptied() if sampler else None,
+        num_workers=num_workers,
+        drop_last=drop_last,
+    )
+    seen: list[list[int]] = []
+    with session.failing_together():
+        model, optimizer, ours = elche.setup(model, optimizer, loader, policy=policy)
+        for _ in range(2):
+            seen.append([])
+            for batch in ours:
+                run = session.current_run()
+                if run is not None and run.samples_in_hand:
+                    seen[-1] += batch[:, 0].int().tolist()
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if elche.rank() in ranks:
+                data.length = length
+    elche.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_data_may_grow_between_epochs_on_every_rank(
+    ranks2: RankPool, policy: str
+) -> None:
+    seen = ranks2.run(
+        _train, policy, ranks=(0, 1), length=41, case_setup=serve_in_thread
+    )
+    assert sorted(seen[0][0] + seen[1][0]) == list(range(32))
+    assert sorted(seen[0][1] + seen[1][1]) == list(range(41))
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": (1,), "length": 41}, "the data set has 41 samples on this rank"),
+    ({"ranks": (1,), "length": 20}, "the data set has 20 samples on this rank"),
+    (
+        {"ranks": (0,), "length": 20},
+        "epoch 1 was drawn on rank 0 with 20, up to number 19",
+    ),
+    (
+        {"ranks": (1,), "length": 31, "drop_last": True},
+        "the data set has 31 samples on this rank",
+    ),
+    ({"sampler": True}, "the sampler yields no batch: the dataset is empty"),
+    ({"ranks": (1,), "broken": True}, "cannot be read"),
+    ({"ranks": (1,), "broken": True, "num_workers": 2}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("fault", "says"), FAULTS)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_faults_are_named_on_every_rank(
+    ranks2: RankPool, policy: str, fault: dict[str, Any], says: str
+) -> None:
+    """Where it happened the error is the fault's own; the others name that rank."""
+    outcomes = ranks2.run(
+        _train, policy, **fault, case_setup=serve_in_thread, expect_failure=True
+    )
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert all(says in error for error in errors), errors
+    own = [error for error in errors if "RemoteRankError" not in error]
+    assert len(own) == 1, errors
+
+
+def _go_on(policy: str) -> None:
+    """Catches what the data raise on rank 1, and begins the next epoch."""
+    data = Changing(32, elche.rank() == 1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    with session.failing_together():
+        model, optimizer, ours = elche.setup(
+            model, optimizer, DataLoader(data, 4), policy=policy
+        )
+        for _ in range(2):
+            try:
+                for batch in ours:
+                    model(batch).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_loop_cannot_go_on_after_an_error_in_the_data(
+    ranks2: RankPool, policy: str
+) -> None:
+    outcomes = ranks2.run(
+        _go_on, policy, case_setup=serve_in_thread, expect_failure=True, timeout_s=30.0
+    )
+    for outcome in outcomes:
+        assert "epoch 0 was broken off on rank 1 by OSError" in str(outcome.error)

@@ -1,0 +1,58 @@
+"""Planned runs whose data hold a sample that gives no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task, identical
+from tests.distributed.window_cases import POISON, Poisoned, train_on_poison
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+BATCH = 8
+TASK = Task(samples=400, batch_size=BATCH, epochs=1, optimizer="adamw", shuffle=False)
+
+
+def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Poisoned]:
+    environment = [
+        {"ELCHE_SPEED": str(speed), "ELCHE_MS_PER_SAMPLE": "0.2"} for speed in speeds
+    ]
+    task = dataclasses.replace(TASK, options={"seed": 5, **options})
+    return pool.run(train_on_poison, task, case_setup=serve_in_thread, env=environment)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_replay_tries_and_leaves_out_what_the_recorded_run_did(
+    ranks2: RankPool, policy: str, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "plan.json")
+    options = {"policy": policy, "max_anchor": 2}
+    first = run(ranks2, (1.0, 0.5), record=record, **options)
+    again = run(ranks2, (0.4, 1.0), replay=record, **options)
+    assert [rank.order for rank in again] == [rank.order for rank in first]
+    assert [rank.left_out for rank in again] == [rank.left_out for rank in first]
+    assert identical([first[0].state, *(rank.state for rank in again)])
+    assert sum(rank.order.count(POISON) for rank in again) == 2
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_deterministic_run_leaves_out_what_it_tries_once(
+    ranks2: RankPool, policy: str
+) -> None:
+    options = {"policy": policy, "deterministic": True, "speed_hints": (1.0, 0.5)}
+    runs = [run(ranks2, speeds, **options) for speeds in ((1.0, 0.5), (0.5, 1.0))]
+    for ranks in runs:
+        left_out = [at for part in ranks[0].left_out[0] for at in range(*part)]
+        assert POISON // BATCH in left_out
+        seen = [index for rank in ranks for index in rank.order]
+        assert sorted(seen) == list(range(TASK.samples))
+    assert identical([rank.state for ranks in runs for rank in ranks])
+    state = runs[0][0].state
+    assert all(torch.isfinite(value).all() for value in state.values())

@@ -21,6 +21,12 @@ from elche.errors import ConfigError
         ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
         ({"policy": "sync", "update": "parameters"}, "'cadence' or 'async'"),
         ({"policy": "async", "optimizer_state": "average"}, "'local'"),
+        ({"policy": "sync", "codec": "int8"}, "leave codec out, or choose"),
+        (
+            {"policy": "cadence", "update": "gradients", "codec": "bf16"},
+            "leave codec out, or choose",
+        ),
+        ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),
         (
             {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
             "leave it out",

@@ -37,6 +37,7 @@ class Averager:
         optimizer: the optimizer that steps the parameters locally.
         group: the process group.
         reset_state: forget the optimizer's state at every synchronisation.
+        codec: how parameters travel; see :func:`open_coded_exchange`.
     """
 
     is_overlapped = False
@@ -49,7 +50,9 @@ class Averager:
         group: Group,
         *,
         reset_state: bool = False,
+        codec: str = "fp32",
     ) -> None:
+        self._codec = codec
         self._parameters = list(parameters)
         self._optimizer = optimizer
         self._group = group
@@ -68,7 +71,7 @@ class Averager:
     def build(self) -> None:
         """Takes the present parameters as the common ones; with all ranks."""
         self._groups = ParameterGroup.by_dtype(
-            self._parameters, is_overlapped=self.is_overlapped
+            self._parameters, is_overlapped=self.is_overlapped, codec=self._codec
         )
         self.connect(self._group)
         self.rebase()

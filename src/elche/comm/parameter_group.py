@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from elche.comm.exchange import Exchange, open_exchange
+from elche.comm.coded_exchange import CodedExchange, open_coded_exchange
+from elche.comm.exchange import Exchange
 from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
 from elche.comm.outer import OuterOptimizer, OuterStep
 from elche.comm.process_group import Group
@@ -67,6 +68,7 @@ class ParameterGroup:
         parameters: the parameters, each once.
         dtype: of the flat memory.
         is_overlapped: keep the drift, so that training can go on meanwhile.
+        codec: how the message travels; see :func:`open_coded_exchange`.
     """
 
     _drift: FlatImage
@@ -77,7 +79,9 @@ class ParameterGroup:
         dtype: torch.dtype,
         *,
         is_overlapped: bool,
+        codec: str = "fp32",
     ) -> None:
+        self._codec = codec
         self._layout = FlatLayout(parameters, dtype)
         self._is_overlapped = is_overlapped
         self._base_memory = self._layout.image().flat
@@ -89,24 +93,26 @@ class ParameterGroup:
 
     @staticmethod
     def by_dtype(
-        parameters: Sequence[nn.Parameter], *, is_overlapped: bool
+        parameters: Sequence[nn.Parameter], *, is_overlapped: bool, codec: str = "fp32"
     ) -> list[ParameterGroup]:
         """A group per wire dtype, in the order in which dtypes appear."""
         members: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
         return [
-            ParameterGroup(each, dtype, is_overlapped=is_overlapped)
+            ParameterGroup(each, dtype, is_overlapped=is_overlapped, codec=codec)
             for dtype, each in members.items()
         ]
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: θ_k, messages, outer momentum, and the drift if it is kept."""
+        """Host memory: θ_k, messages, outer momentum, a kept drift, a codec's needs."""
+        coded = self._exchange if isinstance(self._exchange, CodedExchange) else None
+        extra = coded.extra_bytes if coded is not None else 0
         copies = 3 + self._layout.is_staged
         if self._is_overlapped:
             copies = 5  # two messages: others may still be reading the last one
-        return copies * self._layout.numel * self._base_memory.element_size()
+        return copies * self._layout.numel * self._base_memory.element_size() + extra
 
     @property
     def exchange(self) -> Exchange:
@@ -120,11 +126,14 @@ class ParameterGroup:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
             self._drift = self._own
-        layout = self._layout
-        cpu = torch.device("cpu")
+        layout, last = self._layout, self._exchange
         numel = layout.numel + 1  # the weight comes last
         sides = 2 if self._is_overlapped else 1
-        self._exchange = open_exchange(group, numel, layout.dtype, cpu, sides)
+        self._exchange = made = open_coded_exchange(
+            group, numel, layout.dtype, self._codec, sides
+        )
+        if isinstance(last, CodedExchange) and isinstance(made, CodedExchange):
+            made.load_state_dict(last.state_dict())
         self._side = self._messages_sent = 0
         self._lay_messages()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from elche.comm.averaging import ParameterAverager
+from elche.comm.codec_choice import measured_codec
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
@@ -92,14 +93,17 @@ def make_window_sync(
         sync.attach()
         return sync
     reset_state = config.optimizer_state == "reset"
+    codec = config.codec
+    if codec == "auto":
+        codec = measured_codec(group, sum(p.numel() for p in parameters))
     if config.policy == "async":
         overlapped = OverlappedAverager(
-            parameters, model, optimizer, group, reset_state=reset_state
+            parameters, model, optimizer, group, reset_state=reset_state, codec=codec
         )
         overlapped.build()
         return OverlappedSync(overlapped, optimizer, config.drift_weights)
     averager = ParameterAverager(
-        parameters, model, optimizer, group, reset_state=reset_state
+        parameters, model, optimizer, group, reset_state=reset_state, codec=codec
     )
     averager.build()
     return ParameterSync(averager, parameters, optimizer)

@@ -1,0 +1,123 @@
+"""Ranks in one process that send each other messages, one call after the other.
+
+What was sent is there as soon as its receiver has asked for it, and not before. A
+message is held back while its sender is in `late`, as a slow link holds it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elche.comm.codec import Codec
+from elche.comm.coded_exchange import CodedExchange
+from elche.errors import CommunicationError
+
+
+@dataclass
+class Work:
+    """One end of a transfer."""
+
+    memory: torch.Tensor
+    is_done: bool = False
+
+
+@dataclass
+class Wire:
+    """What is between the ranks."""
+
+    world_size: int
+    late: set[int] = field(default_factory=set)
+    waiting: dict[tuple[int, int, int], tuple[deque[Work], deque[Work]]] = field(
+        default_factory=lambda: defaultdict(lambda: (deque(), deque()))
+    )
+
+    def deliver(self) -> None:
+        for (source, _, _), (sent, wanted) in self.waiting.items():
+            while source not in self.late and sent and wanted:
+                giver, taker = sent.popleft(), wanted.popleft()
+                taker.memory.copy_(giver.memory)
+                giver.is_done = taker.is_done = True
+
+
+class Peer:
+    """One rank's end, as `Peers` describes it."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self.wire = wire
+        self.rank = rank
+        self.world_size = wire.world_size
+
+    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
+        work = Work(memory)
+        self.wire.waiting[self.rank, to, tag][0].append(work)
+        self.wire.deliver()
+        return work
+
+    def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
+        work = Work(memory)
+        self.wire.waiting[source, self.rank, tag][1].append(work)
+        self.wire.deliver()
+        return work
+
+    def wait(self, work: Any, what: str) -> None:
+        if not work.is_done:
+            raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
+
+
+def exchanges(
+    world_size: int, codec: Codec, numel: int, sides: int = 1
+) -> tuple[Wire, list[CodedExchange]]:
+    """The ranks' ends of one exchange; `numel` counts the weight."""
+    wire = Wire(world_size)
+    ends = [
+        CodedExchange(Peer(wire, rank), codec, numel, sides)
+        for rank in range(world_size)
+    ]
+    return wire, ends
+
+
+def summed(
+    ends: list[CodedExchange], messages: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """One message through all ranks; what each of them gets."""
+    for end, message in zip(ends, messages, strict=True):
+        end.contribution(0).copy_(message)
+        end.begin(0)
+    poll_all(ends)
+    return [end.finish("a test").clone() for end in ends]
+
+
+def poll_all(ends: list[CodedExchange]) -> None:
+    """Polls until all that can be done is done: twice, since a sum answers offers."""
+    for _ in range(2):
+        for end in ends:
+            end.poll()
+    assert all(end.poll() for end in ends)
+
+
+def message(seed: int, numel: int, weight: float = 1.0) -> torch.Tensor:
+    """Weighted elements between -1 and 1, and their weight."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(numel, generator=generator) * 2 - 1
+    return torch.cat([values * weight, torch.tensor([weight])])
+
+
+def left_out(ends: list[CodedExchange], weights: Sequence[float]) -> torch.Tensor:
+    """What the residuals say is missing in the sums so far, the weights being these."""
+    total = torch.zeros(len(ends[0].contribution(0)) - 1, dtype=torch.float64)
+    for exchange, weight in zip(ends, weights, strict=True):
+        state = exchange.state_dict()
+        residual = state["residual"].double()
+        begin, end = state["own"]
+        residual[begin:end] *= sum(weights) / weight
+        total += weight * residual
+    return total
+
+
+def same_state(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return torch.equal(first["residual"], second["residual"])

@@ -1,0 +1,151 @@
+"""Residuals change when a sum is adopted, and only then; they outlive an exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elche.comm.codec import CODECS
+from elche.comm.coded_exchange import CodedExchange
+from elche.errors import CommunicationError, MismatchError, ProtocolError
+from tests.comm.peers import (
+    exchanges,
+    left_out,
+    message,
+    poll_all,
+    same_state,
+    summed,
+)
+
+
+def failing(
+    world_size: int, late: int, states: list[dict[str, Any]]
+) -> list[CodedExchange]:
+    """A message that a slow rank holds up, given up by all that wait for it."""
+    wire, ends = exchanges(world_size, CODECS["int4"], 301)
+    wire.late.add(late)
+    for rank, end in enumerate(ends):
+        end.load_state_dict(states[rank])
+        end.contribution(0).copy_(message(10 + rank, 300))
+        end.begin(0)
+    for end in ends:
+        end.poll()
+    for rank, end in enumerate(ends):
+        if rank != late:
+            with pytest.raises(
+                CommunicationError, match=f"a test: the message of rank {late} failed"
+            ):
+                end.wait("a test")
+            assert end.poll()
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_failed_is_done_again_as_if_it_had_not_been(world_size: int) -> None:
+    _, ends = exchanges(world_size, CODECS["int4"], 301)
+    summed(ends, [message(rank, 300) for rank in range(world_size)])
+    states = [end.state_dict() for end in ends]
+    broken = failing(world_size, world_size - 1, states)
+    again = [message(10 + rank, 300) for rank in range(world_size)]
+    expected = summed(ends, again)
+    _, redone = exchanges(world_size, CODECS["int4"], 301)
+    for old, new in zip(broken, redone, strict=True):
+        new.load_state_dict(old.state_dict())
+    found = summed(redone, again)
+    assert all(torch.equal(each, expected[0]) for each in found)
+    for one, other in zip(ends, redone, strict=True):
+        assert same_state(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_that_nobody_adopts_leaves_residuals_alone(world_size: int) -> None:
+    _, ends = exchanges(world_size, CODECS["int4"], 301)
+    sent = [message(rank, 300) for rank in range(world_size)]
+    for end, each in zip(ends, sent, strict=True):
+        end.contribution(0).copy_(each)
+        end.begin(0)
+    poll_all(ends)
+    first = torch.zeros(301)
+    for end in ends:
+        end.wait("a test")
+        end.sum_into(0, 301, first)
+        end.rollback()
+        assert not bool(end.state_dict()["residual"].any())
+        with pytest.raises(ProtocolError, match=r"sum_into\(\) came when nothing"):
+            end.sum_into(0, 301, first)
+    assert torch.equal(summed(ends, sent)[0], first)
+
+
+def test_a_rank_that_failed_commits_what_another_one_had() -> None:
+    _, ends = exchanges(2, CODECS["int4"], 301)
+    zeros = [end.state_dict() for end in ends]
+    broken = failing(2, 1, zeros)
+    broken[0].commit()
+    broken[0].commit()
+    summed(ends, [message(10 + rank, 300) for rank in range(2)])
+    assert same_state(broken[0].state_dict(), ends[0].state_dict())
+
+
+def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
+    wire, ends = exchanges(3, CODECS["int4"], 301)
+    for end in ends:
+        end.contribution(0)[-1] = 1.0
+    wire.late.add(2)
+    for end in ends:
+        end.begin(0)
+    with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
+        ends[0].commit()
+
+
+def test_nothing_is_committed_before_anything_was_begun() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 11)
+    with pytest.raises(ProtocolError, match=r"commit\(\) came when nothing"):
+        ends[0].commit()
+
+
+def test_one_message_is_under_way_at_a_time() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 11)
+    ends[0].begin(0)
+    with pytest.raises(ProtocolError, match=r"begin\(\) came when a message"):
+        ends[0].begin(0)
+    with pytest.raises(ProtocolError, match=r"load_state_dict\(\) came when"):
+        ends[0].load_state_dict(ends[1].state_dict())
+
+
+def test_a_message_given_up_half_way_breaks_the_exchange() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 11)
+    ends[0].begin(0)
+    ends[0].rollback()
+    with pytest.raises(CommunicationError, match="a message was given up; expected a"):
+        ends[0].wait("a test")
+    with pytest.raises(ProtocolError, match="a message failed or was given up"):
+        ends[0].begin(0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 5), (3, 3)])
+def test_residuals_go_on_in_another_membership(before: int, after: int) -> None:
+    codec = CODECS["int4"]
+    _, old = exchanges(before, codec, 701)
+    summed(old, [message(rank, 700) for rank in range(before)])
+    missing = left_out(old, [1.0] * before)
+    _, new = exchanges(after, codec, 701)
+    for old_end, new_end in zip(old, new, strict=False):
+        new_end.load_state_dict(old_end.state_dict())
+    for leaver in old[after:]:
+        state = leaver.state_dict()  # what it had left out goes with it
+        begin, end = state["own"]
+        state["residual"][begin:end] *= before
+        missing -= state["residual"].double()
+    found = left_out(new, [1.0] * after)
+    torch.testing.assert_close(found, missing, rtol=1e-6, atol=1e-6)
+
+
+def test_residuals_of_other_parameters_are_refused() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 11)
+    _, others = exchanges(2, CODECS["int8"], 12)
+    with pytest.raises(
+        MismatchError, match=r"expected a residual of 10 elements, got \[11\]"
+    ):
+        ends[0].load_state_dict(others[0].state_dict())

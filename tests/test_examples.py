@@ -49,6 +49,16 @@ def test_trainer() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_gan(nproc: int) -> None:
+    launcher = ("-m", "elche.cli", "run", "--nproc", str(nproc))
+    ended = _run(sys.executable, *(launcher if nproc > 1 else ()), "examples/gan.py")
+    assert ended.returncode == 0, ended.stderr
+    spread = [float(text) for text in re.findall(r"spread ([\d.]+)", ended.stdout)]
+    assert len(spread) == 4
+    assert abs(spread[-1] - 1.41) < 0.3 < abs(spread[0] - 1.41)
+
+
 def test_simulating_the_example_cluster() -> None:
     command = (sys.executable, "-m", "elche.cli", "simulate", "examples/cluster.toml")
     ended = _run(*command, "--json", "-")

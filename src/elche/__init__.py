@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
+    from elche.comm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from elche.comm.sync_batch_norm import (
+        convert_sync_batchnorm as convert_sync_batchnorm,
+    )
     from elche.config import RunConfig as RunConfig
     from elche.coordination.metrics import EpochMetrics as EpochMetrics
     from elche.coordination.metrics import WindowMetrics as WindowMetrics
@@ -24,8 +28,11 @@ if TYPE_CHECKING:
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.learning_rate import ProgressLR as ProgressLR
+    from elche.local_replicas import LocalReplicas as LocalReplicas
     from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
+    from elche.replica import Replica as Replica
+    from elche.replica import init_group as init_group
     from elche.session import barrier as barrier
     from elche.session import device as device
     from elche.session import epoch_metrics as epoch_metrics
@@ -44,6 +51,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
+    "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
     "elche.coordination.metrics": ("EpochMetrics", "WindowMetrics"),
     "elche.errors": (
@@ -57,8 +65,10 @@ _HOMES = {
         "RemoteRankError",
     ),
     "elche.learning_rate": ("ProgressLR",),
+    "elche.local_replicas": ("LocalReplicas",),
     "elche.pipeline.config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
+    "elche.replica": ("Replica", "init_group"),
     "elche.session": (
         "barrier",
         "device",

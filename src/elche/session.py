@@ -28,6 +28,7 @@ from elche.runtime.connect import stop_coordinator
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
 from elche.runtime.loader import RunLoader
+from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.seeding import seed_rank
@@ -168,9 +169,14 @@ def barrier() -> None:
     """
     if world_size() == 1:
         return
-    run = _process.run
+    run, by_hand = _process.run, current_manual_run()
+    if run is None and by_hand is not None:
+        by_hand.barrier()
+        return
     if run is None:
-        raise ConfigError("elche.barrier() needs a run: call elche.setup first")
+        raise ConfigError(
+            "elche.barrier() needs a run: call elche.setup or elche.init_group first"
+        )
     _process.barriers += 1
     run.barrier(f"barrier {_process.barriers}")
 
@@ -269,8 +275,10 @@ def current_metrics() -> MetricsView | None:
 def shutdown() -> None:
     """Ends the run of this process: leaves, and closes group and channel.
 
-    Called at the exit of the interpreter and by the next `setup`.
+    Called at the exit of the interpreter and by the next `setup`. Ends the group of
+    `elche.init_group` too.
     """
+    end_manual_run()
     run, _process.run = _process.run, None
     if run is not None:
         run.close(Left(rank=run.worker.rank))

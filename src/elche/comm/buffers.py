@@ -3,7 +3,8 @@
 A buffer that any rank wrote is overwritten by the plain mean over the ranks that had
 samples. Which ones that are must be agreed: a flag per buffer travels with every
 message, so a buffer seen to change on any rank goes along from then on, and one that
-never changes (a mask) never travels.
+never changes (a mask) never travels. Statistics of SyncBatchNorm layers are equal as
+they are, to the bit, and never travel either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from elche.comm.process_group import Group
+from elche.comm.sync_batch_norm import sync_batchnorm_layers
 
 SNAPSHOT_ELEMENTS = 65_536
 
@@ -85,7 +87,11 @@ class BufferAverager:
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
         """An averager, or None for a model without float buffers."""
-        has_any = any(buffer.is_floating_point() for buffer in model.buffers())
+        equal = _synchronised(model)
+        has_any = any(
+            buffer.is_floating_point() and id(buffer) not in equal
+            for buffer in model.buffers()
+        )
         return BufferAverager(model, group) if has_any else None
 
     @torch.no_grad()
@@ -97,7 +103,12 @@ class BufferAverager:
             mine: whether this rank is one of them; else it sends zeros.
         """
         buffers = list(self._model.buffers())
-        floats = {i for i, buffer in enumerate(buffers) if buffer.is_floating_point()}
+        equal = _synchronised(self._model)
+        floats = {
+            index
+            for index, buffer in enumerate(buffers)
+            if buffer.is_floating_point() and id(buffer) not in equal
+        }
         written = floats.intersection(self._watch.written()) if mine else set()
         flags = self._reduce(
             buffers, sorted(self._travelling), written, active_ranks if mine else 0
@@ -137,6 +148,16 @@ class BufferAverager:
             at += size
         flags: list[float] = message[: len(buffers)].tolist()
         return flags
+
+
+def _synchronised(model: nn.Module) -> set[int]:
+    """Buffers that every rank computes alike."""
+    return {
+        id(buffer)
+        for layer in sync_batchnorm_layers(model).values()
+        if layer.spans_ranks
+        for buffer in layer.buffers()
+    }
 
 
 def _is_comparable(buffer: torch.Tensor) -> bool:

@@ -69,11 +69,19 @@ class Group:
         channel: ControlChannel,
         rank: int,
         world_size: int,
-        generation: int,
+        generation: int | str,
         listen: str,
         timeout_s: float,
     ) -> Group:
         """Forms the group with all ranks of a generation.
+
+        Args:
+            channel: to the coordinator, where ranks find each other's addresses.
+            rank: this rank.
+            world_size: ranks of the group.
+            generation: names the group; another one for each group of the run.
+            listen: address that gloo listens on.
+            timeout_s: deadline of forming it, and of a collective.
 
         Raises:
             CommunicationError: the ranks did not come together in time.
@@ -98,7 +106,7 @@ class Group:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
-        return self._process_group.allreduce([tensor])
+        return self._live.allreduce([tensor])
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -132,7 +140,16 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Copies rank 0's ``tensor`` to all ranks, in place."""
-        self.wait(self._process_group.broadcast(tensor, 0), what)
+        self.wait(self._live.broadcast(tensor, 0), what)
+
+    @property
+    def _live(self) -> Any:
+        if self._process_group is None:
+            raise CommunicationError(
+                f"the process group of {self.world_size} ranks has ended on rank "
+                f"{self.rank}; begin another run"
+            )
+        return self._process_group
 
     def close(self) -> None:
         """Ends the group. gloo aborts the interpreter's exit if it is left open."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from elche.comm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.messages import PROTOCOL_VERSION, Join
@@ -124,6 +125,13 @@ def check_shared(
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
+    norms = sync_batchnorm_layers(model)
+    if norms and policy != "sync":
+        raise ConfigError(
+            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
+            f"all ranks meet at every batch; under policy {policy!r} they do not: "
+            "choose policy='sync', or leave the BatchNorm layers as they are"
+        )
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(parameter) in own for parameter in held):
@@ -141,9 +149,13 @@ def check_shared(
 
 
 def min_share_samples(model: nn.Module) -> int:
-    """Least samples that the model can train on: BatchNorm needs two."""
-    norms = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-    return 2 if any(isinstance(module, norms) for module in model.modules()) else 1
+    """Least samples that the model can train on: BatchNorm of one rank needs two."""
+    norm = nn.modules.batchnorm._BatchNorm
+    alone = (
+        isinstance(module, norm) and not isinstance(module, SyncBatchNorm)
+        for module in model.modules()
+    )
+    return 2 if any(alone) else 1
 
 
 def _plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -85,7 +85,9 @@ class Run:
         self._model = model
         self._loader = loader
         self._devices = devices
-        self._synchroniser = Synchroniser(config, model, optimizer, worker.group)
+        self._synchroniser = Synchroniser(
+            config, model, optimizer, worker.group, worker.side_group
+        )
         self._probe_s = 0.0
         self._plans = plans
         self._batches: LeasedBatches | None = None

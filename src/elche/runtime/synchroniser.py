@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from elche.comm.buffers import BufferAverager
 from elche.comm.process_group import Group
 from elche.comm.reducer import GradientReducer
+from elche.comm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.window_sync import WindowSync, make_window_sync
@@ -25,6 +27,7 @@ class Synchroniser:
         model: the model.
         optimizer: its optimizer.
         group: the process group.
+        side_group: forms another one, for SyncBatchNorm inside the backward pass.
 
     Attributes:
         policy: the one in force; under ``auto`` at first ``"sync"``.
@@ -38,11 +41,14 @@ class Synchroniser:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: Group,
+        side_group: Callable[[], Group],
     ) -> None:
         self._config = config
         self._model = model
         self._optimizer = optimizer
         self._group = group
+        self._side_group = side_group
+        self._norm_group: Group | None = None
         self._signature: list[tuple[int, bool]] = []
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | None = None
@@ -71,11 +77,15 @@ class Synchroniser:
         self.reducer = self.windows = None
         self._signature = self._current_signature()
         if self.policy == "sync":
+            if self._norm_group is None and sync_batchnorm_layers(self._model):
+                self._norm_group = self._side_group()
+            norms = bind_sync_batchnorm(self._model, self._norm_group)
             self.reducer = GradientReducer(
                 self._trainable,
                 self._group,
                 int(self._config.bucket_cap_mb * 2**20),
                 BufferAverager.for_model(self._model, self._group),
+                norms,
             )
             self.reducer.attach()
         else:
@@ -85,7 +95,8 @@ class Synchroniser:
             )
 
     def detach(self) -> None:
-        """Takes every hook off the parameters."""
+        """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
+        bind_sync_batchnorm(self._model, None)
         if self.reducer is not None:
             self.reducer.detach()
         if self.windows is not None:

@@ -67,6 +67,8 @@ class Worker:
         self.spans: deque[Span] = deque(maxlen=200_000)
         self._channel = channel
         self._group: Group | None = None
+        self._side_groups: list[Group] = []
+        self._generation = 0
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -79,17 +81,34 @@ class Worker:
 
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
-        self._group = Group.form(
+        self._generation = welcome.generation
+        shares_host = transport == "auto" and may_share(welcome.devices)
+        self._group = self._formed(welcome.generation, shares_host)
+
+    def side_group(self) -> Group:
+        """Forms another group of the same ranks, with all of them.
+
+        Its collectives are ordered for themselves: what runs in it may wait inside a
+        backward pass beside the gradients' own reductions.
+        """
+        name = f"{self._generation}/side/{len(self._side_groups)}"
+        group = self._formed(name, self.group.shares_host)
+        self._side_groups.append(group)
+        return group
+
+    def _formed(self, name: int | str, shares_host: bool) -> Group:
+        group = Group.form(
             self._channel,
             self.rank,
             self.world_size,
-            welcome.generation,
+            name,
             self.placement.listen,
             self.timeout_s,
         )
-        self._group.on_failure = self._why_failed
-        self._group.check = self._check
-        self._group.shares_host = transport == "auto" and may_share(welcome.devices)
+        group.on_failure = self._why_failed
+        group.check = self._check
+        group.shares_host = shares_host
+        return group
 
     def send(self, *events: Event) -> None:
         """Sends events to the coordinator, at once; does not wait.
@@ -174,9 +193,11 @@ class Worker:
         except CommunicationError:
             pass
         finally:
-            if self._group is not None:
-                self._group.close()
-                self._group = None
+            for group in (*self._side_groups, self._group):
+                if group is not None:
+                    group.close()
+            self._side_groups.clear()
+            self._group = None
             self._channel.close()
 
     def _check(self) -> None:

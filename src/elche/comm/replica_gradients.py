@@ -1,0 +1,132 @@
+"""Gradients of one model, weighted and summed over all ranks in one message per dtype.
+
+Nothing overlaps: the user says when. Out of place: until all ranks' parts are here, a
+rank's own gradients stay as they are. Half precisions are summed in single.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from elche.comm.exchange import Exchange, open_exchange
+from elche.comm.process_group import Group
+from elche.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Message:
+    """Parameters whose gradients travel together; a flag per parameter at the end."""
+
+    parameters: list[torch.nn.Parameter]
+    exchange: Exchange
+
+    def fill(self, side: int, weight: float) -> None:
+        """Writes this rank's part. Weight zero sends zeros, never 0 times a value."""
+        flat, at = self.exchange.contribution(side), 0
+        flags = [0.0] * len(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            part = flat[at : at + parameter.numel()]
+            if weight and parameter.grad is not None:
+                part.view(parameter.shape).copy_(parameter.grad)
+                part.mul_(weight)
+                flags[index] = 1.0
+            else:
+                part.zero_()
+            at += parameter.numel()
+        flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype))
+
+    def hand_out(self, total: torch.Tensor) -> None:
+        """Gives each parameter that any rank used its mean gradient."""
+        at = 0
+        flags = total[total.numel() - len(self.parameters) :].tolist()
+        for flag, parameter in zip(flags, self.parameters, strict=True):
+            mean = total[at : at + parameter.numel()].view(parameter.shape)
+            at += parameter.numel()
+            if not flag:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(mean)
+            else:
+                parameter.grad.copy_(mean)
+
+
+@final
+class GradientExchange:
+    """Reduces the gradients of one model when it is told to.
+
+    Args:
+        group: all ranks; they build and reduce together.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._messages: list[_Message] = []
+        self._side = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory of the messages."""
+        return sum(
+            message.exchange.contribution(side).nbytes
+            + message.exchange.keeps_contribution * message.exchange.result(side).nbytes
+            for message in self._messages
+            for side in range(message.exchange.sides)
+        )
+
+    def build(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Makes the messages for these parameters, together with all ranks."""
+        self._messages = []
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(_sum_dtype(parameter), []).append(parameter)
+        for dtype, members in by_dtype.items():
+            numel = sum(p.numel() for p in members) + len(members)
+            exchange = open_exchange(
+                self._group, numel, dtype, torch.device("cpu"), sides=2
+            )
+            self._messages.append(_Message(members, exchange))
+
+    @torch.no_grad()
+    def reduce(self, weight: float, what: str) -> None:
+        """Makes every ``p.grad`` the weighted sum over ranks.
+
+        A parameter that no rank of positive weight has a gradient of has none after.
+
+        Args:
+            weight: of this rank; over all ranks they sum to one.
+            what: for errors.
+
+        Raises:
+            CommunicationError: not everybody came in time.
+        """
+        self._side = 1 - self._side
+        for message in self._messages:
+            message.fill(self._side, weight)
+            message.exchange.begin(self._side)
+        totals = [message.exchange.finish(what) for message in self._messages]
+        for message, total in zip(self._messages, totals, strict=True):
+            message.hand_out(total)
+
+
+def check_gradients(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Refuses gradients that cannot be summed in a flat message.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    for name, parameter in named:
+        grad = parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise ConfigError(
+                f"{name}: sparse gradients cannot be reduced; use sparse=False"
+            )
+        if parameter.is_complex():
+            raise ConfigError(f"{name}: complex gradients cannot be reduced")
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

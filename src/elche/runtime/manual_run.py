@@ -1,0 +1,179 @@
+"""Ranks that come together without a loader: a group, barriers, a clean end.
+
+For loops that reduce by hand (`elche.Replica`). The coordinator is the same as in a run
+of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no epoch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import traceback
+from types import TracebackType
+from typing import final
+
+import torch
+
+from elche.comm.process_group import Group
+from elche.config import RunConfig
+from elche.coordination.agreement import Settings
+from elche.coordination.messages import (
+    PROTOCOL_VERSION,
+    BarrierPassed,
+    BarrierReached,
+    Event,
+    Failed,
+    Join,
+    Left,
+    Welcome,
+)
+from elche.errors import ElcheError
+from elche.runtime.connect import connect, stop_coordinator
+from elche.runtime.environment import Placement, read_placement
+from elche.runtime.worker import Worker
+
+
+@final
+class ManualRun:
+    """What a rank holds of a run without a loader; made by :meth:`start`.
+
+    Args:
+        group: of all ranks.
+        worker: this rank's shell; None in a run of one, which has no process beside
+            it and no socket.
+
+    Attributes:
+        group: of all ranks.
+    """
+
+    def __init__(self, group: Group, worker: Worker | None) -> None:
+        self.group = group
+        self._worker = worker
+        self._barriers = 0
+
+    @staticmethod
+    def start(placement: Placement, config: RunConfig) -> ManualRun:
+        """Joins the other ranks and forms a group.
+
+        Raises:
+            MismatchError: ranks disagree about the settings.
+            CommunicationError: the ranks did not come together.
+        """
+        if placement.device.type == "cuda":
+            torch.cuda.set_device(placement.device)
+        if placement.world_size == 1:
+            return ManualRun(Group(None, 0, 1, config.timeout_s), None)
+        placement, channel = connect(placement, config.timeout_s)
+        worker = Worker(placement, channel, config.timeout_s)
+        try:
+            worker.send(_join(placement, config))
+            welcome = worker.expect(Welcome, "all ranks to join")
+            worker.form_group(welcome, config.transport)
+        except BaseException:
+            worker.close(None)
+            raise
+        return ManualRun(worker.group, worker)
+
+    def barrier(self) -> None:
+        """Waits until every rank is here.
+
+        Raises:
+            RemoteRankError: another rank failed or left.
+        """
+        if self._worker is None:
+            return
+        self._barriers += 1
+        name = f"barrier {self._barriers}"
+        self._worker.send(BarrierReached(rank=self._worker.rank, name=name))
+        self._worker.expect(BarrierPassed, f"all ranks at {name}")
+
+    def leave(self) -> None:
+        """Ends this rank's part; the group cannot be used any more."""
+        if self._worker is not None:
+            self._end(Left(rank=self._worker.rank))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks why this one ends."""
+        if self._worker is None:
+            return
+        self._end(
+            Failed(
+                rank=self._worker.rank,
+                error=traceback.format_exception_only(error)[-1].strip(),
+                traceback="".join(traceback.format_exception(error)),
+            )
+        )
+
+    def _end(self, farewell: Event) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close(farewell)
+
+
+def _join(placement: Placement, config: RunConfig) -> Join:
+    """This rank presents itself: settings, and no model yet."""
+    return Join(
+        rank=placement.rank,
+        version=PROTOCOL_VERSION,
+        world_size=placement.world_size,
+        settings=Settings(config=config.as_dict(), loader={}, optimizer={}).as_pairs(),
+        tensors=(),
+        device=placement.device_name,
+        horizon_batches=0,
+    )
+
+
+class _Process:
+    """What this process has under way."""
+
+    run: ManualRun | None = None
+    hooked = False
+
+
+_process = _Process()
+
+
+def begin_manual_run(config: RunConfig) -> ManualRun:
+    """The run of this process; joins it if there is none yet."""
+    if _process.run is None:
+        placement = read_placement()
+        if placement.world_size > 1:
+            _watch_process()
+        _process.run = ManualRun.start(placement, config)
+    return _process.run
+
+
+def current_manual_run() -> ManualRun | None:
+    """The run under way, None if there is none."""
+    return _process.run
+
+
+def end_manual_run() -> None:
+    """Leaves the run of this process, if there is one; so does the process' end."""
+    run, _process.run = _process.run, None
+    if run is not None:
+        run.leave()
+
+
+def _watch_process() -> None:
+    """Leaves cleanly at exit, and tells the others about an uncaught exception."""
+    if _process.hooked:
+        return
+    _process.hooked = True
+    previous = sys.excepthook
+
+    def on_exception(
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        run, _process.run = _process.run, None
+        if run is not None:
+            with contextlib.suppress(ElcheError):
+                run.fail(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = on_exception
+    atexit.register(stop_coordinator)
+    atexit.register(end_manual_run)

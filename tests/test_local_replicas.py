@@ -1,0 +1,216 @@
+"""Several replicas in one process train as one device does."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elche.errors import ConfigError, DeadlineError
+from elche.local_replicas import LocalReplicas, split_exactly
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def _batches(*sizes: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(8)
+    return [
+        {
+            "x": torch.randn(size, 4, generator=generator).double(),
+            "y": torch.randint(3, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("shares", [None, (3, 1, 1), (1, 0, 2)], ids=str)
+def test_steps_are_those_of_one_device(shares: tuple[float, ...] | None) -> None:
+    model, plain = _model(), _model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    with LocalReplicas(model, ["cpu"] * 3, shares=shares) as replicas:
+        assert replicas.replicas[0] is model
+        for batch in _batches(7, 8, 1, 2, 5):
+            loss = replicas.train_step(batch, _loss, optimizer)
+            expected = _loss(plain, batch)
+            expected.backward()
+            reference.step()
+            reference.zero_grad()
+            torch.testing.assert_close(loss, expected.detach())
+            for replica in replicas.replicas:
+                for ours, theirs in zip(
+                    replica.parameters(), plain.parameters(), strict=True
+                ):
+                    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+            states = [replica.state_dict() for replica in replicas.replicas]
+            for name, value in states[0].items():
+                assert all(torch.equal(value, state[name]) for state in states)
+
+
+def test_gradients_accumulate_as_in_one_backward_after_the_other() -> None:
+    model, plain = _model(), _model()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        for batch in _batches(5, 6):
+            replicas.backward(batch, _loss)
+            _loss(plain, batch).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_replicas_run_at_the_same_time_in_threads_of_their_own() -> None:
+    meeting = threading.Barrier(2, timeout=20.0)
+    names: set[str] = set()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        names.add(threading.current_thread().name)
+        meeting.wait()
+        return _loss(model, batch)
+
+    with LocalReplicas(_model(), ["cpu", "cpu"]) as replicas:
+        replicas.backward(_batches(4)[0], loss)
+    assert len(names) == 2
+
+
+def test_modes_of_the_calling_thread_hold_in_the_replicas() -> None:
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch)
+        seen.append((out.dtype, model.training))
+        return out.float().square().mean()
+
+    model = _model().float().eval()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            replicas.backward(torch.randn(4, 4), loss)
+        model.train()
+        replicas.backward(torch.randn(4, 4), loss)
+    assert sorted(seen, key=str) == [
+        *[(torch.bfloat16, False)] * 2,
+        *[(torch.float32, True)] * 2,
+    ]
+
+
+def test_buffers_are_the_mean_over_replicas_that_had_samples() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1))
+    first, second = torch.randn(3, 2), torch.randn(3, 2) + 4.0
+    with LocalReplicas(model, ["cpu"] * 3, shares=(1, 1, 0)) as replicas:
+        replicas.backward(torch.cat([first, second]), lambda m, x: m(x).mean())
+        replicas.sync_params()
+        for replica in replicas.replicas:
+            mean = (first.mean(0) + second.mean(0)) / 2
+            torch.testing.assert_close(replica[0].running_mean, mean)
+            assert int(replica[0].num_batches_tracked) == 1
+
+
+def test_a_model_that_grows_and_freezes_is_followed() -> None:
+    model = _model()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        batch = _batches(6)[0]
+        replicas.backward(batch, _loss)
+        model.append(nn.Linear(3, 3).double())
+        model[0].requires_grad_(False)
+        model.zero_grad()
+        replicas.backward(batch, _loss)
+        assert [len(list(r.parameters())) for r in replicas.replicas] == [6, 6]
+        assert model[0].weight.grad is None
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    _loss(expected, batch).backward()
+    torch.testing.assert_close(model[3].weight.grad, expected[3].weight.grad)
+
+
+def test_an_error_in_one_thread_comes_out_and_leaves_gradients_alone() -> None:
+    model = _model()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        batches = _batches(4, 4)
+        replicas.backward(batches[0], _loss)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+        def fails(replica: nn.Module, batch: Any) -> torch.Tensor:
+            if replica is not model:
+                raise ValueError("a fault in the loss")
+            return _loss(replica, batch)
+
+        with pytest.raises(ValueError, match="a fault in the loss"):
+            replicas.backward(batches[1], fails)
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, gradient)
+        replicas.backward(batches[1], _loss)
+
+
+def test_a_thread_that_hangs_is_named() -> None:
+    release = threading.Event()
+
+    def hangs(model: nn.Module, batch: Any) -> torch.Tensor:
+        if model is replicas.replicas[1]:
+            assert release.wait(20.0)
+        return _loss(model, batch)
+
+    replicas = LocalReplicas(_model(), ["cpu", "cpu"], timeout_s=0.1)
+    with pytest.raises(DeadlineError, match=r"replicas \[1\] \(on cpu\) did not"):
+        replicas.backward(_batches(4)[0], hangs)
+    release.set()
+    replicas.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"devices": []}, "expected at least one device, got none"),
+        ({"devices": ["abacus"]}, "unknown device 'abacus'"),
+        ({"devices": ["cpu"], "shares": [1, 1]}, r"a share per device \(1\), got 2"),
+        ({"devices": ["cpu"], "shares": [0]}, "expected shares of at least 0 with a"),
+        ({"devices": ["cpu"] * 2, "shares": [-1, 2]}, "expected shares of at least 0"),
+        ({"devices": ["cpu"], "timeout_s": 0}, "expected a positive timeout_s, got 0"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LocalReplicas(_model(), **arguments)
+
+
+def test_wrong_batches_losses_and_optimizers() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        with pytest.raises(ConfigError, match="the batch is empty"):
+            replicas.train_step(torch.ones(0, 4).double(), _loss, optimizer)
+        with pytest.raises(ConfigError, match=r"to have 4 samples .* got \[3\]"):
+            replicas.backward({"x": torch.ones(4, 4), "y": torch.ones(3)}, _loss)
+        with pytest.raises(ConfigError, match=r"to return a scalar .* got \[2, 3\]"):
+            replicas.backward(torch.ones(4, 4).double(), lambda m, x: m(x))
+        stranger = torch.optim.SGD(_model().parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="holds none of the model's parameters"):
+            replicas.train_step(_batches(4)[0], _loss, stranger)
+
+
+@given(
+    total=st.integers(0, 1000),
+    weights=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8).filter(
+        lambda weights: sum(weights) > 0.1
+    ),
+)
+def test_split_is_exact_and_nearest(total: int, weights: list[float]) -> None:
+    shares = [weight / sum(weights) for weight in weights]
+    counts = split_exactly(total, shares)
+    assert sum(counts) == total
+    assert all(
+        abs(count - total * share) < 1.0 + 1e-6
+        for count, share in zip(counts, shares, strict=True)
+    )

@@ -117,6 +117,8 @@ def summary(report: Report, took_s: float) -> str:
         f"in {report.seconds:.2f} s (simulated in {took_s:.2f} s)",
         f"  efficiency        {report.efficiency:.4f} of the sum of the devices alone",
         f"  samples per s     {report.samples_per_s:.1f}",
+        f"  goodput           {report.goodput:.3f} times the fastest device alone "
+        f"(sample efficiency {report.sample_efficiency:.3f}, by the convergence table)",
         f"  synchronisations  {report.windows}, costing "
         f"{100 * report.sync_overhead:.2f} % of all ranks' time",
     ]
@@ -126,6 +128,10 @@ def summary(report: Report, took_s: float) -> str:
         if share >= 5e-5
     )
     lines.append(f"  waits             {waits or 'none'}")
+    lines += [
+        f"  at {choice.at_s:8.2f} s     policy {choice.policy}: {choice.reason}"
+        for choice in report.choices
+    ]
     if report.lag_batches[1]:
         lines.append(
             f"  averages adopted  {report.lag_batches[0]:.1f} batches late (most "

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence.convergence import UPDATES, sample_efficiency
-from elche.cadence.goodput import Cluster, Fleet, hardware_efficiency, predict
+from elche.cadence.goodput import (
+    Cluster,
+    Fleet,
+    expected_most,
+    hardware_efficiency,
+    predict,
+)
 from elche.errors import ConfigError
 
 FAST_BATCH_S = 0.04
@@ -133,9 +139,10 @@ def test_goodput_of_the_prototypes_at_one_to_four(
 def test_efficiency_of_blocking_windows_in_the_prototypes(
     speeds: tuple[float, float], anchor: int, measured: float
 ) -> None:
+    """Theirs ended by counts and waited for noise; ours may do better, by 7 %."""
     found = predict("cadence", cluster(*speeds, sync_s=0.0065, max_anchor=anchor))
     assert found.anchor == anchor
-    assert found.hardware_efficiency == pytest.approx(measured, abs=0.035)
+    assert measured <= found.hardware_efficiency <= measured + 0.07
 
 
 def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
@@ -185,21 +192,68 @@ def test_ranks_beyond_the_samples_of_a_batch_bring_nothing_to_sync() -> None:
 
 
 def test_cadence_takes_the_smallest_anchor_within_the_overhead_target() -> None:
-    for target, anchor in ((0.03, 17), (0.10, 5), (0.50, 1), (0.9, 1), (0.0, 50)):
+    for target, anchor in ((0.03, 9), (0.10, 3), (0.50, 1), (0.9, 1), (0.0, 25)):
         found = predict(
             "cadence", cluster(1.0, 0.5, sync_s=0.02, overhead_target=target)
         )
         assert found.anchor == anchor
         assert found.window_batches == pytest.approx(anchor * 3)
-        assert found.window_s == pytest.approx(anchor * 0.08 + 0.04)
+        assert found.window_s == pytest.approx(anchor * 0.08 + 0.02)
         assert found.hardware_efficiency >= 1 / (1 + max(target, 0.01)) - 1e-9
+
+
+def test_batches_that_do_not_end_together_lengthen_blocking_windows() -> None:
+    together, apart = (
+        predict("cadence", cluster(1.0, speed, sync_s=0.004)) for speed in (0.5, 0.43)
+    )
+    assert together.anchor == 2
+    assert together.window_s == pytest.approx(2 * 0.08 + 0.004)
+    assert apart.anchor > 2
+    assert apart.window_s > apart.anchor * FAST_BATCH_S / 0.43 + 0.004 + 1e-4
+    many = predict("cadence", cluster(*[1.0] * 65, sync_s=0.004))
+    assert many.window_s == pytest.approx(
+        many.anchor * FAST_BATCH_S + 0.004 + 0.25 * FAST_BATCH_S
+    )
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_jitter_makes_ranks_wait_for_the_last_one(policy: str) -> None:
+    regular, jittering = (
+        predict(policy, cluster(1.0, 1.0, sync_s=0.002, jitter=jitter))
+        for jitter in (0.0, 0.1)
+    )
+    assert jittering.goodput < regular.goodput
+    if policy == "sync":
+        assert jittering.window_s / regular.window_s == pytest.approx(1.057, abs=0.003)
+    else:
+        assert jittering.anchor > 2 * regular.anchor  # at the same overhead
+
+
+def test_the_largest_of_many_draws() -> None:
+    assert expected_most(1) == pytest.approx(0.0)
+    assert expected_most(2) == pytest.approx(0.564, abs=0.03)
+    assert expected_most(8) == pytest.approx(1.424, abs=0.03)
+
+
+def test_ranks_that_are_left_out_still_run_each_step_of_sync() -> None:
+    slow = cluster(1.0, 1.0, 0.01, sync_s=0.0)
+    assert predict("sync", slow, [0, 1]).window_s == pytest.approx(
+        100 * FAST_BATCH_S / 32
+    )
+    assert predict("cadence", slow, [0, 1]).goodput > 1.9
+    assert predict("sync", slow, [0]).goodput == pytest.approx(1.0)
+    two = cluster(1.0, 1.0, 0.01, sync_s=0.0, min_share_samples=2)
+    assert predict("sync", two, [0, 1]).window_s == pytest.approx(
+        200 * FAST_BATCH_S / 32
+    )
 
 
 def test_async_waits_only_for_a_reduction_beyond_the_longest_window() -> None:
     found = predict("async", cluster(1.0, 0.5, sync_s=0.75, copy_batches=0.0))
-    assert found.anchor == 10
+    assert found.anchor == 12  # a fifth longer than the reduction
     assert found.hardware_efficiency == pytest.approx(1.0)
-    assert found.lag_batches == pytest.approx(0.75 / FAST_BATCH_S)
+    late_s = 0.75 + 0.75 * 0.08  # three quarters of a batch until the last one closes
+    assert found.lag_batches == pytest.approx(late_s / FAST_BATCH_S)
     bound = cluster(1.0, 0.5, sync_s=0.8, copy_batches=0.0, max_anchor=2)
     blocked = predict("async", bound)
     assert blocked.anchor == 2
@@ -282,6 +336,8 @@ def test_ten_thousand_ranks_are_predicted(policy: str) -> None:
         ({"sync_s": math.inf}, "sync_s must be from 0"),
         ({"hidden": 1.1}, "hidden must be from 0 to 1"),
         ({"copy_batches": math.nan}, "copy_batches must be finite"),
+        ({"jitter": -0.1}, "jitter must be finite and not negative"),
+        ({"min_share_samples": 0}, "min_share_samples must be at least 1"),
         ({"overhead_target": -0.1}, "overhead_target must be finite and not negative"),
     ],
 )

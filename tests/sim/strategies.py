@@ -102,7 +102,7 @@ def clusters(
         joins = sum(fault.join is not None for fault in happen)
         if not joins:
             happen = tuple(f for f in happen if f.rank != world_size)
-    if happen:
+    if happen or policy == "auto":
         options.pop("deterministic", None)
     return Cluster(
         run=Run(

@@ -73,7 +73,6 @@ def test_a_file_is_read_with_its_defaults() -> None:
         ("run", None, "samples", 0, r"\[run\]: samples must be at least 1"),
         ("run", None, "samples", "many", r"\[run\]: samples must be int, got 'many'"),
         ("run", None, "epochs", True, r"\[run\]: epochs must be int, got True"),
-        ("run", None, "policy", "auto", r"\[run\]: policy 'auto' cannot be simulated"),
         ("run", None, "policy", "best", r"\[run\]: unknown policy 'best'"),
         ("run", None, "anchor", 0, r"\[run\]: expected anchor"),
         ("run", None, "replay", "plan.json", r"\[run\]: .*replay"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,16 @@ def simulate(tmp_path: Path, text: str, *options: str) -> Result:
     return CliRunner().invoke(main, ["simulate", str(path), *options])
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
 def test_a_cluster_is_simulated_and_told(tmp_path: Path, policy: str) -> None:
     result = simulate(tmp_path, CLUSTER, "--policy", policy)
     assert result.exit_code == 0, result.output
     assert f"policy {policy}, 4 ranks: 6000 samples" in result.output
     assert "µs per event" in result.output
     assert "rank 0 fast" in result.output
+    assert "times the fastest device alone" in result.output
+    chosen = re.findall(r"at +[\d.]+ s +policy (\w+): ", result.output)
+    assert len(chosen) == (policy == "auto")
 
 
 def test_the_figures_are_written_as_json(tmp_path: Path) -> None:
@@ -55,6 +59,9 @@ def test_the_figures_are_written_as_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     figures = json.loads(result.output)
     assert 0.5 < figures["efficiency"] <= 1.0
+    assert 0.5 < figures["sample_efficiency"] <= 1.0
+    assert [phase["policy"] for phase in figures["phases"]] == ["async"]
+    assert figures["choices"] == []
     assert set(figures["waits"]) >= {"data", "lease", "window end", "reduction"}
     assert figures["coordinator_us_per_event"] > 0
     assert figures["messages_per_s"] > 0
@@ -94,7 +101,7 @@ def test_sync_does_not_outlive_a_rank_and_says_so(tmp_path: Path) -> None:
     [
         ("[run", "is not TOML"),
         (CLUSTER.replace("jitter", "jitters"), "[[device]] 0: unknown key 'jitters'"),
-        (CLUSTER.replace("async", "auto"), "policy 'auto' cannot be simulated"),
+        (CLUSTER.replace("async", "best"), "unknown policy 'best'"),
     ],
 )
 def test_a_wrong_file_is_a_usage_error_that_names_it(

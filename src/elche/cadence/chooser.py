@@ -18,7 +18,7 @@ from elche.cadence.goodput import (
 from elche.cadence.throughput import CostEstimate, check_int
 from elche.errors import ConfigError
 
-MARGIN = 0.05
+MARGIN = 0.025
 """What is better by this part is clearly better."""
 PATIENCE = 2
 """Observations in a row that a change takes."""
@@ -29,7 +29,8 @@ SETTLING = 10
 JITTER = 1.1 / 0.9
 """The most by which times that are wrong by 10 % correct it."""
 BELOW_ONE_GAIN = 0.02
-"""Gain for which a run leaves a choice that is slower than the fastest device."""
+"""Gain for which a run leaves a choice that is slower than the fastest device, if it
+can come back."""
 ROUNDING = 1e-9
 NAMED_RANKS = 4
 """So many left out ranks a reason names; of more it gives the number."""
@@ -93,13 +94,15 @@ class Chooser:
     ``patience`` observations in a row, another one is clearly better, and by a tenth
     better than it promised to be when the choice was made (as far as the next
     observations confirm or correct that): jitter of 10 % undoes no choice. A choice
-    that is slower than the fastest device alone is left for a gain of 2 %.
+    that is slower than the fastest device alone is left for a gain of 2 %; ``sync`` for
+    that device alone, from where there is no way back to ``sync``, for the margin.
 
     Args:
         fixed_update: what the policy must average, ``"gradients"`` or ``"parameters"``;
             None leaves it open until ``fix_update``.
         margin: what part better is clearly better.
         patience: observations in a row that a change takes.
+        leaves_out: leave out ranks that cost more than they bring.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -110,6 +113,7 @@ class Chooser:
         "_choice",
         "_current",
         "_fixed_s",
+        "_leaves_out",
         "_margin",
         "_most",
         "_patience",
@@ -127,11 +131,13 @@ class Chooser:
         fixed_update: str | None = None,
         margin: float = MARGIN,
         patience: int = PATIENCE,
+        leaves_out: bool = True,
     ) -> None:
         if not 0.0 <= margin < math.inf:
-            raise ConfigError(f"margin must be a part such as 0.05, got {margin!r}")
+            raise ConfigError(f"margin must be a part such as 0.025, got {margin!r}")
         self._margin = float(margin)
         self._patience = check_int("patience", patience, 1)
+        self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
         self._choice: Choice | None = None
         self._current: _Option | None = None
@@ -218,7 +224,7 @@ class Chooser:
 
     def _sized(self, fleet: Fleet, policy: str) -> _Option:
         """The policy on as many ranks as come close to the best number of them."""
-        sizes = _sizes(fleet)
+        sizes = _sizes(fleet) if self._leaves_out else [len(fleet.ranks)]
         best = 0.0
         for size in sizes:
             if fleet.bound(size) <= best:
@@ -244,7 +250,9 @@ class Chooser:
         if option.is_as(present):
             return False
         if present.goodput < 1.0:
-            return option.goodput >= (1.0 + BELOW_ONE_GAIN) * present.goodput
+            for_good = option.policy == "sync" and len(option.ranks) == 1
+            gain = self._margin if for_good else BELOW_ONE_GAIN
+            return option.goodput >= (1.0 + gain) * present.goodput
         least = max(1.0 + self._margin, NEWS * self._promised[option.policy])
         return option.goodput >= least * present.goodput
 

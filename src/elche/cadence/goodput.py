@@ -13,8 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import NormalDist
 from typing import final
 
+from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import check_policy, sample_efficiency
 from elche.cadence.throughput import check_int, check_measure
@@ -28,7 +30,18 @@ MAX_FIXED_SAMPLES = 1e9
 BACKWARD_SHARE = 2.0 / 3.0
 """Part of a step under which a reduction of gradients can hide."""
 BOUNDARY_WAIT_BATCHES = 0.25
-"""What a blocking window loses at its end, in batches of the slowest rank."""
+"""What a blocking window of many ranks loses at its end, in batches of the slowest."""
+ANYWHERE = 0.29
+"""Standard deviation, in batches, of a boundary that may be anywhere within a batch."""
+LAST_CLOSER_BATCHES = 0.75
+"""How much later the last rank ends an overlapped window, in batches of the slowest."""
+ROOM = 1.2
+"""Overlapped windows are so many times as long as a reduction: in shorter ones ranks
+that do not end them together wait for each other."""
+FREE_WAIT = 0.01
+"""Part of a window that ranks may wait at its end without lengthening it."""
+ALIGNED_RANKS = 64
+"""With more ranks no anchor makes whole batches of all end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +57,11 @@ class Cluster:
             more than backward lasts.
         overhead_target: El Che's; brought into 0.01 to 0.50, as there.
         max_anchor: El Che's upper limit.
+        jitter: coefficient of variation of a step's time.
         copy_batches: what taking a snapshot and adopting an average costs a rank in
             ``async``, in its own batches per window.
+        min_share_samples: least samples of a rank in a step of ``sync``; one without a
+            share runs its loop on as many that do not count.
         sync_batch_size: global batch of ``sync`` if it is another one than
             ``batch_size``: ``world_size * batch_size``, for example.
 
@@ -60,7 +76,9 @@ class Cluster:
     hidden: float = 0.7
     overhead_target: float = 0.03
     max_anchor: int = 200
-    copy_batches: float = 0.05
+    jitter: float = 0.0
+    copy_batches: float = 0.02
+    min_share_samples: int = 1
     sync_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,9 +105,11 @@ class Cluster:
         if self.sync_batch_size is not None:
             check_int("sync_batch_size", self.sync_batch_size, 1)
         check_int("max_anchor", self.max_anchor, 1)
+        check_int("min_share_samples", self.min_share_samples, 1)
         _check_range("sync_s", self.sync_s, 0.0, MAX_TIME_S)
         _check_range("hidden", self.hidden, 0.0, 1.0)
         check_measure("copy_batches", self.copy_batches)
+        check_measure("jitter", self.jitter)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
@@ -107,6 +127,11 @@ class Cluster:
     def batch_s(self, rank: int) -> float:
         """Seconds of a local step of ``batch_size`` samples on a rank."""
         return self.fixed_s[rank] + self.batch_size * self.seconds_per_sample[rank]
+
+    def least_step_s(self, rank: int) -> float:
+        """Seconds of the smallest step of ``sync`` on a rank."""
+        samples = min(self.min_share_samples, self.global_batch_size)
+        return self.fixed_s[rank] + samples * self.seconds_per_sample[rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +169,10 @@ class Prediction:
 class Fleet:
     """Ranks of a cluster from the fastest to the slowest, to predict any first of them.
 
+    The others are left out: they train nothing, but take part in every reduction, and
+    under ``sync`` in every step. Where one rank trains alone there is nothing to wait
+    for.
+
     Args:
         cluster: what was measured.
         ranks: those that may take part, each once; None for all.
@@ -159,6 +188,7 @@ class Fleet:
     __slots__ = (
         "_cluster",
         "_fastest",
+        "_idle_s",
         "_rates",
         "_speeds",
         "_steps",
@@ -185,6 +215,10 @@ class Fleet:
             accumulate(1.0 / cluster.seconds_per_sample[rank] for rank in self.ranks)
         )
         self._fastest = cluster.batch_size / min(times)
+        others = set(everybody).difference(self.ranks)
+        idle_s = [cluster.least_step_s(rank) for rank in reversed(self.ranks)]
+        first_s = max((cluster.least_step_s(rank) for rank in others), default=0.0)
+        self._idle_s = list(accumulate(idle_s, max, initial=first_s))[::-1]
         self._steps: dict[int, float] = {}
 
     def predict(self, policy: str, size: int) -> Prediction:
@@ -209,7 +243,8 @@ class Fleet:
     def _sync(self, size: int) -> Prediction:
         """A step lasts as long as its last part, and the reduction that shows."""
         cluster = self._cluster
-        step_s = self._sync_step_s(size)
+        step_s = max(self._sync_step_s(size), self._idle_s[size])
+        step_s *= 1.0 + cluster.jitter * expected_most(size)
         hidden_s = min(cluster.hidden * cluster.sync_s, BACKWARD_SHARE * step_s)
         window_s = step_s + cluster.sync_s - hidden_s
         batches = cluster.global_batch_size / cluster.batch_size
@@ -218,25 +253,48 @@ class Fleet:
     def _cadence(self, size: int) -> Prediction:
         """El Che's smallest anchor at which reducing and waiting meet the target."""
         cluster, slow_s = self._cluster, self.batch_s[size - 1]
-        blocked_s = cluster.sync_s + BOUNDARY_WAIT_BATCHES * slow_s
-        wanted = math.ceil(blocked_s / (cluster.overhead_target * slow_s) - 1e-9)
-        anchor = max(1, min(wanted, cluster.max_anchor))
-        work_s = anchor * slow_s
+        target, most = cluster.overhead_target, cluster.max_anchor
+        asked = max(1, math.ceil(cluster.sync_s / (target * slow_s) - 1e-9))
+        while True:
+            anchor, wait_s = self._blocking(size, min(asked, most))
+            work_s = anchor * slow_s
+            overhead = cluster.sync_s / work_s + max(0.0, wait_s / work_s - FREE_WAIT)
+            if overhead <= target * (1.0 + 1e-9) or asked >= most:
+                break
+            asked = max(asked + 1, math.ceil(asked * overhead / target - 1e-9))
+        window_s = work_s + wait_s + cluster.sync_s
         batches = work_s * self._speeds[size - 1] / cluster.batch_size
-        return self._prediction(
-            "cadence", size, anchor, work_s + blocked_s, batches, 0.0
-        )
+        return self._prediction("cadence", size, anchor, window_s, batches, 0.0)
+
+    def _blocking(self, size: int, anchor: int) -> tuple[int, float]:
+        """The anchor that fits whole batches best, and what ranks wait at its end."""
+        batch_s, slow_s = self.batch_s[:size], self.batch_s[size - 1]
+        if size > ALIGNED_RANKS:
+            return anchor, BOUNDARY_WAIT_BATCHES * slow_s
+        anchor = aligned_anchor(anchor, batch_s, self._cluster.max_anchor)
+        jitter = self._cluster.jitter  # and times are known no better than that
+        lost = max(0.0, lost_share(anchor, batch_s) - jitter)
+        wait_s = anchor * slow_s * lost / (1.0 - lost)
+        spread_s = [
+            min(jitter * math.sqrt(anchor * slow_s / s), ANYWHERE) * s for s in batch_s
+        ]
+        if jitter > 0.0:
+            most_s = max(spread_s)
+            alike = 1.0 + sum((s / most_s) ** 2 for s in spread_s)
+            wait_s += most_s * expected_most(alike)
+        return anchor, wait_s
 
     def _async(self, size: int) -> Prediction:
         """As short as the reduction allows; a longer one than the longest blocks."""
         cluster, slow_s = self._cluster, self.batch_s[size - 1]
-        wanted = math.ceil(cluster.sync_s / slow_s - 1e-9)
+        wanted = math.ceil(ROOM * cluster.sync_s / slow_s - 1e-9)
         anchor = max(1, min(wanted, cluster.max_anchor))
         work_s = anchor * slow_s
         batches = work_s * self._speeds[size - 1] / cluster.batch_size
         copying = 1.0 + cluster.copy_batches * size / batches
         window_s = max(work_s * copying, cluster.sync_s)
-        lag = min(cluster.sync_s, work_s) / self.batch_s[0]
+        late_s = cluster.sync_s + LAST_CLOSER_BATCHES * slow_s
+        lag = min(late_s, work_s) / self.batch_s[0]
         return self._prediction("async", size, anchor, window_s, batches, lag)
 
     def _prediction(
@@ -270,18 +328,20 @@ class Fleet:
             cluster = self._cluster
             cost, fixed_s = cluster.seconds_per_sample, cluster.fixed_s
             total = cluster.global_batch_size
-            served = sorted(self.ranks[:size], key=lambda r: fixed_s[r] + cost[r])
-            served = served[:total]
+            least = min(cluster.min_share_samples, total)
+            by_start = sorted(self.ranks[:size], key=cluster.least_step_s)
+            served = by_start[: total // least]
             parts = split_for_makespan(
                 total,
                 [cost[r] for r in served],
                 [min(fixed_s[r] / cost[r], MAX_FIXED_SAMPLES) for r in served],
-                1,
+                least,
             )
-            self._steps[size] = max(
+            ends_s = [
                 fixed_s[r] + part * cost[r]
                 for r, part in zip(served, parts, strict=True)
-            )
+            ]
+            self._steps[size] = max(*ends_s, cluster.least_step_s(by_start[-1]))
         return self._steps[size]
 
 
@@ -291,9 +351,10 @@ def predict(
     """What a policy would do on a cluster, or on some of its ranks.
 
     ``sync`` ends a step with its last part and with what of the reduction does not hide
-    under backward. ``cadence`` loses the reduction and a quarter of the slowest rank's
-    batch per window, at El Che's smallest anchor that keeps both within the overhead
-    target. ``async`` loses copies, and the reduction only where it outlasts a window.
+    under backward. ``cadence`` loses the reduction, and what ranks wait because whole
+    batches do not end together, at El Che's smallest anchor that keeps both within the
+    overhead target. ``async`` loses copies, and the reduction only where it outlasts a
+    window.
 
     Args:
         policy: ``"sync"``, ``"cadence"`` or ``"async"``.
@@ -305,6 +366,11 @@ def predict(
     """
     fleet = Fleet(cluster, ranks)
     return fleet.predict(policy, len(fleet.ranks))
+
+
+def expected_most(ranks: float) -> float:
+    """Expected largest of so many draws, in standard deviations (G. Blom, 1958)."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def hardware_efficiency(policy: str, cluster: Cluster) -> float:

@@ -1,38 +1,60 @@
 """``auto``: begins under ``sync``, measures, and goes on with what pays most.
 
 The first steps of a run are taken under ``sync``, which leaves the optimisation as it
-is. They tell what a sample costs every rank; what a reduction costs was probed when the
+is. They tell what a batch costs every rank; what a reduction costs was probed when the
 group was formed. Then goodput is predicted (`elche.cadence.chooser`), and the run stays
 with ``sync`` or goes on with windows of averaged parameters; after that the update rule
-is fixed, and shares and anchor move. Pure.
+is fixed. It goes on measuring. Windows change between ``cadence`` and ``async``, and
+leave out ranks or take them back, when an epoch begins. ``sync`` is left only where the
+fastest device would be faster alone: it then trains in windows of its own, which is no
+other rule, and the others follow it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elche.cadence.chooser import Choice, Chooser
-from elche.cadence.goodput import Cluster
+from elche.cadence.goodput import predict
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
+from elche.coordination.auto_gauge import Gauge
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
+    BatchesDone,
+    EndEpoch,
+    EpochLeft,
     Event,
     Instruction,
     PolicyChosen,
+    StepsDone,
     SwitchPolicy,
+    WindowReduced,
 )
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync_policy import SyncPolicy
 from elche.coordination.window_policy import TakenOver, WindowPolicy
 
-CALIBRATION_STEPS = 8
-"""Measured steps before the choice."""
+EXPLORING_GRANTS = 2
+"""So many grants of steps leave out either half of the ranks before the choice: those
+of the other half get large.
+"""
+MAX_EXPLORING_COST = 3.0
+"""How much longer than another step such a one may take."""
+EARLY_GAIN = 1.5
+"""What is better by this factor after a single grant is chosen at once."""
+OBSERVED_GRANTS = 16
+OBSERVED_WINDOWS = 8
+"""Measured anew so often, the choice is looked at again."""
+ANOTHER_ANCHOR = 2
+"""Overlapped windows that should be longer or shorter by this factor are rebuilt."""
+ALONE_ANCHOR = 20
+"""Batches in a window of a device that trains alone."""
 
 
 class AutoPolicy(Policy):
-    """Chooses once, by predicted goodput.
+    """Chooses by predicted goodput, and again as measurements change.
 
     Args:
         config: the run's settings.
@@ -44,16 +66,25 @@ class AutoPolicy(Policy):
         self, config: RunConfig, members: Sequence[Member], settings: Settings
     ) -> None:
         self._config = config
-        self._members = list(members)
+        self._members = {member.rank: member for member in members}
         self._epochs = settings.epochs
         self._sync = SyncPolicy(config, members, settings.min_share_samples)
         self._windows: WindowPolicy | None = None
-        self._chooser = Chooser()
+        self._gauge = Gauge(config, len(members), settings.min_share_samples)
+        self._chooser = self._new_chooser()
         self._choice: Choice | None = None
-        self._sync_s = 0.0
+        self._running: Choice | None = None
+        horizon = max(member.horizon_batches for member in members)
+        self._calibration_grants = horizon + 2 + 2 * EXPLORING_GRANTS
+        self._is_gradients = False
+        self._is_final = len(members) == 1
+        self._probe_s = 0.0
+        self._variants: list[tuple[int, ...]] = []
+        self._reports: dict[int, dict[int, StepsDone]] = {}
         self._epoch = -1
         self._sizes = BatchSizes(())
         self._samples_before = 0
+        self._is_broken_off = False
 
     @property
     def choice(self) -> Choice | None:
@@ -69,10 +100,17 @@ class AutoPolicy(Policy):
         """See :meth:`Policy.first_window`."""
         return self._current.first_window
 
+    @property
+    def is_quiet(self) -> bool:
+        """See :meth:`Policy.is_quiet`."""
+        return self._current.is_quiet
+
     def prepare_epoch(self, sync_s: float) -> None:
         """See :meth:`Policy.prepare_epoch`."""
-        self._sync_s = sync_s
-        if self._is_switching and self._windows is None:
+        self._probe_s = self._probe_s or sync_s
+        if not self._wants_windows:
+            return
+        if self._windows is None or (self._is_outdated and not self._is_final):
             self._windows = self._build_windows()
             self._windows.start_from(self._samples_before)
 
@@ -81,24 +119,45 @@ class AutoPolicy(Policy):
     ) -> Outcome:
         """See :meth:`Policy.begin_epoch`."""
         self._epoch, self._sizes = epoch, sizes
+        self._is_broken_off = False
+        self._reports.clear()
         return self._current.begin_epoch(epoch, sizes, now_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way; chooses when enough is measured."""
-        outcome = self._current.handle(event, now_s)
-        if outcome.epoch_over:
-            self._samples_before += self._sizes.num_samples
-            return outcome
+        told = Outcome()
         if self._windows is None:
-            if self._choice is None:
-                self._choose(outcome)
-            if self._is_switching and self._sync.is_drained:
-                self._switch(outcome, now_s)
+            self._handle_steps(event, told)
+        outcome = self._current.handle(event, now_s)
+        outcome.instructions[:0] = told.instructions
+        outcome.notes[:0] = told.notes
+        if outcome.epoch_over:
+            self._samples_before += self._committed(outcome, event)
+        elif self._windows is not None:
+            self._handle_windows(event, outcome)
+        elif self._wants_windows and self._sync.is_drained and not self._is_broken_off:
+            self._switch(outcome, now_s)
         return outcome
 
     def check(self) -> None:
         """See :meth:`Policy.check`."""
         self._current.check()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone: what was measured is of another membership."""
+        self._is_final = True
+        del self._members[rank]
+        self._current.remove(rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins: what was measured is of another membership."""
+        self._is_final = True
+        self._members[member.rank] = member
+        self._current.add(member)
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """See :meth:`Policy.regrouped`."""
+        return self._current.regrouped(reduced, now_s)
 
     def patience_s(self) -> float:
         """See :meth:`Policy.patience_s`."""
@@ -117,34 +176,132 @@ class AutoPolicy(Policy):
         return self._current.waiting_for()
 
     @property
-    def _is_switching(self) -> bool:
-        return self._choice is not None and self._choice.policy != "sync"
+    def _batch_size(self) -> int:
+        return self._sizes.runs[0][0]
 
-    def _choose(self, outcome: Outcome) -> None:
-        if self._sync.measured_steps < CALIBRATION_STEPS:
+    @property
+    def _wants_windows(self) -> bool:
+        choice = self._choice
+        return choice is not None and (choice.policy != "sync" or _is_alone(choice))
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether windows run otherwise than was chosen since."""
+        now, then = self._choice, self._running
+        assert now is not None
+        assert then is not None
+        if _differ(now, then):
+            return True
+        anchors = sorted((now.anchor, then.anchor))
+        return _name_of(now) == "async" and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+
+    def _committed(self, outcome: Outcome, event: Event) -> int:
+        """Samples of the epoch that are in the model at its end."""
+        for told in outcome.instructions:
+            if isinstance(told, EndEpoch):
+                return sum(told.samples)
+        steps = event.step if isinstance(event, EpochLeft) else self._sizes.num_batches
+        return self._sizes.samples_in(0, steps)
+
+    def _handle_steps(self, event: Event, told: Outcome) -> None:
+        """Measures steps before ``sync`` grants more of them."""
+        if isinstance(event, EpochLeft):
+            self._is_broken_off = True
+        if not isinstance(event, StepsDone) or self._is_final or self._wants_windows:
             return
-        sample_s, fixed_s = self._sync.costs_s()
-        self._choice = self._chooser.observe(
-            Cluster(
-                seconds_per_sample=sample_s,
-                fixed_s=fixed_s,
-                batch_size=self._sizes.runs[0][0],
-                sync_s=self._sync_s,
-                overhead_target=self._config.overhead_target,
-                max_anchor=max(1, self._config.max_anchor),
-            )
-        )
-        sums_gradients = self._choice.policy == "sync"
-        self._chooser.fix_update("gradients" if sums_gradients else "parameters")
-        if self._is_switching:
+        reports = self._reports.setdefault(event.start, {})
+        reports[event.rank] = event
+        if len(reports) < len(self._members):
+            return
+        del self._reports[event.start]
+        before = self._gauge.grants
+        self._gauge.took_steps([reports[rank] for rank in sorted(reports)])
+        if self._choice is None:
+            if self._gauge.grants > before:
+                self._calibrate(told)
+        elif self._gauge.grants >= OBSERVED_GRANTS:
+            self._gauge.grants = 0
+            self._observe(told)
+
+    def _handle_windows(self, event: Event, told: Outcome) -> None:
+        if self._is_final:
+            return
+        if isinstance(event, BatchesDone):
+            self._gauge.trained(event)
+        elif isinstance(event, WindowReduced):
+            self._gauge.reduced(event, self._batch_size)
+            if self._gauge.windows >= OBSERVED_WINDOWS:
+                self._gauge.windows = 0
+                self._observe(told)
+
+    def _calibrate(self, told: Outcome) -> None:
+        """A further grant was measured while nothing is chosen yet."""
+        gauge = self._gauge
+        if gauge.grants == 1:
+            gauge.learn(self._probe_s)
+            cluster = gauge.cluster(self._batch_size)
+            chooser = self._new_chooser()
+            choice = chooser.observe(cluster)
+            stays = predict("sync", cluster).goodput
+            if choice.prediction.goodput >= EARLY_GAIN * stays:
+                self._choose(chooser, choice, told)
+                return
+            self._variants = self._explored()
+        if self._variants:
+            self._sync.leave_out(self._variants.pop(0))
+        if gauge.grants >= self._calibration_grants:
+            gauge.learn(self._probe_s)
+            choice = self._chooser.observe(gauge.cluster(self._batch_size))
+            self._choose(self._chooser, choice, told)
+
+    def _explored(self) -> list[tuple[int, ...]]:
+        """Ranks to leave out, grant by grant: either half, if the other can do it."""
+        gauge, samples = self._gauge, self._batch_size
+        ranks = sorted(self._members, key=lambda rank: gauge.batch_s(rank, samples))
+        speed = {rank: 1.0 / gauge.batch_s(rank, samples) for rank in ranks}
+        found: list[tuple[int, ...]] = []
+        for half in (ranks[1::2], ranks[0::2]):
+            rest = sum(speed[rank] for rank in ranks if rank not in half)
+            if rest * MAX_EXPLORING_COST >= sum(speed.values()):
+                found += [tuple(half)] * EXPLORING_GRANTS
+        return [*found, ()]
+
+    def _new_chooser(self) -> Chooser:
+        # A rank that trains nothing would be the slowest one that others wait for.
+        return Chooser(leaves_out=self._config.max_batch_diff is None)
+
+    def _choose(self, chooser: Chooser, choice: Choice, told: Outcome) -> None:
+        """The first choice fixes the update rule."""
+        self._gauge.finish_learning()
+        self._gauge.grants = 0
+        self._sync.leave_out(())
+        self._chooser, self._choice = chooser, choice
+        self._is_gradients = not self._wants_windows
+        chooser.fix_update("gradients" if self._is_gradients else "parameters")
+        self._say(told)
+
+    def _observe(self, told: Outcome) -> None:
+        """Looks at the choice again with what was measured since."""
+        self._gauge.follow()
+        before = self._choice
+        choice = self._chooser.observe(self._gauge.cluster(self._batch_size))
+        self._choice = choice
+        assert before is not None
+        if _differ(before, choice):
+            self._say(told)
+
+    def _say(self, told: Outcome) -> None:
+        choice = self._choice
+        assert choice is not None
+        reason = choice.reason
+        if self._windows is not None:
+            reason += "; from the next epoch on"
+        elif self._wants_windows:
             self._sync.stop_granting()
-        elif self._choice.left_out:
-            self._sync.leave_out(self._choice.left_out)
-        reason = self._choice.reason
-        outcome.notes.append(reason)
-        outcome.instructions.append(
+        told.notes.append(reason)
+        told.instructions.append(
             PolicyChosen(
-                rank=self._members[0].rank, policy=self._choice.policy, reason=reason
+                rank=min(self._members), policy=_name_of(choice), reason=reason
             )
         )
 
@@ -152,18 +309,37 @@ class AutoPolicy(Policy):
         """Windows under the chosen policy, with the speeds that were measured."""
         choice = self._choice
         assert choice is not None
-        sample_s, fixed_s = self._sync.costs_s()
-        batch = self._sizes.runs[0][0]
-        costs = [f + batch * s for s, f in zip(sample_s, fixed_s, strict=True)]
+        name, most = _name_of(choice), max(1, self._config.max_anchor)
         config = replace(
             self._config,
-            policy=choice.policy,
-            anchor=max(1, min(choice.anchor, self._config.max_anchor)),
-            speed_hints=tuple(min(costs) / cost for cost in costs),
+            policy=name,
+            anchor=min(ALONE_ANCHOR if _is_alone(choice) else choice.anchor, most),
+            speed_hints=self._speeds(choice),
         )
-        self.name = choice.policy
+        if name == "async":  # shorter ones would end before their reduction
+            lowest = max(config.anchor, min(config.min_anchor, most))
+            config = replace(config, min_anchor=lowest)
+        if _is_alone(choice):  # its windows only keep the others up to date
+            config = replace(config, outer="average")
+            # The update rule stays as it was: what has gone this way does not return.
+            self._is_final = self._is_gradients
+        self.name, self._running = config.policy, choice
+        self.is_elastic = True
         return WindowPolicy(
-            config, self._members, self._epochs, idle=frozenset(choice.left_out)
+            config,
+            list(self._members.values()),
+            self._epochs,
+            idle=frozenset(choice.left_out),
+            first_window=0 if self._windows is None else self._windows.first_window,
+        )
+
+    def _speeds(self, choice: Choice) -> tuple[float, ...]:
+        """Of each rank; one that is left out must not be what windows are paced by."""
+        batch_s = {r: self._gauge.batch_s(r, self._batch_size) for r in self._members}
+        slowest_s = max(s for r, s in batch_s.items() if r not in choice.left_out)
+        return tuple(
+            1.0 / (slowest_s if rank in choice.left_out else cost_s)
+            for rank, cost_s in batch_s.items()
         )
 
     def _switch(self, outcome: Outcome, now_s: float) -> None:
@@ -171,19 +347,19 @@ class AutoPolicy(Policy):
         step = self._sync.granted_until
         if step >= self._sizes.num_batches:
             return  # the next epoch begins with windows
-        self._windows = self._build_windows()
+        self._windows = windows = self._build_windows()
         told: list[Instruction] = [
             SwitchPolicy(
-                rank=member.rank,
+                rank=rank,
                 epoch=self._epoch,
                 step=step,
                 policy=self.name,
-                window=self._windows.first_window,
+                window=windows.first_window,
             )
-            for member in self._members
+            for rank in self._members
         ]
         done = self._sizes.samples_in(0, step)
-        follow = self._windows.take_over(
+        follow = windows.take_over(
             self._epoch,
             self._sizes,
             now_s,
@@ -191,3 +367,18 @@ class AutoPolicy(Policy):
         )
         outcome.instructions += told + follow.instructions
         outcome.notes += follow.notes
+
+
+def _is_alone(choice: Choice) -> bool:
+    """Whether one of several ranks trains alone."""
+    return choice.prediction.world_size == 1 and bool(choice.left_out)
+
+
+def _differ(one: Choice, other: Choice) -> bool:
+    """Whether choices are carried out differently, beside the anchor."""
+    return (_name_of(one), one.left_out) != (_name_of(other), other.left_out)
+
+
+def _name_of(choice: Choice) -> str:
+    """The policy that carries a choice out: alone, nobody waits for a reduction."""
+    return "async" if _is_alone(choice) else choice.policy

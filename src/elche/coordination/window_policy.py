@@ -69,6 +69,7 @@ class WindowPolicy(Policy):
         epochs: epochs of the run if known; decides whether outer momentum pays.
         guard: watches the replicas' divergence; None for the configured one.
         idle: ranks that are given no work: they cost more than they bring.
+        first_window: number of the first window; ranks know what they hold by it.
     """
 
     is_elastic = True
@@ -80,9 +81,10 @@ class WindowPolicy(Policy):
         epochs: int | None,
         guard: Guard | None = None,
         idle: frozenset[int] = frozenset(),
+        first_window: int = 0,
     ) -> None:
         self.name = config.policy
-        self._state = WindowState(config, members, guard, idle)
+        self._state = WindowState(config, members, guard, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
 
     @property

@@ -29,6 +29,7 @@ class WindowState:
         members: all ranks, in order.
         guard: watches the replicas' divergence; None for the configured one.
         idle: ranks that are given no work.
+        first_window: number of the first window.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class WindowState:
         members: Sequence[Member],
         guard: Guard | None,
         idle: frozenset[int] = frozenset(),
+        first_window: int = 0,
     ) -> None:
         self.config = config
         self.idle = idle
@@ -48,7 +50,7 @@ class WindowState:
         self.epoch = -1
         self.progress_samples = 0
         self.planned_samples = 0
-        self.book = WindowBook(self.members, 0)
+        self.book = WindowBook(self.members, first_window)
         self.left: set[int] = set()
         self.notes: list[str] = []
         self.reset(BatchSizes(()), 0, 0.0)

@@ -88,6 +88,15 @@ class Books:
         self.windows.append(window)
         return len(self.commons) - 1
 
+    def took_steps(self, rank: int, epoch: int, steps: int) -> None:
+        """A rank has taken the first steps of an epoch under ``sync``.
+
+        That keeps one model, so the first rank to say so speaks for all.
+        """
+        common = self.commons[self.model(rank).common]
+        for step in range(steps):
+            common[epoch, step] = 1
+
     def adopt(self, rank: int, window: int, common: int) -> None:
         """A rank takes in the result of a reduction that it took part in."""
         model = self.model(rank)

@@ -258,11 +258,6 @@ class Run:
             raise ConfigError(f"samples must be at least 1, got {self.samples}")
         if self.until_s is not None:
             _positive(self, "until_s")
-        if self.policy == "auto":
-            raise ConfigError(
-                "policy 'auto' cannot be simulated yet: name 'sync', 'cadence' or "
-                "'async', and compare"
-            )
         config = self.config
         if config.record is not None or config.replay is not None:
             raise ConfigError("'record' and 'replay' name files; a simulation has none")

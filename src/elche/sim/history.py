@@ -6,7 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elche.coordination.messages import Abort, OpenWindow, Reduce, WindowReduced
+from elche.coordination.messages import (
+    Abort,
+    OpenWindow,
+    PolicyChosen,
+    Reduce,
+    WindowReduced,
+)
 from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
 
 DATA = "data"
@@ -67,6 +73,25 @@ class RankHistory:
 
 
 @dataclass(slots=True)
+class Phase:
+    """A part of the run under one policy, as what had been done when it began.
+
+    Attributes:
+        policy: its name.
+        began_s: when.
+        samples: trained on before it.
+        windows: synchronisations before it.
+        ranks: of each rank, samples trained on, adoptions and batches of lag before it.
+    """
+
+    policy: str
+    began_s: float
+    samples: int
+    windows: int
+    ranks: dict[int, tuple[int, int, int]]
+
+
+@dataclass(slots=True)
 class Recovery:
     """How the run came through one change of its membership.
 
@@ -102,6 +127,8 @@ class History:
         self.recoveries: list[Recovery] = []
         self.windows = 0
         self.samples = 0
+        self.phases: list[Phase] = []
+        self.choices: list[tuple[float, PolicyChosen]] = []
         self._seen: dict[Key, bytearray] = {}
         self.trained: dict[Key, list[tuple[int, int, int, int]]] = defaultdict(list)
         self.committed: dict[Key, frozenset[int]] = {}
@@ -143,6 +170,16 @@ class History:
         for recovery in self.recoveries:
             if recovery.rank in changed:
                 recovery.going.setdefault(rank, now_s)
+
+    def begin_phase(self, policy: str, now_s: float) -> None:
+        """From here on the run is under this policy, if it was not before."""
+        if self.phases and self.phases[-1].policy == policy:
+            return
+        done = {
+            rank: (sums.samples, sums.adoptions, sums.lag_batches)
+            for rank, sums in self.ranks.items()
+        }
+        self.phases.append(Phase(policy, now_s, self.samples, self.windows, done))
 
     def count(self, key: Key, batch: int, num_batches: int, samples: int) -> None:
         """Counts a batch's samples once, however often it was trained on."""

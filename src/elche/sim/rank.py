@@ -20,6 +20,7 @@ from elche.coordination.messages import (
     Join,
     Left,
     MetricsReported,
+    PolicyChosen,
     Regroup,
     Regrouped,
     Welcome,
@@ -29,8 +30,11 @@ from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import REGROUP, START, RankHistory
 from elche.sim.world import World
 
-LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported)
+LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
+PROBES = 3
+PROBED_BYTES = 2**22
+"""What a rank measures a reduction with (`elche.comm.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:
@@ -89,6 +93,7 @@ class Rank:
         self.reduced = -1
         self.changed: set[int] = set()
         self.is_back = False
+        self._probe_s = 0.0
         self._is_new = is_new
         self._is_cold = True
         self._random = random.Random(f"{sim.cluster.run.seed}/{rank}")
@@ -208,12 +213,14 @@ class Rank:
         if epoch or not self._is_new:
             if epoch == 0:
                 yield from self._welcome()
+                yield from self._probe()
             plans = self.sim.cluster.run.plans
             opened = EpochOpened(
                 rank=self.rank,
                 epoch=epoch,
                 sizes=self.sim.cluster.run.sizes,
                 plan=plans[epoch] if epoch < len(plans) else "",
+                probe_s=self._probe_s,
             )
             self.sim.send(opened)
         while True:
@@ -243,3 +250,12 @@ class Rank:
             yield Receive("all ranks to join")
         assert isinstance(instruction, Welcome), instruction
         self.generation = instruction.generation
+
+    def _probe(self) -> Script:
+        """Under ``auto``, measures a reduction when the group has been formed."""
+        run, link = self.sim.cluster.run, self.engine.link
+        if run.config.policy != "auto":
+            return
+        ranks = len(self.sim.groups[self.generation])
+        self._probe_s = link.reduce_s(run.model_bytes, ranks)
+        yield PROBES * link.reduce_s(min(run.model_bytes, PROBED_BYTES), ranks)

@@ -7,6 +7,14 @@ from typing import Any
 
 from elche.sim.cluster import Device
 from elche.sim.history import CAUSES, RankHistory
+from elche.sim.phases import (
+    ChoiceReport,
+    PhaseReport,
+    choices_of,
+    effective_samples,
+    fastest_alone,
+    phases_of,
+)
 from elche.sim.simulation import Simulation
 
 US_PER_S = 1e6
@@ -49,6 +57,12 @@ class Report:
         samples_per_s: of them.
         efficiency: samples per second over the sum of what each device delivers alone,
             on the same batches, while it lived; start-up and drain included.
+        sample_efficiency: samples that one device would need over those that were
+            trained on, by the convergence table (`elche.sim.phases`).
+        goodput: what the run has learned per second over what the fastest device would
+            alone; start-up and drain included.
+        phases: parts of the run, by policy.
+        choices: of ``auto``.
         waits: share of all ranks' time spent waiting, by cause.
         sync_overhead: share of all ranks' time that synchronising costs: waiting for
             window ends, reductions and copies.
@@ -74,6 +88,10 @@ class Report:
     samples: int
     samples_per_s: float
     efficiency: float
+    sample_efficiency: float
+    goodput: float
+    phases: tuple[PhaseReport, ...]
+    choices: tuple[ChoiceReport, ...]
     waits: dict[str, float]
     sync_overhead: float
     windows: int
@@ -115,6 +133,8 @@ def report_of(sim: Simulation) -> Report:
     )
     adoptions = sum(sums.adoptions for _, sums in ranks)
     timed = sim.watch.timer is not None and load.events > 0
+    phases = phases_of(sim)
+    effective = effective_samples(phases)
     return Report(
         policy=sim.cluster.run.policy,
         world_size=sim.cluster.world_size,
@@ -122,6 +142,10 @@ def report_of(sim: Simulation) -> Report:
         samples=samples,
         samples_per_s=samples / seconds,
         efficiency=samples / capacity if capacity else 0.0,
+        sample_efficiency=effective / samples if samples else 0.0,
+        goodput=effective / seconds / fastest_alone(sim),
+        phases=phases,
+        choices=choices_of(sim),
         waits=waits,
         sync_overhead=waits["window end"] + waits["reduction"] + copies,
         windows=history.windows,

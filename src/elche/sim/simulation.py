@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
@@ -14,7 +14,10 @@ from elche.coordination.messages import (
     Event,
     Failed,
     Instruction,
+    PolicyChosen,
+    Reduce,
     Regroup,
+    SwitchPolicy,
     Tick,
     Welcome,
 )
@@ -88,7 +91,7 @@ class Simulation(World):
         self.watch = watch or Watch()
         history = History(details=self.watch.details, spans=self.watch.spans)
         super().__init__(cluster, history)
-        self.is_elastic = cluster.run.config.policy in ("cadence", "async")
+        self.is_elastic = cluster.run.config.policy != "sync"
         self.core = Coordinator(cluster.world_size, elastic=self.is_elastic)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
@@ -137,9 +140,19 @@ class Simulation(World):
     def _epoch_of(self, rank: Rank, begin: BeginEpoch) -> Script:
         """A rank's epoch."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
-        if self.cluster.run.config.policy == "sync":
-            return SyncEpoch(rank, begin).train()
-        return WindowEpoch(rank, begin).train()
+        if begin.policy == "sync":
+            steps = SyncEpoch(rank, begin)
+            yield from steps.train()
+            if self.books is not None:
+                books = self.books[rank.run]
+                books.took_steps(rank.rank, begin.epoch, steps.steps_done)
+            switch = steps.switch
+            if switch is None:
+                return
+            begin = replace(begin, policy=switch.policy, window=switch.window)
+            inbox = self.engine.processes[rank.rank].inbox
+            inbox.extendleft(reversed(steps.later))
+        yield from WindowEpoch(rank, begin).train()
 
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
         """A rank has ended an epoch: when all have, their models are compared."""
@@ -198,6 +211,7 @@ class Simulation(World):
             load.most_instructions = len(told)
         if told:
             self._note_groups(told)
+            self._note_policy(told)
         for instruction in told:
             engine = self.engine
             engine.travel("down", instruction.rank, engine.deliver, instruction)
@@ -207,15 +221,28 @@ class Simulation(World):
             self.core.check()
 
     def _note_groups(self, told: list[Instruction]) -> None:
-        """Remembers who is in the group of a generation, and an epoch's plan."""
+        """Remembers groups of generations, plans of reductions and of epochs."""
         groups: dict[int, set[int]] = {}
         for instruction in told:
             if isinstance(instruction, (Welcome, Regroup)):
                 groups.setdefault(instruction.generation, set()).add(instruction.rank)
+            elif isinstance(instruction, Reduce):
+                if self.books is not None:
+                    told_of = self.plans.setdefault(instruction.window, {})
+                    told_of[instruction.rank] = instruction
             elif getattr(instruction, "plan", ""):
                 self.epoch_plans.append(instruction.plan)  # type: ignore[union-attr]
         for generation, members in groups.items():
             self.groups[generation] = frozenset(members)
+
+    def _note_policy(self, told: list[Instruction]) -> None:
+        """Remembers what ``auto`` chose, and when which policy began."""
+        now_s = self.engine.now_s
+        for instruction in told:
+            if isinstance(instruction, PolicyChosen):
+                self.history.choices.append((now_s, instruction))
+            elif isinstance(instruction, (BeginEpoch, SwitchPolicy)):
+                self.history.begin_phase(instruction.policy, now_s)
 
     def ended(self, rank: int, by_abort: bool) -> None:
         """A process has ended by itself."""

@@ -20,7 +20,9 @@ from elche.coordination.messages import (
     GrantSteps,
     Instruction,
     MetricsReported,
+    PolicyChosen,
     StepsDone,
+    SwitchPolicy,
 )
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, WINDOW_END
@@ -36,6 +38,9 @@ BYTES_PER_MIB = 2**20
 class SyncEpoch:
     """Trains on this rank's share of every global batch.
 
+    Ends early, with ``switch`` set, where windows take over (``auto``); instructions
+    that came after that are ``later``.
+
     Args:
         rank: whose epoch.
         begin: the coordinator's word that it begins.
@@ -49,6 +54,9 @@ class SyncEpoch:
         self._grants: deque[GrantSteps] = deque()
         self._granted_until = 0
         self._end: EndEpoch | None = None
+        self.switch: SwitchPolicy | None = None
+        self.later: list[Instruction] = []
+        self.steps_done = 0
         self._measured = [0.0, 0.0, 0.0, 0.0]
         self._is_warm = True
 
@@ -58,6 +66,8 @@ class SyncEpoch:
         break_at = self._sim.break_at(rank.rank, self._epoch)
         for number in range(rank.sizes.num_batches):
             item = yield from self._next(number)
+            if item is None:
+                return
             yield from self._step(item)
             if number + 1 == break_at:
                 self._trained(item)
@@ -79,16 +89,20 @@ class SyncEpoch:
         rank, grant = self._rank, self._grants[0]
         start = sum(grant.shares[: rank.rank])
         rank.trained(self._epoch, item.number, start, start + item.counted)
+        self.steps_done += 1
         rank.history.samples += item.counted
         rank.history.windows += rank.rank == 0
 
-    def _next(self, number: int) -> Generator[Any, Any, Loaded]:
+    def _next(self, number: int) -> Generator[Any, Any, Loaded | None]:
+        """This rank's part of a step; None: windows have taken over."""
         rank, began_s = self._rank, self._rank.now_s
         rank.take_all(self._handle)
-        while self._granted_until <= number:
+        while self._granted_until <= number and self.switch is None:
             yield Receive(f"the grant of step {number}")
             rank.take_all(self._handle)
         rank.history.wait(rank.rank, LEASE, began_s, rank.now_s)
+        if self.switch is not None and self.switch.step <= number:
+            return None
         item = self._loader.take(rank.now_s)
         began_s = rank.now_s
         if item.ready_s > began_s:
@@ -134,10 +148,16 @@ class SyncEpoch:
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
+        if self.switch is not None:
+            self.later.append(instruction)
+            return
+        if isinstance(instruction, SwitchPolicy):
+            self.switch = instruction
+            return
         if isinstance(instruction, EndEpoch):
             self._end = instruction
             return
-        if isinstance(instruction, MetricsReported):
+        if isinstance(instruction, (MetricsReported, PolicyChosen)):
             return
         assert isinstance(instruction, GrantSteps), instruction
         self._grants.append(instruction)

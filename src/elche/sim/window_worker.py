@@ -19,6 +19,7 @@ from elche.coordination.messages import (
     Instruction,
     MetricsReported,
     OpenWindow,
+    PolicyChosen,
     Reduce,
     Regroup,
     WindowClosed,
@@ -47,12 +48,11 @@ class WindowEpoch:
     """
 
     def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
-        config = rank.sim.cluster.run.config
         self._rank = rank
         self._engine = rank.engine
         self._sim = rank.sim
         self._epoch = begin.epoch
-        self._overlapped = config.policy == "async"
+        self._overlapped = begin.policy == "async"
         self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
         self._loop = WindowLoop(
             rank.batch_cost, overlapped=self._overlapped, reduced=begin.window - 1
@@ -146,11 +146,14 @@ class WindowEpoch:
             yield from self._close()
         elif action.do is Do.BEGIN:
             assert isinstance(instruction, Reduce)
-            self._in_flight = self._reduction(instruction)
+            self._plan_came(instruction)
+            if self._in_flight is None:
+                self._in_flight = self._reduction(instruction.window)
             self._loop.begun()
         elif action.do is Do.REDUCE:
             assert isinstance(instruction, Reduce)
-            yield from self._reduce(instruction, self._reduction(instruction))
+            self._plan_came(instruction)
+            yield from self._reduce(instruction, self._reduction(instruction.window))
         elif action.do is Do.FINISH:
             assert isinstance(instruction, Reduce)
             assert self._in_flight is not None
@@ -206,18 +209,21 @@ class WindowEpoch:
         self._closed_s = rank.now_s
         self._held_s = rank.now_s - began_s
         self._waited_s = 0.0
+        if self._overlapped and loop.batches:
+            self._in_flight = self._reduction(loop.window)
         loop.closed(began_s)
 
-    def _reduction(self, plan: Reduce) -> Collective:
-        """Takes part in a reduction."""
+    def _plan_came(self, plan: Reduce) -> None:
         rank = self._rank
-        key = ("window", rank.run, rank.generation, plan.window, plan.attempt)
-        members = self._sim.groups[rank.generation]
-        if self._sim.books is not None:
-            self._sim.plans.setdefault(key, {})[rank.rank] = plan
         if rank.history.has_details:
             number = (rank.run, plan.window, plan.attempt)
             rank.history.plans[number][rank.rank] = plan
+
+    def _reduction(self, window: int) -> Collective:
+        """Takes part in a reduction."""
+        rank = self._rank
+        key = ("window", rank.run, rank.generation, window)
+        members = self._sim.groups[rank.generation]
         run = self._sim.cluster.run
 
         def new() -> Collective:
@@ -227,9 +233,6 @@ class WindowEpoch:
         collective = self._engine.arrive(key, rank.rank, new)
         if len(collective.arrived) == len(members):
             rank.history.windows += 1
-            if self._sim.books is not None and not collective.failed:
-                books = self._sim.books[rank.run]
-                collective.value = books.reduce(self._sim.plans[key])
         return collective
 
     def _reduce(self, plan: Reduce, collective: Collective) -> Script:
@@ -248,6 +251,11 @@ class WindowEpoch:
         self._in_flight = None
         if self._sim.books is not None:
             books = self._sim.books[rank.run]
+            if collective.value is None:
+                told = self._sim.plans[plan.window]
+                collective.value = books.reduce(
+                    {member: told[member] for member in collective.members}
+                )
             books.adopt(rank.rank, plan.window, collective.value)
         self._adopted(plan, began_s)
 
@@ -353,7 +361,7 @@ class WindowEpoch:
                 rank.now_s,
             )
             return
-        if isinstance(instruction, MetricsReported):
+        if isinstance(instruction, (MetricsReported, PolicyChosen)):
             return
         if isinstance(instruction, CloseWindow) and instruction.drain:
             self._discard()

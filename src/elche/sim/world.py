@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from elche.coordination.messages import Abort, Event, Instruction, Reduce
 from elche.sim.books import Books
@@ -23,7 +22,7 @@ class World(ABC):
         engine: the clock and the network.
         groups: members of each generation.
         books: the account of models, one per run, if it is kept.
-        plans: what each rank of a reduction was told; for the account.
+        plans: what each rank was told last of a window's reduction; for the account.
     """
 
     def __init__(self, cluster: Cluster, history: History) -> None:
@@ -32,7 +31,7 @@ class World(ABC):
         self.engine = Engine(cluster, self.ended)
         self.groups: dict[int, frozenset[int]] = {}
         self.books: list[Books] | None = None
-        self.plans: dict[tuple[Any, ...], dict[int, Reduce]] = {}
+        self.plans: dict[int, dict[int, Reduce]] = {}
         self._breaks: dict[tuple[int, int], Break] = {
             (one.rank, one.epoch): one for one in cluster.breaks
         }

@@ -1,0 +1,122 @@
+"""What a simulated run is worth: its phases, and their goodput. Pure.
+
+A simulation trains nothing, so samples count as the convergence table says
+(`elche.cadence.convergence`), by the windows and lags that really came about. What is
+measured is time: start-up, measuring, switching and drains are in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elche.cadence.convergence import sample_efficiency
+from elche.sim.history import Phase
+from elche.sim.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """A part of the run under one policy.
+
+    Attributes:
+        policy: its name.
+        began_s: when.
+        seconds: how long it lasted.
+        samples: trained on.
+        ranks: of them took part.
+        windows: synchronisations.
+        window_batches: batches of all ranks in a mean window.
+        lag_batches: mean batches of the fastest rank until an average was adopted.
+        sample_efficiency: that the convergence table gives for this.
+    """
+
+    policy: str
+    began_s: float
+    seconds: float
+    samples: int
+    ranks: int
+    windows: int
+    window_batches: float
+    lag_batches: float
+    sample_efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceReport:
+    """What ``auto`` chose, when, and why."""
+
+    at_s: float
+    policy: str
+    reason: str
+
+
+def choices_of(sim: Simulation) -> tuple[ChoiceReport, ...]:
+    """What ``auto`` chose."""
+    return tuple(
+        ChoiceReport(at_s=at_s, policy=told.policy, reason=told.reason)
+        for at_s, told in sim.history.choices
+    )
+
+
+def phases_of(sim: Simulation) -> tuple[PhaseReport, ...]:
+    """The run's phases; one, unless ``auto`` changed the policy."""
+    history = sim.history
+    now = Phase(
+        "",
+        sim.end_s,
+        history.samples,
+        history.windows,
+        {
+            rank: (sums.samples, sums.adoptions, sums.lag_batches)
+            for rank, sums in history.ranks.items()
+        },
+    )
+    phases = history.phases
+    ends = [*phases[1:], now]
+    return tuple(_between(sim, one, end) for one, end in zip(phases, ends, strict=True))
+
+
+def effective_samples(phases: tuple[PhaseReport, ...]) -> float:
+    """Samples that one device would have needed for what the run has learned."""
+    return sum(phase.samples * phase.sample_efficiency for phase in phases)
+
+
+def fastest_alone(sim: Simulation) -> float:
+    """Samples per second of the fastest device of the start, without changes of speed.
+
+    It trains on whole batches.
+    """
+    samples = sim.cluster.run.sizes[0][0]
+    return max(samples / device.mean_batch_s(samples) for device in sim.cluster.devices)
+
+
+def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
+    samples = end.samples - began.samples
+    windows = end.windows - began.windows
+    done = {
+        rank: tuple(
+            after - before
+            for after, before in zip(
+                sums, began.ranks.get(rank, (0, 0, 0)), strict=True
+            )
+        )
+        for rank, sums in end.ranks.items()
+    }
+    ranks = sum(counts[0] > 0 for counts in done.values())
+    batches = samples / sim.cluster.run.sizes[0][0] / max(1, windows)
+    _, adoptions, late = max(done.values(), default=(0, 0, 0))
+    lag = late / max(1, adoptions)
+    efficiency = 1.0
+    if samples and ranks:
+        efficiency = sample_efficiency(began.policy, ranks, batches, lag)
+    return PhaseReport(
+        policy=began.policy,
+        began_s=began.began_s,
+        seconds=end.began_s - began.began_s,
+        samples=samples,
+        ranks=ranks,
+        windows=windows,
+        window_batches=batches,
+        lag_batches=lag,
+        sample_efficiency=efficiency,
+    )

@@ -1,0 +1,298 @@
+"""``auto`` in virtual time: what it picks, that it pays, and that it follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from elche.coordination.messages import OpenWindow
+from elche.sim.cluster import (
+    Break,
+    Cluster,
+    Device,
+    Drift,
+    Fault,
+    Link,
+    LinkChange,
+    Run,
+)
+from elche.sim.comparison import compare, table
+from elche.sim.report import Report, report_of
+from elche.sim.simulation import Simulation
+from elche.sim_command import load_cluster
+from tests.sim.checks import (
+    positions,
+    simulate,
+    trained_positions,
+)
+from tests.sim.strategies import clusters
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+BATCH_SAMPLES = 32
+FAST_BATCH_S = 0.04
+NEAR_BEST = 0.97
+
+
+def cluster_of(*speeds: float, sync_batches: float, **changes: Any) -> Cluster:
+    """Devices of these speeds; a reduction takes so many batches of the fastest."""
+    ranks = len(speeds)
+    jitter = changes.pop("jitter", 0.02)
+    model_bytes = 8e6
+    sent = 2.0 * max(1, ranks - 1) / ranks * model_bytes
+    values: dict[str, Any] = {"samples": 32_000, "epochs": 1, "seed": 1}
+    return Cluster(
+        run=Run(
+            policy="auto",
+            batch_size=BATCH_SAMPLES,
+            model_bytes=model_bytes,
+            **(values | changes),
+        ),
+        devices=tuple(
+            Device(
+                seconds_per_sample=FAST_BATCH_S / BATCH_SAMPLES / speed, jitter=jitter
+            )
+            for speed in speeds
+        ),
+        link=Link(latency_s=1e-5, bytes_per_s=sent / (sync_batches * FAST_BATCH_S)),
+    )
+
+
+def check(sim: Simulation) -> None:
+    """A run without failures and breaks: all of it, once, by all."""
+    history, run = sim.history, sim.cluster.run
+    assert not history.aborts, next(iter(history.aborts.values())).reason
+    everybody = set(range(sim.cluster.world_size))
+    assert history.finished == everybody
+    for number in range(run.runs):
+        for epoch in range(run.epochs):
+            assert history.ended[number, epoch] == everybody
+            trained = trained_positions(history, number, epoch)
+            assert trained == positions(run.sizes)
+
+
+def run(cluster: Cluster) -> Report:
+    sim = simulate(cluster)
+    check(sim)
+    return report_of(sim)
+
+
+def policies(report: Report) -> list[str]:
+    return [phase.policy for phase in report.phases]
+
+
+@given(clusters("auto"))
+@settings(max_examples=60)
+def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
+    sim = simulate(cluster)
+    check(sim)
+    first = min(sim.history.phases, key=lambda phase: phase.began_s)
+    assert first.policy == "sync"
+
+
+@given(clusters("auto", changes=True))
+@settings(max_examples=30)
+def test_a_change_of_the_membership_ends_sync_and_nothing_else(
+    cluster: Cluster,
+) -> None:
+    sim = simulate(cluster)
+    history = sim.history
+    dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
+    late = {rank for rank in history.ranks if sim.is_turned_away(rank)}
+    aborted = set(history.aborts) - late
+    if not aborted:
+        assert history.finished == set(history.ranks) - dead - late
+        return
+    reason = history.aborts[min(aborted)].reason
+    assert "is gone" in reason or "nobody who is left holds" in reason
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (cluster_of(1.0, 1.0, sync_batches=0.02), ["sync"]),
+        (cluster_of(1.0, 0.25, sync_batches=8.0), ["sync", "async"]),
+        (cluster_of(1.0, 0.9, 0.01, sync_batches=0.2), ["sync", "cadence"]),
+        (cluster_of(1.0, sync_batches=1.0), ["sync"]),
+    ],
+)
+def test_it_begins_under_sync_and_says_what_it_picks(
+    cluster: Cluster, expected: list[str]
+) -> None:
+    report = run(cluster)
+    assert policies(report) == expected
+    ranks = cluster.world_size
+    said = [choice.reason for choice in report.choices]
+    assert len(said) == (ranks > 1)
+    if ranks > 1:
+        assert report.choices[0].policy == expected[-1]
+        assert "times the fastest device alone" in said[0]
+    if ranks == 3:
+        assert "left out: rank 2" in said[0]
+        assert report.phases[-1].ranks == 2
+
+
+def test_a_rank_that_costs_more_than_it_brings_trains_on_nothing_more() -> None:
+    report = run(cluster_of(1.0, 0.9, 0.01, sync_batches=0.2))
+    begun = report.phases[0].samples
+    assert begun == 5 * BATCH_SAMPLES  # what was granted before the first report
+    assert report.ranks[2].samples <= begun
+    after = report.phases[-1]
+    assert after.samples / after.seconds > 1.8 * BATCH_SAMPLES / FAST_BATCH_S
+
+
+def test_what_a_batch_costs_beside_its_samples_is_found_out() -> None:
+    """Equal ranks get equal shares, in which it could not be told from the samples."""
+    device = Device(
+        seconds_per_sample=0.00025, seconds_per_batch=0.032, jitter=0.05, count=2
+    )
+    cluster = cluster_of(1.0, sync_batches=1.0)
+    link = Link(latency_s=1e-4, bytes_per_s=2e9)
+    report = run(replace(cluster, devices=(device,), link=link))
+    assert policies(report)[-1] == "cadence"
+    assert report.phases[0].seconds < 1.5
+    assert report.goodput > 1.85
+
+
+def test_a_bad_link_is_left_after_the_steps_that_were_granted_at_first() -> None:
+    report = run(cluster_of(1.0, 0.5, sync_batches=30.0))
+    assert report.phases[0].samples == 5 * BATCH_SAMPLES
+    assert report.choices[0].reason.startswith("async on 2 ranks")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sync_batches", [0.02, 0.15, 2.0])
+def test_jitter_of_ten_percent_changes_nothing_after_the_first_choice(
+    sync_batches: float, seed: int
+) -> None:
+    cluster = cluster_of(
+        *(1.0, 0.5),
+        sync_batches=sync_batches,
+        jitter=0.1,
+        seed=seed,
+        samples=8_000,
+        epochs=4,
+    )
+    assert len(run(cluster).choices) == 1
+
+
+def test_a_link_that_becomes_ten_times_slower_leaves_the_fastest_alone() -> None:
+    """Under ``sync`` gradients stay what is averaged: without ``sync``, of one rank."""
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=160_000)
+    slower = LinkChange(at_s=30.0, bytes_per_s=cluster.link.bytes_per_s / 10)
+    sim = simulate(replace(cluster, link_changes=(slower,)))
+    check(sim)
+    report = report_of(sim)
+    assert policies(report) == ["sync", "async"]
+    before = sum(at_s < 30.0 for rank, at_s, _ in sim.history.busy if rank == 0)
+    steps = report.phases[0].samples // BATCH_SAMPLES
+    # Three observations, each of sixteen grants of five steps or six.
+    assert 0 < steps - before <= 3 * 16 * 6
+    assert report.phases[1].ranks == 1
+    assert "left out: rank" in report.choices[-1].reason
+    after = report.phases[1]
+    assert after.samples / after.seconds > 0.97 * BATCH_SAMPLES / FAST_BATCH_S
+
+
+def planned(sim: Simulation) -> list[OpenWindow]:
+    """The windows that rank 0 opened, of the whole run."""
+    return sim.history.opened[0, 0]
+
+
+def test_windows_follow_a_link_that_becomes_ten_times_slower() -> None:
+    cluster = cluster_of(1.0, 0.5, sync_batches=1.5, samples=32_000, epochs=4)
+    slower = LinkChange(at_s=40.0, bytes_per_s=cluster.link.bytes_per_s / 10)
+    sim = simulate(replace(cluster, link_changes=(slower,)))
+    check(sim)
+    report = report_of(sim)
+    assert policies(report)[0] == "sync"
+    assert "async" in policies(report)
+    # A window is open for its reduction, so it grows with it at once; the plan follows
+    # when the next epoch begins.
+    reduction_s = 15.0 * FAST_BATCH_S
+    last = planned(sim)[-8:]
+    assert all(plan.wall_s is not None and plan.wall_s > reduction_s for plan in last)
+
+
+def test_a_rank_that_becomes_too_slow_is_left_out_in_the_next_epoch() -> None:
+    cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=16_000, epochs=4)
+    devices = list(cluster.devices)
+    devices[1] = replace(devices[1], drift=(Drift(at_s=2.0, factor=60.0),))
+    report = run(replace(cluster, devices=tuple(devices)))
+    assert len(report.choices) >= 2
+    assert "left out: rank 1" in report.choices[-1].reason
+    assert report.choices[-1].reason.endswith("; from the next epoch on")
+    assert report.ranks[1].samples < report.ranks[0].samples / 10
+
+
+def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
+    """Once: it counted whole, and schedulers of later windows ran ahead."""
+    cluster = cluster_of(1.0, 0.5, sync_batches=8.0, samples=3_200, epochs=2)
+    breaks = tuple(Break(rank=rank, epoch=0, batches=3) for rank in range(2))
+    sim = simulate(replace(cluster, breaks=breaks))
+    assert not sim.history.aborts
+    first = planned(sim)[0]
+    assert sim.history.phases[1].policy == "async"
+    # Three steps of the first epoch, and none of the second, which begins with windows.
+    assert first.committed_samples == 3 * BATCH_SAMPLES
+
+
+def test_progress_goes_on_where_the_epoch_before_ended() -> None:
+    cluster = cluster_of(1.0, 0.5, sync_batches=8.0, samples=3_200, epochs=3)
+    sim = simulate(cluster)
+    check(sim)
+    first = {plan.epoch: plan.committed_samples for plan in reversed(planned(sim))}
+    assert first == {0: 5 * BATCH_SAMPLES, 1: 3_200, 2: 6_400}
+    windows = [plan.window for plan in planned(sim)]
+    assert windows == sorted(set(windows))
+
+
+def test_a_death_under_windows_is_survived() -> None:
+    cluster = cluster_of(1.0, 0.5, 0.5, sync_batches=8.0)
+    sim = simulate(replace(cluster, faults=(Fault(at_s=10.0, kill_rank=2),)))
+    assert not sim.history.aborts
+    assert sim.history.finished == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["one_too_slow", "fixed_time"])
+def test_it_comes_near_the_best_fixed_policy(name: str) -> None:
+    check_worth(name, samples=96_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def test_it_comes_near_the_best_fixed_policy_on_every_cluster(name: str) -> None:
+    check_worth(name, samples=None)
+
+
+def check_worth(name: str, samples: int | None) -> None:
+    """Within 3 % of the best, all start-up included, and above the fastest alone."""
+    cluster = load_cluster(EXAMPLES / f"{name}.toml")
+    if samples is not None:
+        cluster = replace(cluster, run=replace(cluster.run, samples=samples))
+    found = compare(cluster, name)
+    assert found.ratio >= NEAR_BEST, table([found])
+    assert found.auto.goodput >= 1.0, table([found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def test_it_is_never_slower_than_the_fastest_device(name: str, seed: int) -> None:
+    cluster = load_cluster(EXAMPLES / f"{name}.toml")
+    cluster = replace(cluster, run=replace(cluster.run, seed=seed, epochs=2))
+    sim = Simulation(cluster)
+    sim.run()
+    assert report_of(sim).goodput >= 1.0
+
+
+def test_a_table_names_what_was_picked() -> None:
+    text = table([compare(cluster_of(1.0, 0.5, sync_batches=8.0), "slow")])
+    head, line = text.splitlines()
+    assert head.split()[:4] == ["sync", "cadence", "async", "auto"]
+    assert line.startswith("slow")
+    assert line.endswith(" s")
+    assert "async on 2 from" in line

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elche.config import RunConfig as RunConfig
     from elche.coordination.metrics import EpochMetrics as EpochMetrics
     from elche.coordination.metrics import WindowMetrics as WindowMetrics
+    from elche.ddp import DistributedDataParallel as DistributedDataParallel
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import ContributionError as ContributionError
@@ -54,6 +55,7 @@ _HOMES = {
     "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
     "elche.coordination.metrics": ("EpochMetrics", "WindowMetrics"),
+    "elche.ddp": ("DistributedDataParallel",),
     "elche.errors": (
         "CommunicationError",
         "ConfigError",

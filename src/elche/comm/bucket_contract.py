@@ -1,0 +1,72 @@
+"""What a pass over buckets needs to know, and what it asks of its owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from elche.errors import ConfigError
+
+Strategy = Literal["overlapped", "synchronous"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """How gradients are packed, sent and handed out.
+
+    Attributes:
+        cap_bytes: most bytes of gradients in a bucket.
+        strategy: ``"overlapped"`` sends a bucket as soon as it is full,
+            ``"synchronous"`` all of them at the end of backward.
+        as_views: ``p.grad`` becomes a view of the reduced bucket; else the sum is
+            copied into the gradient's own memory.
+        static_graph: every backward is like the first one: gradients may come several
+            times in one pass, and unused parameters are known.
+        staged: messages pass through host memory, for ranks on unlike devices.
+
+    Raises:
+        ConfigError: a value is not one of these.
+    """
+
+    cap_bytes: int
+    strategy: Strategy = "overlapped"
+    as_views: bool = True
+    static_graph: bool = False
+    staged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cap_bytes < 1:
+            raise ConfigError(f"expected cap_bytes of at least 1, got {self.cap_bytes}")
+        if self.strategy not in ("overlapped", "synchronous"):
+            raise ConfigError(
+                f"expected strategy 'overlapped' or 'synchronous', got {self.strategy}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What the ranks agreed on in a pass.
+
+    Attributes:
+        source: the lowest rank whose gradients counted; None: nobody's did.
+        factor: what the sums are multiplied by to be what the owner promises.
+        hand_out: whether ``p.grad`` is set on this rank.
+    """
+
+    source: int | None = 0
+    factor: float = 1.0
+    hand_out: bool = True
+
+
+class Owner(Protocol):
+    """Decides when gradients are reduced and how they weigh."""
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a gradient that appears now belongs to a reduction."""
+
+    def open_pass(self, side: int) -> float:
+        """A pass begins; returns what this rank's gradients are multiplied by."""
+
+    def close_pass(self, side: int) -> Closed:
+        """All buckets have arrived; agrees on the rest with all ranks."""

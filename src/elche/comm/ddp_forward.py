@@ -1,0 +1,88 @@
+"""What a forward pass tells about the reduction that its backward will need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested lists, tuples, mappings and dataclasses, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        items = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = (getattr(value, each.name) for each in dataclasses.fields(value))
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def samples_in(inputs: Any, dim: int) -> float:
+    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one."""
+    for tensor in tensors_in(inputs):
+        if tensor.dim() > dim:
+            return float(tensor.shape[dim])
+    return 1.0
+
+
+def on_backward(outputs: Iterable[torch.Tensor], call: Callable[[], None]) -> bool:
+    """Calls back once when a backward pass goes through any of the outputs.
+
+    Again in the next backward pass, if the graph was retained.
+
+    Returns:
+        Whether any output can have a backward pass.
+    """
+    watched = [tensor for tensor in outputs if tensor.requires_grad]
+    called = _Once(call)
+    for tensor in watched:
+        tensor.register_hook(called)
+    return bool(watched)
+
+
+class _Once:
+    """Calls back at the first of several hooks of one backward pass."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._is_called = False
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self._is_called:
+            return
+        self._is_called = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._reset)
+        self._call()
+
+    def _reset(self) -> None:
+        self._is_called = False
+
+
+def unused_of(
+    outputs: Iterable[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> frozenset[int]:
+    """Indices of parameters that no output depends on, by the autograd graph."""
+    left = {id(parameter): at for at, parameter in enumerate(parameters)}
+    stack: list[Any] = []
+    for output in outputs:
+        left.pop(id(output), None)
+        stack.append(output.grad_fn)
+    seen: set[Any] = set()
+    while stack and left:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            left.pop(id(variable), None)
+        stack.extend(following for following, _ in node.next_functions)
+    return frozenset(left.values())

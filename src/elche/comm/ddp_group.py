@@ -1,0 +1,174 @@
+"""A process group of torch's, as elche's reductions use it.
+
+It belongs to the user: nothing here closes it. When a collective fails, the ranks that
+are still there call the roll in the group's store, so that the error names those that
+did not come; gloo's own error names nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from elche.comm.process_group import Group
+from elche.errors import CommunicationError, ConfigError, DeadlineError
+
+DEFAULT_TIMEOUT_S = 1800.0
+ROLL_CALL_S = 2.0
+ROLL_CALL_EVERY_S = 0.02
+
+
+class TorchGroup(Group):
+    """Wraps a ``torch.distributed`` process group.
+
+    Args:
+        process_group: the group; this rank is one of its members.
+        timeout_s: deadline of a collective.
+
+    Attributes:
+        torch_group: the wrapped group.
+        control_device: where small messages must be.
+    """
+
+    def __init__(self, process_group: Any, timeout_s: float) -> None:
+        super().__init__(
+            process_group, process_group.rank(), process_group.size(), timeout_s
+        )
+        self.torch_group = process_group
+        self._options = dist.AllreduceOptions()
+        self._options.timeout = timedelta(seconds=timeout_s)
+        self.control_device = torch.device("cpu")
+        if process_group.name() == "nccl":
+            self.control_device = torch.device("cuda", torch.cuda.current_device())
+        self.on_failure = self._explained
+        self.check = self._check
+        self._pids: list[int] = []
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Ends waits in shared memory when one of these processes has ended.
+
+        Args:
+            pids: of each rank; all on this host.
+        """
+        self._pids = list(pids)
+
+    def _check(self) -> None:
+        for rank, pid in enumerate(self._pids):
+            if _has_ended(pid):
+                raise CommunicationError(f"rank {rank} is gone: its process has ended")
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """See :meth:`Group.all_reduce_async`."""
+        return self.torch_group.allreduce([tensor], self._options)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """See :meth:`Group.all_reduce`; host tensors pass through NCCL's device."""
+        on_host = tensor.device.type == "cpu"
+        near = tensor.to(self.control_device) if on_host else tensor
+        self.wait(self.all_reduce_async(near), what)
+        if near is not tensor:
+            tensor.copy_(near)
+
+    def close(self) -> None:
+        """Leaves the group as it is: it is the user's."""
+
+    def _explained(self, text: str) -> CommunicationError:
+        missing = self._missing()
+        if not missing:
+            return CommunicationError(text)
+        names = ", ".join(map(str, missing))
+        return DeadlineError(
+            f"{text}; ranks that did not arrive: {names}. They have ended, hang, or "
+            "skipped this step (a rank without a batch calls join_step())"
+        )
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not reported this failure too, soon after this one."""
+        store = _store_of(self.torch_group)
+        missing = [rank for rank in range(self.world_size) if rank != self.rank]
+        if store is None:
+            return []
+        try:
+            store.set(self._key(self.rank), b"failed")
+            end_s = time.monotonic() + ROLL_CALL_S
+            while missing and time.monotonic() < end_s:
+                missing = [rank for rank in missing if not self._has_come(store, rank)]
+                time.sleep(ROLL_CALL_EVERY_S)
+        except RuntimeError:  # the store's host is gone as well
+            return []
+        return missing
+
+    def _has_come(self, store: Any, rank: int) -> bool:
+        return bool(store.check([self._key(rank)]))
+
+    def _key(self, rank: int) -> str:
+        return f"elche/{self.torch_group.group_name}/failed/{rank}"
+
+
+def as_group(process_group: Any, timeout_s: float | None) -> Group:
+    """The group to reduce in.
+
+    Args:
+        process_group: elche's :class:`Group`, a torch process group, or None for
+            torch's default one.
+        timeout_s: deadline of a collective; None: the group's own.
+
+    Raises:
+        ConfigError: there is no such group, or this rank is not in it.
+    """
+    if isinstance(process_group, Group):
+        return process_group
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "there is no process group: call torch.distributed."
+                "init_process_group() first, or pass process_group="
+            )
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigError(
+            "expected process_group to be a torch.distributed process group that this "
+            f"rank is in, or an elche Group; got {process_group!r}"
+        )
+    return TorchGroup(process_group, timeout_s or _timeout_of(process_group))
+
+
+def control_device(group: Group) -> torch.device:
+    """Where small messages of a group must be."""
+    device: torch.device = getattr(group, "control_device", torch.device("cpu"))
+    return device
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this host is no more, or only waits to be collected."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+
+
+def _timeout_of(process_group: Any) -> float:
+    """The deadline that the group was made with, in seconds."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            options = process_group._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT_S
+
+
+def _store_of(process_group: Any) -> Any:
+    """The store in which the group's ranks found each other, if it can be had."""
+    with contextlib.suppress(RuntimeError, AttributeError, KeyError):
+        return process_group.get_group_store()
+    with contextlib.suppress(RuntimeError, AttributeError, KeyError, ValueError):
+        return dist.distributed_c10d._world.pg_map[process_group][1]
+    return None

@@ -1,0 +1,410 @@
+"""`elche.DistributedDataParallel`: torch's, for ranks that are not equal.
+
+Replace the import, and a script that torchrun starts trains as before::
+
+    torch.distributed.init_process_group("gloo")
+    model = elche.DistributedDataParallel(model)
+
+What torch's has no answer for is added: ranks weigh by the samples of their batches, a
+rank without a batch calls :meth:`~DistributedDataParallel.join_step`, and the group may
+change under the wrapper (:meth:`~DistributedDataParallel.set_group`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from elche.comm.bucket_contract import PassOptions, Strategy
+from elche.comm.buckets import BucketInfo
+from elche.comm.ddp_agreement import agree, describe, kept, share_host, spread
+from elche.comm.ddp_buffers import BufferSpreader
+from elche.comm.ddp_forward import on_backward, samples_in, tensors_in, unused_of
+from elche.comm.ddp_group import TorchGroup, as_group
+from elche.comm.ddp_options import (
+    DdpOptions,
+    cap_bytes,
+    input_device,
+    moved,
+    refuse_unsupported,
+)
+from elche.comm.ddp_reducer import LossReduction, Reduction, WeightedReducer
+from elche.errors import CommunicationError, ConfigError
+
+
+@final
+class DistributedDataParallel(nn.Module):
+    """Data parallelism whose gradients weigh by samples.
+
+    Where torch's wrapper has an argument, it means the same; where it has not:
+
+    Args:
+        module: the model; the same on every rank. ``state_dict`` has its keys behind
+            ``module.``, as torch's wrapper has.
+        device_ids: None, or the one CUDA device of the module: inputs are moved there.
+        output_device: accepted and unused, as in torch for one device per process.
+        dim: the dimension of a batch along which its samples lie.
+        broadcast_buffers: buffers that a rank wrote are overwritten, after backward, by
+            those of the lowest rank that had a batch (rank 0, as in torch). With False
+            they stay local, and are not equal at the start either.
+        init_sync: parameters and buffers begin as rank 0 has them.
+        process_group: a torch process group, an elche Group, or None for the default.
+        bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
+            model, from 2 to 25 MiB.
+        find_unused_parameters: the graph is searched in every forward, so that
+            parameters without a gradient do not hold up their bucket until the end of
+            backward. They are handled in any case.
+        check_reduction: accepted and unused, as in torch.
+        gradient_as_bucket_view: ``p.grad`` is a view of a bucket: no copy, but what is
+            kept by reference is overwritten two backward passes later.
+        static_graph: every backward uses the parameters that the first one used; one
+            may then get gradients several times in a backward (reentrant checkpoints).
+        forward_sync_buffers: torch's new name: as ``broadcast_buffers``, but buffers
+            begin as rank 0 has them in any case.
+        loss_reduction: ``"mean"``: a rank's loss is the mean over its samples, and
+            gradients are those of the mean over the union of all batches; ``"sum"``: a
+            rank's loss is a sum, and gradients are those of the sum over the union.
+        weight_by: ``"samples"`` weighs a rank by its batch (:meth:`set_weight`
+            overrides it); ``"ranks"`` weighs all alike, as torch does.
+        strategy: ``"overlapped"`` sends buckets during backward, ``"synchronous"`` at
+            its end; with ``"none"`` nothing is reduced.
+        timeout_s: deadline of each wait; None: the process group's.
+        transport: ``"auto"`` sums in shared memory where all ranks compute on the CPU
+            of one host; ``"gloo"`` always through the process group.
+        **unsupported: other arguments of torch's wrapper, refused by name.
+
+    Attributes:
+        module: the model.
+        require_backward_grad_sync: False inside :meth:`no_sync`.
+
+    Raises:
+        ConfigError: an argument is wrong, or the model cannot be reduced.
+        MismatchError: ranks differ; the message names the difference.
+        CommunicationError: ranks did not come together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        forward_sync_buffers: bool | None = None,
+        loss_reduction: LossReduction = "mean",
+        weight_by: Literal["samples", "ranks"] = "samples",
+        strategy: Strategy | Literal["none"] = "overlapped",
+        timeout_s: float | None = None,
+        transport: Literal["auto", "gloo"] = "auto",
+        **unsupported: Any,
+    ) -> None:
+        super().__init__()
+        refuse_unsupported(unsupported)
+        given = forward_sync_buffers, broadcast_buffers
+        keeps_buffers = next((value for value in given if value is not None), True)
+        self._options = DdpOptions(
+            broadcast_buffers=keeps_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            loss_reduction=loss_reduction,
+            weight_by=weight_by,
+            strategy=strategy,
+            transport=transport,
+        )
+        self.device_ids = input_device(module, device_ids, output_device)
+        self.dim = dim
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.require_backward_grad_sync = True
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        self.module = module
+        self._timeout_s = timeout_s
+        self._group = as_group(process_group, timeout_s)
+        self._reducer: WeightedReducer | None = None
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._order: list[int] | None = None
+        begins_equal = keeps_buffers or forward_sync_buffers is not None
+        self._build(init_sync, init_sync and begins_equal)
+
+    @property
+    def process_group(self) -> Any:
+        """The group, as it was given."""
+        group = self._group
+        return group.torch_group if isinstance(group, TorchGroup) else group
+
+    @property
+    def buckets(self) -> tuple[BucketInfo, ...]:
+        """Buckets in the order of reduction: capacity, names, shapes, bytes.
+
+        The reverse of definition at first, then as gradients appeared in the first
+        backward.
+        """
+        return self._built.buckets
+
+    @property
+    def last_reduction(self) -> Reduction | None:
+        """Weights and waits of the last reduction."""
+        return self._built.last
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory held beside the model and its gradients."""
+        return self._built.extra_bytes
+
+    @property
+    def _searches_graph(self) -> bool:
+        options = self._options
+        return options.find_unused_parameters and not options.static_graph
+
+    @property
+    def _built(self) -> WeightedReducer:
+        if self._reducer is None:
+            raise CommunicationError(
+                "this wrapper has no working group: set_group() failed before"
+            )
+        return self._reducer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the model; where gradients are enabled, expects its backward.
+
+        Raises:
+            ConfigError: a frozen parameter was unfrozen.
+            CommunicationError: the backward pass before was broken off.
+        """
+        if self.device_ids:
+            inputs, kwargs = moved(inputs, kwargs, self.device_ids[0])
+        if not torch.is_grad_enabled() or self._options.strategy == "none":
+            return self.module(*inputs, **kwargs)
+        reducer = self._built
+        reducer.begin_forward()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name} was frozen when the model was wrapped and is not any more;"
+                    " call set_group() on every rank after unfreezing"
+                )
+        output = self.module(*inputs, **kwargs)
+        by_samples = self._options.weight_by == "samples"
+        weight = samples_in((inputs, kwargs), self.dim) if by_samples else 1.0
+        self._expect(reducer, tensors_in(output), weight)
+        return output
+
+    def _expect(
+        self, reducer: WeightedReducer, outputs: list[torch.Tensor], weight: float
+    ) -> None:
+        """Arms the reducer for the backward pass of a forward's outputs."""
+        arms = self.require_backward_grad_sync
+
+        def begin() -> None:
+            if arms:
+                reducer.enter_backward(weight)
+            else:
+                reducer.count(weight)
+
+        if not on_backward(outputs, begin):  # an opaque output
+            reducer.count(weight)
+            reducer.is_armed |= arms
+        elif arms and self._searches_graph:
+            reducer.expect_unused(unused_of(outputs, reducer.parameters))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in it accumulate gradients on this rank only.
+
+        They are reduced, and weigh, with the next backward of a forward outside.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def set_weight(self, weight: float) -> None:
+        """Sets what this rank weighs in the next reduction: tokens, say, or 0.
+
+        Args:
+            weight: of all that has been accumulated by then; the unit is the same on
+                all ranks. Without it samples are counted.
+
+        Raises:
+            ConfigError: it is negative or not finite.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
+        self._built.set_weight(float(weight))
+
+    def join_step(self) -> Reduction | None:
+        """Takes part in this step's reduction without a batch.
+
+        ``p.grad`` becomes what it becomes on the other ranks, so that the same
+        optimizer step follows. What was accumulated under :meth:`no_sync` is
+        contributed.
+
+        Returns:
+            What each rank weighed; None with ``strategy="none"``.
+
+        Raises:
+            CommunicationError: it failed, or not everybody came in time.
+        """
+        if self._options.strategy == "none":
+            return None
+        self._built.begin_forward()
+        return self._built.run_empty()
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Around a loop that may have more batches on some ranks than on others.
+
+        A rank whose loop is over takes part in the others' reductions until all are
+        through, then takes the model of the last that trained.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by all ranks, so that
+                every sample counts as before; else by those that still train.
+            enable: False: does nothing.
+            throw_on_early_termination: raise on all ranks when one is through.
+
+        Raises:
+            CommunicationError: one is through, and that was to be raised.
+        """
+        if not enable or self._options.strategy == "none":
+            yield
+            return
+        reducer = self._built
+        reducer.divides_by_world = divide_by_initial_world_size
+        reducer.refuses_joined = throw_on_early_termination
+        try:
+            yield
+            self._shadow(reducer)
+        finally:
+            reducer.divides_by_world = reducer.refuses_joined = False
+
+    def _shadow(self, reducer: WeightedReducer) -> None:
+        """Takes part until every rank does only that."""
+        last = reducer.last
+        while True:
+            done = reducer.run_empty(joined=True)
+            if len(done.joined) == self._group.world_size:
+                break
+            last = done
+        source = last.source if last is not None else None
+        spread(self._group, self._tensors(with_buffers=True), source or 0)
+
+    def set_group(self, process_group: Any = None, *, sync: bool = True) -> None:
+        """Goes on in another group, with all its ranks; the module stays.
+
+        After a failed reduction, ``p.grad`` holds what this rank had computed: zero it
+        and redo the step. Also for parameters that were frozen or unfrozen.
+
+        Args:
+            process_group: the new group; None: the present one.
+            sync: parameters and buffers become those of the new rank 0.
+
+        Raises:
+            ConfigError: inside a backward pass, or the group is none.
+            MismatchError: ranks differ; the message names the difference.
+            CommunicationError: ranks did not come together.
+        """
+        if self._reducer is not None:
+            self._order = self._reducer.order or self._order
+            self._reducer.detach()
+            self._reducer = None
+        if process_group is not None:
+            self._group = as_group(process_group, self._timeout_s)
+        self._build(sync, sync and self._options.broadcast_buffers)
+
+    def _build(self, sync_parameters: bool, sync_buffers: bool) -> None:
+        """Compares ranks, spreads the model, allocates buckets; all ranks together."""
+        group, options, ignored = self._group, self._options, self._ignored
+        peers = agree(group, describe(self.module, ignored, asdict(options)))
+        devices = [peer.device for peer in peers]
+        if isinstance(group, TorchGroup):
+            share_host(group, peers if options.transport == "auto" else [])
+        if sync_parameters:
+            spread(group, self._tensors(with_buffers=sync_buffers), 0)
+        named = kept(self.module.named_parameters(), ignored)
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+        trained = [(n, p) for n, p in named if p.requires_grad]
+        buffers: BufferSpreader | None = None
+        if options.broadcast_buffers and kept(self.module.named_buffers(), ignored):
+            buffers = BufferSpreader(self.module, ignored, group)
+        reducer = WeightedReducer(
+            trained,
+            group,
+            PassOptions(
+                cap_bytes=cap_bytes(options.bucket_cap_mb, trained),
+                strategy="synchronous"
+                if options.strategy == "synchronous"
+                else "overlapped",
+                as_views=self.gradient_as_bucket_view,
+                static_graph=options.static_graph,
+                staged=len(set(devices)) > 1 and devices[group.rank] != "cpu",
+            ),
+            options.loss_reduction,
+            buffers,
+        )
+        reducer.attach(self._agreed_order(len(trained)))
+        self._reducer = reducer
+
+    def _agreed_order(self, count: int) -> list[int] | None:
+        """The order of parameters that the group's rank 0 has observed, if any."""
+        message = torch.zeros(count, dtype=torch.int64)
+        if self._group.rank == 0 and self._order and len(self._order) == count:
+            message = torch.tensor(self._order) + 1
+        self._group.all_reduce(message, "agreeing on the order of gradients")
+        order = [at - 1 for at in message.tolist()]
+        return order if sorted(order) == list(range(count)) else None
+
+    def _tensors(self, *, with_buffers: bool) -> list[torch.Tensor]:
+        named = kept(self.module.named_parameters(), self._ignored)
+        if with_buffers:
+            named += kept(self.module.named_buffers(), self._ignored)
+        return [tensor for _, tensor in named]
+
+    @property
+    def _ignored(self) -> frozenset[str]:
+        return frozenset(self.parameters_to_ignore)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """As torch's: names that stay local; call it before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = list(  # type: ignore[assignment]
+            params_and_buffers_to_ignore
+        )
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: reductions are elche's own.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("communication hooks of torch's DDP cannot be registered")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "a wrapper cannot be pickled or copied, it holds a process group; save "
+            "state_dict(), or copy .module"
+        )

@@ -1,0 +1,58 @@
+"""What is read off a forward pass: tensors, samples, unused parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.ddp_forward import on_backward, samples_in, tensors_in, unused_of
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    rest: dict[str, Any]
+
+
+def test_tensors_are_found_in_nested_outputs() -> None:
+    a, b, c = (torch.zeros(n) for n in (1, 2, 3))
+    nested = [Output(a, {"x": (b, "text"), "y": [c, None]}), 7]
+    assert [t.numel() for t in tensors_in(nested)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dim", "samples"),
+    [
+        (((torch.zeros(4, 2),), {}), 0, 4.0),
+        (((torch.zeros(4, 2),), {}), 1, 2.0),
+        (((torch.tensor(1.0),), {"x": torch.zeros(5, 2)}), 0, 5.0),
+        ((("text",), {}), 0, 1.0),
+    ],
+)
+def test_samples_are_counted_along_the_dimension(
+    inputs: Any, dim: int, samples: float
+) -> None:
+    assert samples_in(inputs, dim) == samples
+
+
+def test_unused_parameters_are_those_that_no_output_reaches() -> None:
+    used, unused, returned = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    output = (used * 2).tanh()
+    found = unused_of([output, returned], [unused, used, returned])
+    assert found == frozenset({0})
+
+
+def test_a_backward_through_several_outputs_calls_once() -> None:
+    calls: list[int] = []
+    weight = torch.ones(2, requires_grad=True)
+    outputs = [weight * 2, weight * 3, torch.zeros(1)]
+    assert on_backward(outputs, lambda: calls.append(1))
+    (outputs[0].sum() + outputs[1].sum()).backward(retain_graph=True)
+    assert len(calls) == 1
+    outputs[0].sum().backward()
+    assert len(calls) == 2
+    assert not on_backward([torch.zeros(1)], lambda: calls.append(1))

@@ -26,7 +26,7 @@ class RunConfig:
             global batch by delivered speed), ``"cadence"`` (local steps in El
             Che windows, parameters averaged at their end), ``"async"`` (as
             cadence, the averaging overlapped with the next window) or ``"auto"``
-            (chosen by predicted goodput, and said).
+            (begins as sync, measures, goes on by predicted goodput, and says so).
         update: what a window of ``cadence`` reduces: ``"parameters"``, or
             ``"gradients"`` (summed over the window, one common optimizer step at
             its end). ``"auto"`` is what the policy usually does.
@@ -68,7 +68,7 @@ class RunConfig:
         timeout_s: deadline of every wait for another rank.
     """
 
-    policy: str = "sync"
+    policy: str = "auto"
     update: str = "auto"
     max_grad_norm: float | None = None
     deterministic: bool = False
@@ -138,8 +138,8 @@ class RunConfig:
             )
         if planned and self.codec == "auto":
             raise ConfigError(
-                "codec 'auto' follows a measured link, so it cannot be deterministic or "
-                "replayed; choose codec 'fp32', 'bf16', 'int8' or 'int4'"
+                "codec 'auto' follows a measured link, so it cannot be deterministic "
+                "or replayed; choose codec 'fp32', 'bf16', 'int8' or 'int4'"
             )
         if planned and self.max_batch_diff is not None:
             raise ConfigError(

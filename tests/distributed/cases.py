@@ -182,7 +182,8 @@ def plain(task: Task) -> Trace:
 def shared(task: Task) -> Trace:
     """The task on this rank of a run."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    options = {"policy": "sync", **task.options}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
     trace = _loop(task, model, optimizer, loader)
     run = session.current_run()
     if run is not None:

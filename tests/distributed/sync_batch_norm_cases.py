@@ -125,7 +125,8 @@ def train_with_setup(task: Task) -> State:
     """A task in which `elche.setup` divides the batches, on converted layers."""
     model, optimizer, loader = build_task(task)
     convert_sync_batchnorm(model)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    options = {"policy": "sync", **task.options}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
     for _ in range(task.epochs):
         for x, y, *_ in loader:
             F.cross_entropy(model(x), y).backward()

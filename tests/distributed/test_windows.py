@@ -208,10 +208,9 @@ def test_a_poisoned_batch_is_tried_twice_and_named(
     assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
 
 
-@pytest.mark.parametrize(("sync_s", "stays"), [(0.0, True), (0.03, False)])
-def test_auto_picks_by_what_a_reduction_costs(
-    ranks2: RankPool, sync_s: float, stays: bool
-) -> None:
+@pytest.mark.parametrize("sync_s", [0.0, 0.03])
+def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -> None:
+    """Steps of milliseconds hide no reduction of 30 ms; without it either may pay."""
     task = Task(samples=3200, batch_size=32, epochs=2, options={"policy": "auto"})
     results = ranks2.run(
         shared_over_slow_link,
@@ -222,8 +221,9 @@ def test_auto_picks_by_what_a_reduction_costs(
     )
     traces = [trace for trace, _ in results]
     said = results[0][1]
-    assert ("elche: policy sync" in said) == stays
+    stays = "elche: policy sync" in said
     assert "predicted" in said
+    assert sync_s == 0.0 or not stays
     for epoch in range(task.epochs):
         assert _positions(traces, epoch) == sorted(range(3200))
     assert identical([trace.state for trace in traces])

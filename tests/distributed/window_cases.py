@@ -64,7 +64,8 @@ class Poisoned:
 def train_on_poison(task: Task) -> Poisoned:
     """One epoch in which one sample's loss is not finite, whoever trains on it."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    options = {"policy": "sync", **task.options}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
     order: list[int] = []
     for x, y, index, _ in loader:
         order += index.tolist()

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from elche.errors import ConfigError
 from elche.pipeline.assembly import Parts, assemble
-from elche.pipeline.backward import SplitProfile
+from elche.pipeline.backward import SplitProfile, StageBackward
 from elche.pipeline.building import Split, layers_of
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.crew import Crew
@@ -146,6 +146,11 @@ class Pipeline:
         return tuple(
             layer for one in self._parts.stages.values() for layer in one.stage.layers
         )
+
+    @property
+    def stages(self) -> Mapping[int, StageBackward]:
+        """What runs this rank's stages, by index."""
+        return self._parts.stages
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's names, each once."""

@@ -83,7 +83,8 @@ def test_means_are_exact_in_any_order(
         seen.append(book.close_window(0, 11.0))
     assert seen[0] == seen[1]
     mean = seen[0].scalars["loss"]
-    assert abs(Fraction(mean) - exact) <= abs(exact) * Fraction(2, 2**52)
+    smallest = Fraction(5e-324)  # what rounding costs where numbers are that small
+    assert abs(Fraction(mean) - exact) <= abs(exact) * Fraction(2, 2**52) + smallest
 
 
 def test_window_says_what_every_rank_did() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elche.coordination.ledger import EpochLedger
@@ -115,7 +115,7 @@ class Leasing:
             dealt = [(rank, self.top_up(rank, now_s, most=1)) for rank in waiting]
             waiting = [rank for rank, given in dealt if given]
             grants += [grant for _, given in dealt for grant in given]
-        return _joined(grants)
+        return _joined(grants, self._lease_batches)
 
     def top_up(
         self, rank: int, now_s: float, most: int = MAX_AHEAD
@@ -129,17 +129,15 @@ class Leasing:
         held = self._ledger.leased(rank)
         if not held:
             pace.since_s = now_s
-        extra = 1
-        if pace.batch_s > 0:
-            ahead = math.ceil(self._lookahead_s / pace.batch_s)
-            extra = max(1, min(MAX_AHEAD, ahead))
+        extra = self._extra(pace)
         wanted = pace.horizon_batches + 1 + extra - held
         if wanted < max(1, extra // 2) and held:
             return []
         grants = []
         wanted = min(wanted, most)
+        whole = self._lease_batches(rank)
         while wanted > 0 and self._ledger.pooled:
-            count = min(wanted, self._in_time(rank, now_s))
+            count = min(wanted, whole, self._in_time(rank, now_s))
             if count < 1:
                 break
             start, stop = self._ledger.lease(rank, count)
@@ -166,6 +164,20 @@ class Leasing:
         if earliest is None or earliest not in self.hungry:
             return []
         return self.top_up(earliest, now_s)
+
+    def _extra(self, pace: _Pace) -> int:
+        """Batches that a rank holds beside what its loader draws ahead."""
+        if pace.batch_s <= 0:
+            return 1
+        return max(1, min(MAX_AHEAD, math.ceil(self._lookahead_s / pace.batch_s)))
+
+    def _lease_batches(self, rank: int) -> int:
+        """Most batches of a lease: half of what a rank holds.
+
+        A rank reports a lease when it ends, so it must hold another one by then.
+        """
+        pace = self._paces[rank]
+        return max(1, (pace.horizon_batches + 1 + self._extra(pace)) // 2)
 
     def _in_time(self, rank: int, now_s: float) -> int:
         """How many batches more a rank ends about when all work ends."""
@@ -245,13 +257,16 @@ class Leasing:
             self._begun_rate = self._begun_at = 0.0
 
 
-def _joined(grants: Sequence[GrantBatches]) -> list[GrantBatches]:
-    """Consecutive leases of one rank as one; order of each rank's leases kept."""
+def _joined(
+    grants: Sequence[GrantBatches], most: Callable[[int], int]
+) -> list[GrantBatches]:
+    """Consecutive leases of one rank as one, up to the most batches of a lease."""
     joined: list[GrantBatches] = []
     last: dict[int, int] = {}
     for grant in grants:
         at = last.get(grant.rank)
-        if at is not None and joined[at].stop == grant.start:
+        fits = at is not None and grant.stop - joined[at].start <= most(grant.rank)
+        if at is not None and fits and joined[at].stop == grant.start:
             whole = joined[at]
             joined[at] = GrantBatches(
                 rank=whole.rank, epoch=whole.epoch, start=whole.start, stop=grant.stop

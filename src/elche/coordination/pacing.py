@@ -123,8 +123,9 @@ class Pacing:
         sync_s = 0.0
         if last is not None and not is_tail and self._may_grow:
             window_s = self.el_che.anchor_wall_ms / 1e3
-            wait_s = last.mean_wait_s - WAIT_TOLERANCE * window_s
-            sync_s = last.sync_s + max(0.0, wait_s)
+            busy = [rank for rank, part in parts.items() if part.batches]
+            cost_s, wait_s = last.cost_s(busy)
+            sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
         ordered = [parts[rank] for rank in self._ranks]
         self.el_che.report_timing(
             [part.timed_s * 1e3 for part in ordered],

@@ -189,11 +189,17 @@ class Reduction:
         """What it cost the rank that it cost most."""
         return max((report.sync_s for report in self.reports.values()), default=0.0)
 
-    @property
-    def mean_wait_s(self) -> float:
-        """Mean wait for other ranks."""
-        waits = [report.wait_s for report in self.reports.values()]
-        return sum(waits) / len(waits) if waits else 0.0
+    def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
+        """What it cost ranks that had work meanwhile, and their mean wait for others.
+
+        One that has none waits through the whole of it, which costs nothing.
+        """
+        reports = [self.reports[rank] for rank in busy if rank in self.reports]
+        reports = reports or list(self.reports.values())
+        if not reports:
+            return 0.0, 0.0
+        wait_s = sum(report.wait_s for report in reports) / len(reports)
+        return max(report.sync_s for report in reports), wait_s
 
     @property
     def divergences(self) -> list[float]:

@@ -20,7 +20,10 @@ class PipelineConfig:
             are those of the same reduction over the whole batch.
         partition: layers of each stage; None divides them evenly by number.
         stages_per_rank: of schedules that allow several; None takes their usual number.
-        costs: measured costs of the stages, for schedules that depend on them.
+        costs: measured costs of the stages, for schedules that depend on them. With
+            ``"measure"`` each rank times the layers on its device at the start, and
+            partition and schedule are made for these times.
+        sample: one microbatch of the input, for ``costs="measure"``; on every rank.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see `elche.pipeline.guard`.
@@ -38,7 +41,8 @@ class PipelineConfig:
     loss_reduction: Literal["mean", "sum"] = "mean"
     partition: tuple[int, ...] | None = None
     stages_per_rank: int | None = None
-    costs: PipelineCosts | None = None
+    costs: PipelineCosts | Literal["measure"] | None = None
+    sample: Any = None
     split_backward: bool = True
     guard: bool = True
     seed: int | None = None
@@ -51,6 +55,10 @@ class PipelineConfig:
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(
                 f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}"
+            )
+        if isinstance(self.costs, str) and self.costs != "measure":
+            raise ConfigError(
+                f"expected costs of the stages or 'measure', got {self.costs!r}"
             )
         if self.partition is not None and any(n < 1 for n in self.partition):
             raise ConfigError(

@@ -63,6 +63,33 @@ class Crew:
         if self.peers is not None:
             self.peers.close()
 
+    def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
+        """Gives what this rank makes to all ranks, and gets theirs, in rank order.
+
+        Args:
+            make: its result can be sent on the control channel.
+            what: for people.
+
+        Raises:
+            ConfigError: another rank could not; what `make` raises is raised here.
+        """
+        made, raised, error = None, None, ""
+        try:
+            made = make()
+        except Exception as problem:
+            raised, error = problem, f"{type(problem).__name__}: {problem}"
+        told = self.exchange([error, made], what)
+        try:
+            if raised is not None:
+                raise raised
+            for rank, (text, _) in enumerate(told):
+                if text:
+                    raise ConfigError(f"rank {rank} failed in {what}: {text}")
+        except Exception:
+            self.close()
+            raise
+        return [value for _, value in told]
+
     def build(self, build: Callable[[], Parts]) -> Parts:
         """Builds on every rank, and raises on all if one cannot, or they differ.
 

@@ -29,6 +29,12 @@ from elche.pipeline.outputs import (
 )
 from elche.pipeline.peers import Peers
 from elche.pipeline.planning import make_plan
+from elche.pipeline.profiling import (
+    as_message,
+    check_measuring,
+    plan_measured,
+    profile_layers,
+)
 from elche.pipeline.stage import Layer
 from elche.pipeline.trees import (
     batch_samples,
@@ -97,11 +103,26 @@ class Pipeline:
         self._form_steps: Counter[str] = Counter()
         self._durations_s: deque[float] = deque(maxlen=20)
 
+        def measure() -> list[list[float]]:
+            check_measuring(schedule, self.config)
+            device = _device(devices, self.rank, self.world_size, placement.device)
+            layers = layers_of(model, split)
+            return as_message(profile_layers(layers, self.config.sample, device))
+
+        told: list[Any] = []
+        if self.config.costs == "measure":
+            told = self._crew.gather(measure, "measuring the layers")
+
         def build() -> Parts:
             device = _device(devices, self.rank, self.world_size, placement.device)
             layers = layers_of(model, split)
+            wanted = schedule
+            if told and isinstance(wanted, str):
+                wanted, self.config = plan_measured(
+                    told, wanted, micro_batches, self.config
+                )
             plan = make_plan(
-                schedule, micro_batches, self.world_size, len(layers), self.config
+                wanted, micro_batches, self.world_size, len(layers), self.config
             )
             if not callable(loss_fn):
                 raise ConfigError(
@@ -151,6 +172,11 @@ class Pipeline:
     def stages(self) -> Mapping[int, StageBackward]:
         """What runs this rank's stages, by index."""
         return self._parts.stages
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self._parts.plan.partition
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's names, each once."""

@@ -72,8 +72,13 @@ def make_plan(
     if made.is_lowered:
         check_deadlock_free(made)
     elif num_ranks > 1:
-        made = lower(made, _fitting(config.costs, made))
+        made = lower(made, _fitting(known_costs(config), made))
     return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
+
+
+def known_costs(config: PipelineConfig) -> PipelineCosts | None:
+    """The costs that were given, or that have been measured."""
+    return None if isinstance(config.costs, str) else config.costs
 
 
 def _schedule(
@@ -88,7 +93,7 @@ def _schedule(
     if schedule.endswith(".csv"):
         path = Path(schedule)
         return from_csv(path.read_text(encoding="utf-8"), path.stem)
-    costs = config.costs
+    costs = known_costs(config)
     if costs is None:
         placement = _placement(schedule, num_ranks, num_layers, config)
         costs = equal_costs(_EQUAL, placement, num_ranks)

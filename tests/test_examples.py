@@ -59,6 +59,14 @@ def test_gan(nproc: int) -> None:
     assert abs(spread[-1] - 1.41) < 0.3 < abs(spread[0] - 1.41)
 
 
+def test_planning_the_example_pipeline() -> None:
+    command = (sys.executable, "-m", "elche.cli", "plan", "pipeline")
+    ended = _run(*command, "examples/pipeline_devices.toml", "--json", "-")
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads(ended.stdout)
+    assert figures["step_time_s"] <= 1.12 * figures["ideal_s"]
+
+
 def test_simulating_the_example_cluster() -> None:
     command = (sys.executable, "-m", "elche.cli", "simulate", "examples/cluster.toml")
     ended = _run(*command, "--json", "-")

@@ -1,4 +1,4 @@
-"""The command line: ``elche run``, ``demo``, ``bench``, ``simulate``, ``schedule``."""
+"""The command line: ``run``, ``demo``, ``bench``, ``simulate``, ``schedule``, ``plan``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from elche import __version__
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
+from elche.plan_command import plan as plan_command
 from elche.schedule_command import schedule as schedule_command
 
 
@@ -225,6 +226,7 @@ def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> No
     sys.exit(code)
 
 
+main.add_command(plan_command)
 main.add_command(schedule_command)
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""What the planner knows: layers and devices, as they were measured.
+
+Times and bytes are for one microbatch. A layer has times per *kind* of device; a
+device's `speed` scales those of its kind, so that a kind is measured once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elche.errors import ConfigError
+
+ANY_KIND = ""
+ADAM_STATE_FACTOR = 4.0  # parameter, gradient and Adam's two moments, of one dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """One layer on one kind of device, for one microbatch.
+
+    Attributes:
+        forward_s: time of F.
+        input_gradient_s: time of I.
+        weight_gradient_s: time of W.
+        backward_s: time of B, the whole backward at once; None means I + W.
+    """
+
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    backward_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "input_gradient_s", "weight_gradient_s"):
+            _check_amount(name, getattr(self, name))
+        if self.backward_s is not None:
+            _check_amount("backward_s", self.backward_s)
+
+    @property
+    def full_backward_s(self) -> float:
+        """Time of B."""
+        if self.backward_s is None:
+            return self.input_gradient_s + self.weight_gradient_s
+        return self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer.
+
+    Attributes:
+        times: by kind of device; `ANY_KIND` stands for kinds that are not listed.
+        name: for messages.
+        activation_bytes: of one microbatch; taken by F, free after B or W.
+        kept_for_weight_bytes: the part that W needs, I frees the rest; None means all.
+        output_bytes: the message to the next layer's device; its gradient is as large.
+        parameter_bytes: of parameters alone, see `PipelineProfile.state_factor`.
+    """
+
+    times: Mapping[str, LayerTimes]
+    name: str = "layer"
+    activation_bytes: float = 0.0
+    kept_for_weight_bytes: float | None = None
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("activation_bytes", "output_bytes", "parameter_bytes"):
+            _check_amount(name, getattr(self, name))
+        if not self.times:
+            raise ConfigError(f"{self.name} has no times for any kind of device")
+        kept = self.kept_for_weight_bytes
+        if kept is not None and not 0 <= kept <= self.activation_bytes:
+            raise ConfigError(
+                "kept_for_weight_bytes is a part of activation_bytes "
+                f"({self.activation_bytes:g}), got {kept}"
+            )
+
+    def times_on(self, kind: str) -> LayerTimes:
+        """Times on a kind of device.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        found = self.times.get(kind, self.times.get(ANY_KIND))
+        if found is None:
+            raise ConfigError(
+                f"{self.name} has times for devices of kind "
+                f"{', '.join(map(repr, sorted(self.times)))}, none for {kind!r}; "
+                "measure it there, or name a kind that was measured and a speed"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device.
+
+    Attributes:
+        name: for the plan and in links.
+        kind: whose layer times it has...
+        speed: ...divided by this.
+        memory_bytes: that parameters, their state and activations may fill.
+    """
+
+    name: str
+    kind: str = ANY_KIND
+    speed: float = 1.0
+    memory_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < math.inf:
+            raise ConfigError(
+                f"device {self.name}: expected a speed above 0, got {self.speed}"
+            )
+        if not self.memory_bytes > 0:
+            raise ConfigError(
+                f"device {self.name}: expected memory_bytes above 0, got "
+                f"{self.memory_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """A way between two devices, both directions at once.
+
+    Attributes:
+        latency_s: of a message, whatever its size.
+        bytes_per_s: in each direction.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_amount("latency_s", self.latency_s)
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"expected bytes_per_s above 0, got {self.bytes_per_s}")
+
+    def transfer_s(self, message_bytes: float) -> float:
+        """Time for which a message occupies the link."""
+        return message_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineProfile:
+    """A model and the devices that are to train it.
+
+    Attributes:
+        layers: in the model's order.
+        devices: in any order.
+        link: between devices without a link of their own.
+        links: by two device indices, the lower one first.
+        state_factor: bytes that a device holds per byte of parameters: the parameter,
+            its gradient, the optimizer's state. 4 is Adam in one dtype.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    devices: tuple[DeviceProfile, ...]
+    link: LinkProfile = field(default_factory=LinkProfile)
+    links: Mapping[tuple[int, int], LinkProfile] = field(default_factory=dict)
+    state_factor: float = ADAM_STATE_FACTOR
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConfigError("there are no devices to plan for; name at least one")
+        if not self.layers:
+            raise ConfigError("the model has no layers")
+        if not 1 <= self.state_factor < math.inf:
+            raise ConfigError(
+                "expected a state_factor of at least 1 (the parameters themselves), "
+                f"got {self.state_factor}"
+            )
+        names = [each.name for each in self.devices]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"two devices are called {twice[0]!r}")
+        for low, high in self.links:
+            if not 0 <= low < high < len(self.devices):
+                raise ConfigError(
+                    f"a link joins two different devices of {len(self.devices)}, the "
+                    f"lower index first; got {low} and {high}"
+                )
+        for layer in self.layers:
+            for device in self.devices:
+                layer.times_on(device.kind)
+
+    def link_between(self, one: int, other: int) -> LinkProfile:
+        """The link of two devices, by index."""
+        return self.links.get((min(one, other), max(one, other)), self.link)
+
+
+def _check_amount(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"expected {name} of at least 0, got {value}")

@@ -1,0 +1,501 @@
+"""The exact partition against every partition there is, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.schedule.auto import auto_schedule, lower_bound
+from elche.schedule.device_orders import ALL_ORDERS, device_orders
+from elche.schedule.partition import (
+    Partition,
+    Places,
+    ProfileTable,
+    best_partition,
+    sum_bound,
+)
+from elche.schedule.partition_costs import costs_of, link_bound, shortage
+from elche.schedule.partition_search import Evaluator, balanced, fits, refine
+from elche.schedule.profile import (
+    ANY_KIND,
+    DeviceProfile,
+    LayerProfile,
+    LayerTimes,
+    LinkProfile,
+    PipelineProfile,
+)
+from elche.schedule.timing import CostTable, simulate
+
+TIMES = st.integers(0, 8).map(lambda n: n / 4)
+
+
+@st.composite
+def layer_times(draw: st.DrawFn) -> LayerTimes:
+    inputs, weights = draw(TIMES), draw(TIMES)
+    return LayerTimes(
+        forward_s=draw(TIMES),
+        input_gradient_s=inputs,
+        weight_gradient_s=weights,
+        backward_s=draw(
+            st.sampled_from((None, None, 0.75, 1.25)).map(
+                lambda factor: None if factor is None else factor * (inputs + weights)
+            )
+        ),
+    )
+
+
+@st.composite
+def layer_profiles(draw: st.DrawFn, kinds: tuple[str, ...]) -> LayerProfile:
+    activation = draw(st.integers(0, 5))
+    return LayerProfile(
+        times={kind: draw(layer_times()) for kind in kinds},
+        activation_bytes=activation,
+        kept_for_weight_bytes=draw(st.none() | st.integers(0, activation)),
+        output_bytes=draw(st.integers(0, 4)),
+        parameter_bytes=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def profiles(
+    draw: st.DrawFn, most_layers: int = 6, limited: bool = True
+) -> PipelineProfile:
+    kinds = draw(st.sampled_from(((ANY_KIND,), ("a", "b"))))
+    count = draw(st.integers(1, 3))
+    links = st.builds(
+        LinkProfile, latency_s=TIMES, bytes_per_s=st.sampled_from((math.inf, 4.0))
+    )
+    pairs = list(combinations(range(count), 2))
+    memory = st.just(math.inf)
+    if limited:
+        memory |= st.integers(5, 60).map(float)
+    return PipelineProfile(
+        layers=tuple(
+            draw(st.lists(layer_profiles(kinds), min_size=1, max_size=most_layers))
+        ),
+        devices=tuple(
+            DeviceProfile(
+                name=f"device {index}",
+                kind=draw(st.sampled_from(kinds)),
+                speed=draw(st.sampled_from((1.0, 0.5, 0.25))),
+                memory_bytes=draw(memory),
+            )
+            for index in range(count)
+        ),
+        link=draw(links),
+        links={pair: draw(links) for pair in pairs if draw(st.booleans())},
+        state_factor=2.0,
+    )
+
+
+def every_partition(
+    layers: int, devices: tuple[int, ...], may_be_empty: bool
+) -> Iterator[tuple[Partition, tuple[int, ...]]]:
+    """All partitions over places in order, and the places that they use."""
+    for used in range(1, len(devices) + 1):
+        if not may_be_empty and used < len(devices):
+            continue
+        for places in combinations(range(len(devices)), used):
+            for cuts in combinations(range(1, layers), used - 1):
+                bounds = (0, *cuts, layers)
+                sizes = tuple(end - begin for begin, end in pairwise(bounds))
+                yield Partition(tuple(devices[p] for p in places), sizes), places
+
+
+def fits_places(
+    table: ProfileTable, places: Places, found: Partition, used: tuple[int, ...]
+) -> bool:
+    bounds = found.boundaries
+    for stage, place in enumerate(used):
+        device = places.devices[place]
+        begin, end = bounds[stage], bounds[stage + 1]
+        needed = table.state[end] - table.state[begin]
+        needed += places.held[place] * (table.activation[end] - table.activation[begin])
+        if needed > table.memory[device] / places.devices.count(device):
+            return False
+    return True
+
+
+@given(profiles(), st.integers(1, 4), st.booleans(), st.data())
+@settings(max_examples=100)
+def test_exact_against_brute_force(
+    profile: PipelineProfile, count: int, may_be_empty: bool, data: st.DataObject
+) -> None:
+    indices = st.integers(0, len(profile.devices) - 1)
+    devices = tuple(data.draw(st.lists(indices, min_size=1, max_size=4)))
+    held = tuple(data.draw(st.integers(1, 3)) for _ in devices)
+    places = Places(devices=devices, held=held, may_be_empty=may_be_empty)
+    assume(may_be_empty or len(devices) <= len(profile.layers))
+    table = ProfileTable(profile, count)
+    found = best_partition(table, places)
+    bounds = [
+        sum_bound(table, each)
+        for each, used in every_partition(len(profile.layers), devices, may_be_empty)
+        if fits_places(table, places, each, used)
+    ]
+    if found is None:
+        assert bounds == []
+    else:
+        assert sum(found.sizes) == len(profile.layers)
+        assert sum_bound(table, found) == pytest.approx(min(bounds), abs=1e-9)
+
+
+@given(profiles(most_layers=5, limited=False), st.integers(1, 3))
+@settings(max_examples=60)
+def test_the_first_order_is_the_best_of_all(
+    profile: PipelineProfile, count: int
+) -> None:
+    table = ProfileTable(profile, count)
+    bounds = [
+        sum_bound(table, each)
+        for order in permutations(range(len(profile.devices)))
+        for each, _ in every_partition(len(profile.layers), order, may_be_empty=True)
+    ]
+    first = device_orders(table, held=1)[0]
+    found = best_partition(table, Places(devices=first, held=(1,) * len(first)))
+    assert found is not None
+    assert sum_bound(table, found) == pytest.approx(min(bounds), abs=1e-9)
+
+
+@given(profiles(limited=False), st.integers(1, 4), st.data())
+@settings(max_examples=40)
+def test_the_bound_is_what_no_schedule_beats(
+    profile: PipelineProfile, count: int, data: st.DataObject
+) -> None:
+    order = tuple(data.draw(st.permutations(range(len(profile.devices)))))
+    table = ProfileTable(profile, count)
+    found = best_partition(table, Places(devices=order, held=(1,) * len(order)))
+    assert found is not None
+    costs = costs_of(table, found)
+    bound = sum_bound(table, found)
+    assert bound >= lower_bound(CostTable(costs), count) * (1 - 1e-9)
+    step_s = simulate(auto_schedule(costs, count), costs).makespan
+    assert max(step_s, link_bound(table, found)) >= bound * (1 - 1e-9)
+    fast = replace(profile, link=LinkProfile(latency_s=0.5), links={})
+    table = ProfileTable(fast, count)
+    costs = costs_of(table, found)
+    bound = lower_bound(CostTable(costs), count)
+    assert sum_bound(table, found) == pytest.approx(bound)
+
+
+@given(profiles(), st.integers(1, 4), st.data())
+@settings(max_examples=60)
+def test_costs_keep_the_memory(
+    profile: PipelineProfile, count: int, data: st.DataObject
+) -> None:
+    """What `fits` allows runs, and its peak is within the device's memory."""
+    table = ProfileTable(profile, count)
+    order = tuple(range(len(profile.devices)))
+    devices = data.draw(st.sampled_from((order, order + order[::-1], order * 2)))
+    options = [each for each, _ in every_partition(len(profile.layers), devices, True)]
+    chosen = data.draw(st.sampled_from(options))
+    if not fits(table, chosen):
+        assert Evaluator(table).step_s(chosen) == math.inf
+        return
+    costs = costs_of(table, chosen)
+    timing = simulate(auto_schedule(costs, count), costs)
+    for rank, device in enumerate(chosen.ranks):
+        needed = table.state_bytes(chosen)[rank] + timing.peak_activations[rank]
+        memory = profile.devices[device].memory_bytes
+        assert needed <= memory
+        room = memory - table.state_bytes(chosen)[rank]
+        assert room <= costs.limits[rank] <= room + 0.5
+    assert Evaluator(table).step_s(chosen) >= link_bound(table, chosen)
+
+
+@given(profiles(most_layers=8), st.integers(1, 6), st.booleans())
+@settings(max_examples=60)
+def test_refining_never_makes_it_worse(
+    profile: PipelineProfile, count: int, is_v: bool
+) -> None:
+    table = ProfileTable(profile, count)
+    order = tuple(range(len(profile.devices)))
+    devices = order + order[::-1] if is_v else order
+    start = best_partition(table, Places(devices=devices, held=(1,) * len(devices)))
+    assume(start is not None)
+    assert start is not None
+    evaluator = Evaluator(table)
+    refined = refine(evaluator, start, actions=5_000)
+    assert evaluator.step_s(refined) <= evaluator.step_s(start)
+    assert sum(refined.sizes) == len(profile.layers)
+    assert fits(table, refined)
+
+
+def test_refining_finds_what_the_bound_does_not_see() -> None:
+    """The bound ignores the way back; the simulation does not."""
+    table = ProfileTable(equal_layers(12, (1.0, 1.0, 1.0)), 4)
+    start = Partition((0, 1, 2), (8, 2, 2))
+    evaluator = Evaluator(table)
+    refined = refine(evaluator, start, actions=100_000)
+    assert sorted(refined.sizes) == [4, 4, 4]
+    assert evaluator.step_s(refined) < 0.6 * evaluator.step_s(start)
+
+
+def test_devices_are_balanced_where_stages_are_not() -> None:
+    """Stages of equal work, of which the slow device can bear only one small one."""
+    table = ProfileTable(equal_layers(20, (1, 1, 0.25)), 4)
+    start = Partition((0, 1, 2, 2, 1, 0), (4, 4, 2, 2, 4, 4))
+    found = balanced(table, start)
+    held = {
+        device: sum(last - first + 1 for first, last in found.layers_of(device))
+        for device in range(3)
+    }
+    assert held == {0: 9, 1: 9, 2: 2}
+    assert found.devices == start.devices
+
+
+@given(profiles(most_layers=5), st.data())
+@settings(max_examples=80)
+def test_what_is_lacking_is_the_least(
+    profile: PipelineProfile, data: st.DataObject
+) -> None:
+    profile = replace(
+        profile,
+        devices=tuple(
+            replace(each, memory_bytes=float(data.draw(st.integers(1, 20))))
+            for each in profile.devices
+        ),
+    )
+    table = ProfileTable(profile, 1)
+    order = tuple(range(len(profile.devices)))
+    lacks = []
+    for each, _ in every_partition(len(profile.layers), order, True):
+        bounds = each.boundaries
+        lacks.append(
+            max(
+                table.state[end]
+                - table.state[begin]
+                + table.activation[end]
+                - table.activation[begin]
+                - table.memory[device]
+                for device, begin, end in zip(
+                    each.devices, bounds, bounds[1:], strict=False
+                )
+            )
+        )
+    found = shortage(table, [order])
+    exact = best_partition(table, Places(devices=order, held=(1,) * len(order)))
+    assert (found is None) == (min(lacks) <= 0) == (exact is not None)
+    if found is not None:
+        missing, device, (first, last) = found
+        assert missing == min(lacks)
+        needed = table.state[last + 1] - table.state[first]
+        needed += table.activation[last + 1] - table.activation[first]
+        assert needed - table.memory[device] == missing
+
+
+def equal_layers(count: int, speeds: tuple[float, ...]) -> PipelineProfile:
+    times = LayerTimes(forward_s=1.0, input_gradient_s=1.0, weight_gradient_s=1.0)
+    layer = LayerProfile(
+        times={ANY_KIND: times},
+        activation_bytes=10,
+        output_bytes=100,
+        parameter_bytes=5,
+    )
+    return PipelineProfile(
+        layers=(layer,) * count,
+        devices=tuple(
+            DeviceProfile(name=f"device {index}", speed=speed)
+            for index, speed in enumerate(speeds)
+        ),
+    )
+
+
+def test_layers_follow_speeds() -> None:
+    """The table of `research/pipeline.md`: 9, 10, 10, 3 of 32 equal layers."""
+    table = ProfileTable(equal_layers(32, (1, 1, 1, 1 / 3)), 16)
+    found = best_partition(table, Places(devices=(0, 1, 2, 3), held=(1,) * 4))
+    assert found is not None
+    assert sorted(found.sizes) in ([3, 9, 10, 10], [2, 10, 10, 10])
+    assert found.sizes[3] in (2, 3)
+
+
+def test_a_device_that_would_only_delay_gets_nothing() -> None:
+    table = ProfileTable(equal_layers(8, (1, 0.01, 1)), 4)
+    found = best_partition(table, Places(devices=(0, 1, 2), held=(1,) * 3))
+    assert found == Partition((0, 2), (4, 4))
+    assert found.layers_of(1) == ()
+    assert found.layers_of(2) == ((4, 7),)
+    assert found.placement == (0, 1)
+
+
+def test_each_kind_gets_the_layers_it_is_good_at() -> None:
+    def layer(on_a: float, on_b: float) -> LayerProfile:
+        return LayerProfile(
+            times={
+                kind: LayerTimes(
+                    forward_s=time, input_gradient_s=time, weight_gradient_s=time
+                )
+                for kind, time in (("a", on_a), ("b", on_b))
+            }
+        )
+
+    profile = PipelineProfile(
+        layers=(layer(1, 9),) * 5 + (layer(9, 1),) * 3,
+        devices=(
+            DeviceProfile(name="one", kind="b"),
+            DeviceProfile(name="two", kind="a"),
+        ),
+    )
+    table = ProfileTable(profile, 4)
+    first = device_orders(table, held=1)[0]
+    found = best_partition(table, Places(devices=first, held=(1, 1)))
+    assert found == Partition((1, 0), (5, 3))
+
+
+def test_a_slow_link_is_not_crossed() -> None:
+    profile = replace(
+        equal_layers(8, (1, 1, 1)),
+        links={(0, 1): LinkProfile(bytes_per_s=1.0)},
+    )
+    table = ProfileTable(profile, 4)
+    first = device_orders(table, held=1)[0]
+    found = best_partition(table, Places(devices=first, held=(1,) * 3))
+    assert found is not None
+    assert found.devices in ((0, 2, 1), (1, 2, 0))
+    crossing = Partition((0, 1), (4, 4))
+    assert link_bound(table, crossing) == 4 + 4 * 100
+    assert sum_bound(table, crossing) == 4 + 4 * 100
+    assert Evaluator(table).step_s(crossing) >= 4 + 4 * 100
+
+
+def test_a_late_start_means_fewer_layers() -> None:
+    """Beyond the 4 and 4 that its speed earns: 5 s of latency are two layers' work."""
+    profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(latency_s=5.0))
+    table = ProfileTable(profile, 2)
+    found = best_partition(table, Places(devices=(0, 1), held=(1, 1)))
+    assert found == Partition((0, 1), (5, 3))
+    assert sum_bound(table, found) == 2 * 5 * 3
+    near = ProfileTable(replace(profile, link=LinkProfile()), 2)
+    assert best_partition(near, Places(devices=(0, 1), held=(1, 1))) == Partition(
+        (0, 1), (4, 4)
+    )
+
+
+def test_a_partition_is_timed_within_the_memory() -> None:
+    """With room for one microbatch the devices take turns."""
+    profile = equal_layers(4, (1, 1))
+    tight = replace(
+        profile,
+        devices=tuple(replace(each, memory_bytes=60) for each in profile.devices),
+    )
+    halves = Partition((0, 1), (2, 2))
+    loose_s = Evaluator(ProfileTable(profile, 8)).step_s(halves)
+    assert loose_s == 8 * 2 * 3 + 2
+    assert Evaluator(ProfileTable(tight, 8)).step_s(halves) >= 1.5 * loose_s
+
+
+def test_several_messages_share_a_link() -> None:
+    profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(bytes_per_s=50.0))
+    table = ProfileTable(profile, 3)
+    assert link_bound(table, Partition((0, 1), (4, 4))) == 4 + 3 * 2
+    assert link_bound(table, Partition((0, 1, 1, 0), (2, 2, 2, 2))) == 2 + 2 * 3 * 2
+
+
+def test_orders_of_many_devices_are_sampled() -> None:
+    speeds = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+    table = ProfileTable(equal_layers(24, speeds), 8)
+    orders = device_orders(table, held=1)
+    assert ALL_ORDERS < len(set(orders)) == len(orders) < math.factorial(6)
+    assert all(sorted(order) == list(range(6)) for order in orders)
+    bounds = []
+    for order in orders:
+        found = best_partition(table, Places(devices=order, held=(1,) * 6))
+        assert found is not None
+        bounds.append(sum_bound(table, found))
+    assert bounds == sorted(bounds)
+    equal = ProfileTable(equal_layers(24, (1.0,) * 30), 8)
+    assert device_orders(equal, held=1) == [tuple(range(30))]
+
+
+def test_an_order_that_memory_allows_comes_first() -> None:
+    """Little memory is no hindrance to the device whose layers hold nothing."""
+    light, heavy = equal_layers(2, (1.0,)).layers
+    heavy = replace(heavy, activation_bytes=1000)
+    profile = PipelineProfile(
+        layers=(light, light, heavy, heavy),
+        devices=(
+            DeviceProfile(name="large", memory_bytes=1e4),
+            DeviceProfile(name="small", memory_bytes=100),
+        ),
+    )
+    assert device_orders(ProfileTable(profile, 4), held=2)[0] == (1, 0)
+
+
+def test_what_is_impossible() -> None:
+    profile = equal_layers(3, (1, 1))
+    table = ProfileTable(profile, 2)
+    with pytest.raises(ConfigError, match="got 4 stages for 3 layers"):
+        best_partition(
+            table, Places(devices=(0, 1, 1, 0), held=(1,) * 4, may_be_empty=False)
+        )
+    with pytest.raises(ConfigError, match="at least one microbatch, got 0"):
+        ProfileTable(profile, 0)
+    with pytest.raises(ConfigError, match="no devices to divide"):
+        Places(devices=(), held=())
+    with pytest.raises(ConfigError, match="each of 2 places, got"):
+        Places(devices=(0, 1), held=(1, 0))
+    with pytest.raises(ConfigError, match="no devices to plan for"):
+        replace(profile, devices=())
+    with pytest.raises(ConfigError, match="the model has no layers"):
+        replace(profile, layers=())
+    small = replace(
+        profile, devices=(DeviceProfile(name="tiny", memory_bytes=50), *profile.devices)
+    )
+    with pytest.raises(ConfigError, match="device tiny lacks 10 bytes"):
+        costs_of(ProfileTable(small, 2), Partition((0,), (3,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: replace(p, state_factor=0.5), "state_factor of at least 1"),
+        (
+            lambda p: replace(p, devices=p.devices[:1] * 2),
+            "two devices are called 'device 0'",
+        ),
+        (lambda p: replace(p, links={(1, 0): LinkProfile()}), "the lower index first"),
+        (
+            lambda p: replace(p, devices=(DeviceProfile(name="x", speed=0),)),
+            "device x: expected a speed above 0",
+        ),
+        (
+            lambda p: replace(p, devices=(DeviceProfile(name="x", memory_bytes=0),)),
+            "device x: expected memory_bytes above 0",
+        ),
+        (lambda p: LayerProfile(times={}), "no times for any kind"),
+        (lambda p: LinkProfile(latency_s=-1), "latency_s of at least 0"),
+        (lambda p: LinkProfile(bytes_per_s=0), "bytes_per_s above 0"),
+        (
+            lambda p: replace(p.layers[0], kept_for_weight_bytes=11),
+            "kept_for_weight_bytes is a part of activation_bytes",
+        ),
+        (lambda p: replace(p.layers[0], output_bytes=-1), "output_bytes of at least 0"),
+        (
+            lambda p: LayerTimes(
+                forward_s=math.nan, input_gradient_s=1, weight_gradient_s=1
+            ),
+            "forward_s of at least 0, got nan",
+        ),
+    ],
+)
+def test_profiles_that_are_wrong(change: object, message: str) -> None:
+    assert callable(change)
+    with pytest.raises(ConfigError, match=message):
+        change(equal_layers(2, (1, 1)))
+
+
+def test_a_kind_that_was_not_measured() -> None:
+    times = LayerTimes(forward_s=1, input_gradient_s=1, weight_gradient_s=1)
+    with pytest.raises(ConfigError, match="for devices of kind 'gpu', none for 'cpu'"):
+        PipelineProfile(
+            layers=(LayerProfile(times={"gpu": times}),),
+            devices=(DeviceProfile(name="a", kind="cpu"),),
+        )

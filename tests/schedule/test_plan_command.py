@@ -1,0 +1,314 @@
+"""``elche plan pipeline``: the report, the figures, pictures, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elche.plan_command import plan
+from elche.schedule.formats import from_csv
+from elche.schedule.schedules import FIXED_SCHEDULES
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_devices.toml"
+LAYERS = """
+microbatches = 8
+
+[[layer]]
+name = "embedding"
+times_s = { gpu = [0.001, 0, 0.001], cpu = [0.004, 0, 0.004] }
+activation_bytes = 1e3
+output_bytes = 1e6
+parameter_bytes = 4e6
+
+[[layer]]
+name = "block"
+count = 10
+times_s = { gpu = [0.01, 0.01, 0.01], cpu = [0.1, 0.1, 0.1] }
+backward_s = { gpu = 0.018 }
+activation_bytes = 4e6
+kept_for_weight_bytes = 3e6
+output_bytes = 1e6
+parameter_bytes = 1e6
+
+[[device]]
+name = "card"
+count = 2
+kind = "gpu"
+memory_bytes = 100e6
+
+[[device]]
+name = "host"
+kind = "cpu"
+speed = 0.5
+
+[link]
+latency_s = 20e-6
+bytes_per_s = 1e9
+
+[[link_between]]
+devices = ["card-0", "host"]
+bytes_per_s = 1e8
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(plan, ["pipeline", *arguments])
+
+
+def figures(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    read: dict[str, Any] = json.loads(result.output)
+    return read
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> str:
+    path = tmp_path / "layers.toml"
+    path.write_text(LAYERS)
+    return str(path)
+
+
+def test_the_figures_of_the_example() -> None:
+    read = figures(str(EXAMPLE))
+    assert read["microbatches"] == 16
+    assert read["layers"] == 26 == sum(read["partition"])
+    assert read["ideal_s"] <= read["step_time_s"] <= 1.12 * read["ideal_s"]
+    assert read["step_time_s"] >= read["makespan_s"]
+    assert len(read["placement"]) == len(read["partition"])
+    assert read["unused_devices"] == []
+    assert {each["device"] for each in read["ranks"]} == {
+        *("fast-0", "fast-1", "far", "slow")
+    }
+    layers = sorted(
+        layer
+        for each in read["ranks"]
+        for first, last in each["layers"]
+        for layer in range(first, last + 1)
+    )
+    assert layers == list(range(26))
+    for each in read["ranks"]:
+        assert each["memory_bytes"] <= each["memory_limit_bytes"]
+        assert each["memory_bytes"] == (
+            each["state_bytes"] + each["peak_activation_bytes"]
+        )
+    names = [each["schedule"] for each in read["alternatives"]]
+    assert names == [*FIXED_SCHEDULES, "auto"]
+    for each in read["alternatives"]:
+        if each["fits"]:
+            assert each["step_time_s"] >= read["step_time_s"] * (1 - 1e-8)
+            assert each["missing_bytes"] == 0
+        else:
+            assert each["reason"]
+    assert read["equal_split"]["partition"] == [7, 7, 6, 6]
+    assert read["equal_split"]["step_time_s"] > 2 * read["ideal_s"]
+
+
+def test_the_report_says_what_the_json_says(layers: str, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    result = run(layers, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    read = json.loads(path.read_text())
+    lines = result.output.splitlines()
+    assert lines[0].startswith("rank 0 F")
+    for key in ("step_time_s", "ideal_s", "sum_bound_s"):
+        assert any(line.split()[:2] == [key, f"{read[key]:.6g}"] for line in lines)
+    for rank, each in enumerate(read["ranks"]):
+        first, last = each["layers"][0]
+        assert f"  rank {rank} {each['device']}: layers {first} to {last}" in (
+            result.output
+        )
+    assert read["unused_devices"] == ["host"]
+    assert "host gets no layers" in result.output
+    for each in read["alternatives"]:
+        shown = [
+            line.split() for line in lines if line.split()[:1] == [each["schedule"]]
+        ]
+        assert shown[0][1] == f"{each['step_time_s']:.6g}"
+    assert any(line.endswith("(the plan)") for line in lines)
+
+
+def test_the_host_is_used_when_asked(layers: str) -> None:
+    without, forced = figures(layers), figures(layers, "--all-devices")
+    assert forced["unused_devices"] == []
+    assert forced["step_time_s"] > without["step_time_s"]
+    assert {each["device"] for each in forced["ranks"]} == {"card-0", "card-1", "host"}
+
+
+def test_one_schedule_is_asked_for(layers: str) -> None:
+    read = figures(layers, "--schedule", "zb-v", "--microbatches", "5")
+    assert (read["schedule"], read["microbatches"]) == ("zb-v", 5)
+    looped = figures(
+        layers, "--schedule", "interleaved-1f1b", "--stages-per-device", "3"
+    )
+    assert len(looped["partition"]) == 6
+
+
+def test_the_format_in_the_help_is_one_that_can_be_read(tmp_path: Path) -> None:
+    """Each half of the help is a file, once a second device is there."""
+    result = run("--help")
+    assert result.exit_code == 0
+    _, first, second = re.split(r"The file; |In place of layers", result.output)
+    path = tmp_path / "help.toml"
+    table, links = first.split("\n", 1)[1].split("  [link]")
+    path.write_text(f"{table}[[device]]\nname = 'b'\n[link]{links}")
+    assert sum(figures(str(path))["partition"]) == 24
+    path.write_text("microbatches = 4\n" + second.split("\n", 1)[1])
+    assert sum(figures(str(path))["partition"]) == 26
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture(layers: str, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plan{suffix}"
+    result = run(layers, "--draw", str(path))
+    assert result.exit_code == 0, result.output
+    data = path.read_bytes()
+    if suffix == ".png":
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 5_000
+    else:
+        drawn = ElementTree.fromstring(data)
+        assert drawn.tag.endswith("svg")
+        ids = {each.attrib.get("id", "") for each in drawn.iter()}
+        stages = len(figures(layers)["partition"])
+        forwards = {f"{stage}F{each}" for stage in range(stages) for each in range(8)}
+        assert forwards <= ids
+
+
+def test_a_picture_without_matplotlib(
+    layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run(layers, "--draw", str(tmp_path / "plan.svg"))
+    assert result.exit_code == 2
+    assert "pip install 'elche[plot]'" in " ".join(result.output.split())
+
+
+def test_the_schedule_as_a_file(layers: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    assert run(layers, "--schedule", "1f1b", "--csv", str(path)).exit_code == 0
+    assert from_csv(path.read_text()).num_microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--microbatches", "0"), "at least one microbatch, got 0"),
+        (("--stages-per-device", "0"), "at least one stage per device, got 0"),
+        (("--draw", "plan.pdf"), "ends in .svg or .png, got plan.pdf"),
+        (("--json", "/no/such/place"), "cannot write"),
+        (("--schedule", "2f2b"), "'2f2b' is not one of"),
+        (
+            ("--schedule", "interleaved-zb", "--stages-per-device", "9"),
+            "9 stages on each of 2 devices exceed 11 layers",
+        ),
+        (
+            ("--microbatches", "32", "--schedule", "gpipe"),
+            "the schedule gpipe cannot run here: device card-",
+        ),
+    ],
+)
+def test_what_cannot_be_asked(
+    layers: str, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(layers, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+GPT = "[gpt]\nblocks=2\nhidden=8\nheads=2\nvocabulary=9\nsequence=4\n"
+DEVICE = "[[device]]\nname='a'\n"
+LAYER = "[[layer]]\ntimes_s=[1, 1, 1]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "is not TOML"),
+        ("", "expected either [gpt] or [[layer]]"),
+        (GPT + LAYER + DEVICE, "expected either [gpt] or [[layer]]"),
+        ("speed = 1\n" + LAYER, "the file: unknown key 'speed'"),
+        (LAYER, "no devices to plan for"),
+        ("layer = []\n" + DEVICE, "the model has no layers"),
+        ("layer = [1]\n" + DEVICE, "write [[layer]], a list of tables"),
+        ("device = 3\n" + LAYER, "write [[device]], a list of tables"),
+        (LAYER + DEVICE, "give the number of --microbatches"),
+        (
+            "microbatches = 0\n" + LAYER + DEVICE,
+            "of at least 1 for microbatches, got 0",
+        ),
+        ("state_factor = 0\n" + LAYER + DEVICE, "state_factor of at least 1"),
+        (LAYER + "count = true\n" + DEVICE, "[[layer]] 0: expected a whole number"),
+        (LAYER + "cost = 1\n" + DEVICE, "[[layer]] 0: unknown key 'cost'"),
+        (LAYER + "name = 3\n" + DEVICE, "[[layer]] 0: expected a name, got 3"),
+        (LAYER + "backward_s = 'x'\n" + DEVICE, "a number for backward_s"),
+        (LAYER + "activation_bytes = -1\n" + DEVICE, "activation_bytes of at least 0"),
+        ("[[layer]]\ntimes_s = [1, 1]\n" + DEVICE, "expected times_s = [F, I, W]"),
+        ("[[layer]]\n" + DEVICE, "[[layer]] 0: expected times_s = [F, I, W], got None"),
+        (
+            "[[layer]]\ntimes_s = [1, 1, -1]\n" + DEVICE,
+            "[[layer]] 0: expected weight_gr",
+        ),
+        (
+            "[[layer]]\ntimes_s = { gpu = 3 }\n" + DEVICE,
+            "expected times_s = [F, I, W] of kind 'gpu', got 3",
+        ),
+        (
+            "[[layer]]\ntimes_s = { gpu = [1, 1, 1] }\n" + DEVICE,
+            "has times for devices of kind 'gpu', none for ''",
+        ),
+        (LAYER + DEVICE + "flops_per_s = 1", "flops_per_s goes with [gpt]"),
+        (
+            LAYER + DEVICE + "speed = 0",
+            "[[device]] 0: device a: expected a speed above",
+        ),
+        (
+            LAYER + DEVICE + "kind = 3",
+            "[[device]] 0: expected a string for kind, got 3",
+        ),
+        (LAYER + DEVICE + "memory_bytes = 0", "expected memory_bytes above 0"),
+        (LAYER + DEVICE + DEVICE, "two devices are called 'a'"),
+        (LAYER + DEVICE + "[link]\nlatency_s = -1", "[link]: expected latency_s of at"),
+        ("link = 3\n" + LAYER + DEVICE, "[link]: expected a table, got 3"),
+        (
+            LAYER + DEVICE + "[[link_between]]\ndevices = ['a', 'b']",
+            "[[link_between]] 0: expected devices = two of a, got ['a', 'b']",
+        ),
+        (GPT + DEVICE, "flops_per_s goes with [gpt]"),
+        (
+            GPT + "width = 1\n" + DEVICE + "flops_per_s = 1",
+            "[gpt]: unknown key 'width'",
+        ),
+        ("gpt = 1\n" + DEVICE + "flops_per_s = 1", "[gpt]: expected a table, got 1"),
+        ("[gpt]\nblocks = 1\n" + DEVICE + "flops_per_s = 1", "the key 'hidden' is mis"),
+        (
+            GPT + "keeps_scores = 1\n" + DEVICE + "flops_per_s = 1",
+            "[gpt]: expected keeps_scores = true or false, got 1",
+        ),
+        (
+            GPT.replace("heads=2", "heads=3") + DEVICE + "flops_per_s = 1",
+            "[gpt]: expected hidden to be a multiple of heads",
+        ),
+        (
+            "microbatches = 1\n"
+            + LAYER
+            + "parameter_bytes = 9\n"
+            + DEVICE
+            + "memory_bytes = 30",
+            "on device a, whose 30 bytes are 6 too few",
+        ),
+    ],
+)
+def test_plan_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    result = run(str(path))
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())

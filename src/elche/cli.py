@@ -1,4 +1,4 @@
-"""The command line: ``run``, ``demo``, ``bench``, ``simulate``, ``schedule``, ``plan``."""
+"""The command line: run, demo, bench, simulate, schedule and plan."""
 
 from __future__ import annotations
 

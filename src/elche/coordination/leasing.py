@@ -49,6 +49,7 @@ class Leasing:
         horizons: batches that each rank's loader draws ahead.
         epoch: the epoch.
         now_s: the time.
+        most_ahead: most batches that a rank holds beside those.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Leasing:
         horizons: Mapping[int, int],
         epoch: int,
         now_s: float,
+        most_ahead: int = MAX_AHEAD,
     ) -> None:
+        self._most_ahead = most_ahead
         self._ledger = ledger
         self._epoch = epoch
         self._paces = {
@@ -169,7 +172,8 @@ class Leasing:
         """Batches that a rank holds beside what its loader draws ahead."""
         if pace.batch_s <= 0:
             return 1
-        return max(1, min(MAX_AHEAD, math.ceil(self._lookahead_s / pace.batch_s)))
+        ahead = math.ceil(self._lookahead_s / pace.batch_s)
+        return max(1, min(self._most_ahead, ahead))
 
     def _lease_batches(self, rank: int) -> int:
         """Most batches of a lease: half of what a rank holds.

@@ -13,7 +13,7 @@ from elche.coordination.epoch_plan import (
     WindowPlan,
     WindowSource,
 )
-from elche.coordination.leasing import Leasing
+from elche.coordination.leasing import MAX_AHEAD, Leasing
 from elche.coordination.ledger import BatchSizes, EpochLedger, Range
 from elche.coordination.pacing import Pacing
 from elche.coordination.policy import EpochTotals, Member
@@ -79,6 +79,7 @@ class WindowState:
         )
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.max_batch_diff, self.members)
+        most_ahead = self.config.max_batch_diff
         self.leasing = Leasing(
             self.ledger,
             {
@@ -88,6 +89,7 @@ class WindowState:
             },
             epoch,
             now_s,
+            MAX_AHEAD if most_ahead is None else most_ahead,
         )
         self.leasing.set_costs(self.pacing.batch_s())
 

@@ -226,6 +226,49 @@ def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> No
     sys.exit(code)
 
 
+@bench.command(name="pipeline")
+@click.option(
+    "--speeds",
+    default="1,1,1,0.333333",
+    show_default=True,
+    callback=_numbers,
+    help="Relative speeds of the emulated devices.",
+)
+@click.option("--microbatches", type=int, default=16, show_default=True)
+@click.option("--layers", type=int, default=24, show_default=True)
+@click.option(
+    "--ms-per-layer",
+    type=float,
+    default=4.0,
+    show_default=True,
+    help="Forward of a layer on a microbatch at speed 1; I and W take as long each.",
+)
+@click.option(
+    "--link-ms",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Time of a message that the plan reckons with.",
+)
+@click.option("--repetitions", type=int, default=5, show_default=True)
+@click.option("--schedule", default="auto", show_default=True, help="Of elche.")
+@click.option(
+    "--memory-layers",
+    type=float,
+    help="Layers' activations each device may hold in elche's plan, 0 for no limit;"
+    " default: as in torch's equal split.",
+)
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+def pipeline_bench(json_path: str | None, **settings: Any) -> None:
+    """Compare elche's pipeline and torch's on unequal emulated devices."""
+    from elche.demo.pipeline_bench import run_pipeline_bench
+    from elche.demo.pipeline_plan import PipelineBenchConfig
+
+    with _as_command():
+        code = run_pipeline_bench(PipelineBenchConfig(**settings), json_path)
+    sys.exit(code)
+
+
 main.add_command(plan_command)
 main.add_command(schedule_command)
 

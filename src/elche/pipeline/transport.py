@@ -3,7 +3,8 @@
 gloo's send ends when the receiver has asked for it, and neither can be polled. So each
 pair of ranks has a thread that receives what the schedule says will come, in that
 order, and one that waits for sends to end. They sleep inside gloo, without Python's
-lock, and touch nothing else.
+lock, and touch nothing else. Each thread is woken alone: the ranks' threads share cores
+with the computation.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class _Incoming:
         self._owner = owner
         self._announced: deque[int] = deque()
         self.allowed = 0
+        self.wake = threading.Condition(owner.lock)
         self._rank = rank
         self._thread = threading.Thread(
             target=self._run, name=f"elche-pipe-recv-{rank}", daemon=True
@@ -94,9 +96,9 @@ class _Incoming:
     def _run(self) -> None:
         owner = self._owner
         while True:
-            with owner.condition:
+            with owner.lock:
                 while not owner.closed and not (self._announced and self.allowed):
-                    owner.condition.wait()
+                    self.wake.wait()
                 if owner.closed:
                     return
                 tag = self._announced.popleft()
@@ -137,6 +139,7 @@ class _Outgoing:
         self._owner = owner
         self._rank = rank
         self.pending: deque[list[tuple[Any, torch.Tensor]]] = deque()
+        self.wake = threading.Condition(owner.lock)
         self._thread = threading.Thread(
             target=self._run, name=f"elche-pipe-send-{rank}", daemon=True
         )
@@ -148,9 +151,9 @@ class _Outgoing:
     def _run(self) -> None:
         owner = self._owner
         while True:
-            with owner.condition:
+            with owner.lock:
                 while not owner.closed and not self.pending:
-                    owner.condition.wait()
+                    self.wake.wait()
                 if not self.pending:
                     return
                 works = self.pending[0]
@@ -185,7 +188,8 @@ class Transport:
     ) -> None:
         self.group = group
         self.rank = rank
-        self.condition = threading.Condition()
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
         self.arrived: dict[tuple[int, int], Message] = {}
         self.closed = False
         self._check = check
@@ -198,13 +202,17 @@ class Transport:
         """Announces what will come, in the order in which it will be asked for."""
         with self.condition:
             for address in addresses:
-                self._from(address.rank).announce(address.tag)
+                line = self._from(address.rank)
+                line.announce(address.tag)
+                if line.allowed:
+                    line.wake.notify()
 
     def admit(self, address: Address) -> None:
         """Lets the next announced message of that rank come in."""
         with self.condition:
-            self._from(address.rank).allowed += 1
-            self.condition.notify_all()
+            line = self._from(address.rank)
+            line.allowed += 1
+            line.wake.notify()
 
     def receive(self, address: Address, timeout_s: float) -> Message:
         """Waits for an announced message.
@@ -249,7 +257,7 @@ class Transport:
             raise self._failure(rank, address.what) from error
         with self.condition:
             line.pending.append(works)
-            self.condition.notify_all()
+            line.wake.notify()
 
     def flush(self, timeout_s: float) -> None:
         """Waits until everything sent has been taken."""
@@ -274,6 +282,9 @@ class Transport:
             self.closed = True
             for line in self._outgoing.values():
                 line.pending.clear()
+                line.wake.notify()
+            for incoming in self._incoming.values():
+                incoming.wake.notify()
             self.condition.notify_all()
         for incoming in self._incoming.values():
             incoming.join()

@@ -1,0 +1,269 @@
+"""`elche bench pipeline`: elche's pipeline beside torch's, on emulated devices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from elche.demo.compare import STDERR_TAIL_LINES, machine
+from elche.demo.pipeline_plan import (
+    CONTENDERS,
+    ELCHE,
+    PROFILE,
+    TORCH_CONTENDERS,
+    BenchPlan,
+    PipelineBenchConfig,
+    make_bench_plan,
+)
+from elche.demo.pipeline_prediction import predict
+from elche.demo.report import check_writable, to_json_text
+from elche.errors import RemoteRankError
+from elche.monitor.progress import open_progress
+from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
+from elche.schedule.timing import Timing
+
+RankResults = dict[str, list[Any]]
+_COLUMNS = ("contender", "makespan", "predicted", "bubble", "/ideal", "/whole layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One contender's step.
+
+    Attributes:
+        makespans_s: of each repetition, from the first call of any stage to the end of
+            the last.
+        bubbles: of each repetition, share of it in which the busiest device idles.
+        overrun_share: most real compute beyond the declared time, of the busy time.
+    """
+
+    makespans_s: tuple[float, ...]
+    bubbles: tuple[float, ...]
+    overrun_share: float
+
+    @property
+    def makespan_s(self) -> float:
+        """Median."""
+        return median(self.makespans_s)
+
+    @property
+    def bubble(self) -> float:
+        """Median."""
+        return median(self.bubbles)
+
+
+def measured_of(results: Sequence[RankResults], name: str) -> Measured:
+    """Puts the ranks' notes on a contender together.
+
+    Args:
+        results: of each rank, see `PipelineContenders.run`.
+        name: the contender.
+    """
+    makespans, bubbles, overrun = [], [], 0.0
+    for steps in zip(*(one[name] for one in results), strict=True):
+        begin_s = min(step["begin_s"] for step in steps)
+        makespan_s = max(step["end_s"] for step in steps) - begin_s
+        makespans.append(makespan_s)
+        bubbles.append(1 - max(step["busy_s"] for step in steps) / makespan_s)
+        shares = (step["overrun_s"] / step["busy_s"] for step in steps)
+        overrun = max(overrun, *shares)
+    return Measured(
+        makespans_s=tuple(makespans), bubbles=tuple(bubbles), overrun_share=overrun
+    )
+
+
+def run_pipeline_bench(config: PipelineBenchConfig, json_path: str | None) -> int:
+    """The command: measures, prints the table, writes the JSON.
+
+    Args:
+        config: what to measure.
+        json_path: file to write, ``-`` for standard output, None for neither.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: no plan fits, or the file cannot be written; nothing was measured.
+        RemoteRankError: a rank failed.
+    """
+    if json_path is not None and json_path != "-":
+        check_writable(Path(json_path))
+    plan = make_bench_plan(config)
+    results = run_ranks(config)
+    found = {name: measured_of(results, name) for name in CONTENDERS}
+    predicted = predict(plan, [one[PROFILE] for one in results])
+    stream = sys.stderr if json_path == "-" else sys.stdout
+    click.echo("\n".join(table_lines(config, plan, predicted, found)), file=stream)
+    if json_path is not None:
+        text = to_json_text(_values(config, plan, predicted, found))
+        if json_path == "-":
+            click.echo(text, nl=False)
+        else:
+            Path(json_path).write_text(text)
+            click.echo(f"\nWritten: {json_path}")
+    return 0
+
+
+def run_ranks(config: PipelineBenchConfig) -> list[RankResults]:
+    """Runs all contenders, a process per device; returns what each rank noted.
+
+    Raises:
+        RemoteRankError: a rank failed; with the end of what it wrote.
+        KeyboardInterrupt: the user ended it; all ranks have ended.
+    """
+    with (
+        open_progress() as progress,
+        tempfile.TemporaryDirectory(prefix="elche-") as folder,
+    ):
+        out, task = Path(folder), "steps of all contenders"
+        (out / "spec.json").write_text(config.to_json())
+        progress.start(task, float(config.repetitions))
+
+        def on_line(rank: int, line: str) -> None:
+            try:
+                progress.update(task, float(json.loads(line)["done"]))
+            except (ValueError, TypeError, KeyError):
+                sys.stderr.write(line + "\n")
+
+        result = launch(
+            LaunchConfig(
+                command=python_command(
+                    "-m", "elche.demo.pipeline_contender", str(out / "spec.json")
+                ),
+                devices=("cpu",) * config.num_ranks,
+                environment={"OMP_NUM_THREADS": "1"},
+                on_line=on_line,
+            )
+        )
+        _check(result, out)
+        progress.finish(task, f"{config.repetitions} each")
+        return [
+            json.loads((out / f"result-{rank}.json").read_text())
+            for rank in range(config.num_ranks)
+        ]
+
+
+def table_lines(
+    config: PipelineBenchConfig,
+    plan: BenchPlan,
+    predicted: Timing,
+    found: dict[str, Measured],
+) -> list[str]:
+    """The table and what it says, as lines of text."""
+    speeds = ", ".join(f"{speed:g}" for speed in config.speeds)
+    rows = [list(_COLUMNS)]
+    for name, one in found.items():
+        forecast = f"{predicted.makespan:.3f} s" if name == ELCHE else "-"
+        rows.append(
+            [
+                *(name, f"{one.makespan_s:.3f} s", forecast, f"{one.bubble:.3f}"),
+                f"{one.makespan_s / plan.ideal_s:.3f}",
+                f"{one.makespan_s / plan.partition_ideal_s:.3f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    drawn = [
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    ours = found[ELCHE]
+    best = min(TORCH_CONTENDERS, key=lambda name: found[name].makespan_s)
+    stages = ", ".join(
+        f"{size} on {rank}"
+        for size, rank in zip(plan.sizes, plan.schedule.placement, strict=True)
+    )
+    return [
+        f"{config.layers} layers, {config.microbatches} microbatches, emulated devices "
+        f"of speeds {speeds} ({config.ms_per_layer:g} ms each for F, I and W of a "
+        f"layer at speed 1), medians of {config.repetitions}",
+        "",
+        *drawn,
+        "",
+        f"ideal: {plan.ideal_s:.3f} s; with whole layers: "
+        f"{plan.partition_ideal_s:.3f} s",
+        f"elche: {plan.schedule.name}; layers of the stages, and their devices: "
+        f"{stages}",
+        "elche: at most "
+        + ", ".join(f"{peak:g}" for peak in plan.peak_layers)
+        + f" layers' activations held (torch's equal split: about {config.layers})",
+        f"elche: predicted from a profiled step {predicted.makespan:.3f} s, measured "
+        f"{ours.makespan_s:.3f} s ({ours.makespan_s / predicted.makespan - 1:+.1%}); "
+        f"from declared times alone {plan.predicted_s:.3f} s",
+        f"elche: {found[best].makespan_s / ours.makespan_s:.2f} times as fast as "
+        f"{best}",
+    ]
+
+
+def _check(result: LaunchResult, out: Path) -> None:
+    if not result.exit_code:
+        return
+    interrupted = 128 + signal.SIGINT
+    if result.reason == "interrupted" or interrupted in result.exit_codes:
+        raise KeyboardInterrupt
+    failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+    own = [rank for rank in failed if rank not in result.terminated] or failed
+    lines = [f"the pipeline benchmark failed on ranks {own}: {result.reason}"]
+    for rank in own:
+        path = out / f"stderr-{rank}.txt"
+        said = path.read_text(errors="replace") if path.exists() else ""
+        lines += [f"--- the last that rank {rank} said ---"]
+        lines += said.splitlines()[-STDERR_TAIL_LINES:] or ["(nothing)"]
+    raise RemoteRankError("\n".join(lines), own[0])
+
+
+def _values(
+    config: PipelineBenchConfig,
+    plan: BenchPlan,
+    predicted: Timing,
+    found: dict[str, Measured],
+) -> dict[str, Any]:
+    """The benchmark's JSON."""
+    ours = found[ELCHE]
+    return {
+        "contenders": {
+            name: {
+                "makespan_s": one.makespan_s,
+                "makespans_s": one.makespans_s,
+                "bubble": one.bubble,
+                "makespan_over_ideal": one.makespan_s / plan.ideal_s,
+                "makespan_over_partition_ideal": (
+                    one.makespan_s / plan.partition_ideal_s
+                ),
+                "overrun_share": one.overrun_share,
+            }
+            for name, one in found.items()
+        },
+        "predicted_s": predicted.makespan,
+        "predicted_bubble": predicted.bubble_makespan,
+        "prediction_error": ours.makespan_s / predicted.makespan - 1,
+        "declared_s": plan.predicted_s,
+        "declared_bubble": plan.predicted_bubble,
+        "ideal_s": plan.ideal_s,
+        "partition_ideal_s": plan.partition_ideal_s,
+        "schedule": plan.schedule.name,
+        "partition": plan.sizes,
+        "placement": plan.schedule.placement,
+        "peak_layers": plan.peak_layers,
+        "memory_layers": config.memory_limit_layers,
+        "speeds": config.speeds,
+        "microbatches": config.microbatches,
+        "layers": config.layers,
+        "ms_per_layer": config.ms_per_layer,
+        "link_ms": config.link_ms,
+        "repetitions": config.repetitions,
+        "emulated": True,
+        "command": config.command(),
+        "machine": machine(),
+    }

@@ -1,0 +1,178 @@
+"""`elche bench pipeline`: settings, plan, prediction, and a short real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.demo.pipeline_bench import (
+    Measured,
+    measured_of,
+    run_pipeline_bench,
+    table_lines,
+)
+from elche.demo.pipeline_contender import EmulatedStage
+from elche.demo.pipeline_plan import (
+    CONTENDERS,
+    PipelineBenchConfig,
+    make_bench_plan,
+    whole_layer_ideal_s,
+)
+from elche.demo.pipeline_prediction import predict
+from elche.errors import ConfigError
+from elche.schedule.timing import simulate
+
+THREE_TIMES_SLOWER = (1.0, 1.0, 1.0, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speeds": (1.0,)}, "two --speeds or more"),
+        ({"speeds": (1.0, -1.0)}, "expected positive --speeds"),
+        ({"layers": 7}, "at least 8 --layers"),
+        ({"microbatches": 6}, "a multiple of 4 devices"),
+        ({"microbatches": 0}, "a multiple of 4 devices"),
+        ({"repetitions": 0}, "--repetitions of at least 1"),
+        ({"schedule": "zb-9"}, "expected --schedule among"),
+        ({"ms_per_layer": 0.0}, "positive ms_per_layer"),
+        ({"memory_layers": -1.0}, "--memory-layers of at least 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PipelineBenchConfig(**{"speeds": THREE_TIMES_SLOWER, **settings})
+
+
+def test_settings_travel_as_text() -> None:
+    config = PipelineBenchConfig(speeds=(1.0, 0.5), layers=5, memory_layers=7.0)
+    assert PipelineBenchConfig.from_json(config.to_json()) == config
+    assert "--memory-layers 7" in config.command()
+
+
+def test_whole_layers_divide_as_well_as_can_be() -> None:
+    config = PipelineBenchConfig(speeds=THREE_TIMES_SLOWER, ms_per_layer=2.0)
+    # 8, 7 and 7 layers on the fast ones, 2 on the slow one
+    assert whole_layer_ideal_s(config) == pytest.approx(3 * 16 * 8 * 2e-3)
+
+
+def test_the_plan_reaches_the_goal_on_declared_times() -> None:
+    config = PipelineBenchConfig(speeds=THREE_TIMES_SLOWER, memory_layers=0)
+    plan = make_bench_plan(config)
+    assert plan.predicted_s <= 1.12 * plan.partition_ideal_s
+    assert simulate(plan.schedule, plan.costs).makespan == pytest.approx(
+        plan.predicted_s
+    )
+
+
+def test_the_plan_keeps_to_the_memory_of_an_equal_split() -> None:
+    plan = make_bench_plan(PipelineBenchConfig(speeds=THREE_TIMES_SLOWER))
+    assert max(plan.peak_layers) <= 24
+
+
+def profiles_of(config: PipelineBenchConfig, slower: float) -> list[list[Any]]:
+    """What the ranks would note if all took `slower` times as long as declared."""
+    plan = make_bench_plan(config)
+    timing = simulate(plan.schedule, plan.costs)
+    rows: list[list[Any]] = []
+    for actions, starts in zip(
+        plan.schedule.actions, timing.action_starts, strict=True
+    ):
+        mine, free = [], 0.0
+        for one, start in zip(actions, starts, strict=True):
+            stage = plan.costs.stages[one.stage]
+            took = {
+                "F": stage.forward,
+                "I": stage.input_gradient,
+                "W": stage.weight_gradient,
+                "B": stage.full_backward,
+            }[one.kind.value]
+            end = start + took
+            mine.append([str(one), slower * free, slower * start, slower * end])
+            free = end
+        rows.append(mine)
+    return rows
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_the_prediction_follows_the_profile(slower: float) -> None:
+    config = PipelineBenchConfig(speeds=(1.0, 0.5), layers=8, microbatches=4)
+    plan = make_bench_plan(config)
+    found = predict(plan, profiles_of(config, slower))
+    assert found.makespan == pytest.approx(slower * plan.predicted_s, rel=1e-6)
+
+
+def test_a_makespan_goes_from_the_first_call_to_the_last() -> None:
+    step = {"overrun_s": 0.0}
+    first = {"begin_s": 10.0, "end_s": 13.0, "busy_s": 3.0, **step}
+    second = {"begin_s": 11.0, "end_s": 14.0, "busy_s": 2.0, **step}
+    found = measured_of([{"elche": [first]}, {"elche": [second]}], "elche")
+    assert found == Measured(makespans_s=(4.0,), bubbles=(0.25,), overrun_share=0.0)
+
+
+def test_an_emulated_stage_takes_the_declared_time() -> None:
+    class Stage:
+        def work(self, value: int) -> int:
+            return value + 1
+
+    stage, emulated = Stage(), EmulatedStage()
+    emulated.around(stage, {"work": lambda value: value / 1000})
+    assert stage.work(20) == 21
+    [(begin_s, end_s)] = emulated.spans
+    assert end_s - begin_s >= 0.02
+    assert emulated.overrun_s == 0.0
+    emulated.around(stage, {"work": lambda value: 0.0})
+    stage.work(5)
+    assert emulated.overrun_s >= 0.005
+
+
+def test_the_table_tells_each_contender_and_the_prediction() -> None:
+    config = PipelineBenchConfig(speeds=(1.0, 0.5), layers=8, microbatches=4)
+    plan = make_bench_plan(config)
+    timing = simulate(plan.schedule, plan.costs)
+    one = Measured(makespans_s=(2.0,), bubbles=(0.25,), overrun_share=0.0)
+    text = "\n".join(table_lines(config, plan, timing, dict.fromkeys(CONTENDERS, one)))
+    for name in CONTENDERS:
+        assert name in text
+    assert f"{2.0 / plan.ideal_s:.3f}" in text
+    assert f"predicted from a profiled step {timing.makespan:.3f} s" in text
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_all_contenders_run(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    config = PipelineBenchConfig(
+        speeds=(1.0, 0.5), layers=6, microbatches=4, ms_per_layer=2.0, repetitions=1
+    )
+    script = (
+        "import sys\n"
+        "from elche.demo.pipeline_bench import run_pipeline_bench\n"
+        "from elche.demo.pipeline_plan import PipelineBenchConfig\n"
+        "config = PipelineBenchConfig.from_json(sys.argv[1])\n"
+        "sys.exit(run_pipeline_bench(config, sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", script, config.to_json(), str(path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(path.read_text())
+    assert set(found["contenders"]) == set(CONTENDERS)
+    busiest_s = found["partition_ideal_s"]
+    for one in found["contenders"].values():
+        assert one["makespan_s"] >= busiest_s
+        assert 0.0 <= one["bubble"] < 1.0
+    assert found["predicted_s"] >= busiest_s
+    assert "torch-zb-v" in ended.stdout
+
+
+def test_a_file_that_cannot_be_written_is_refused_first() -> None:
+    config = PipelineBenchConfig(speeds=(1.0, 0.5))
+    with pytest.raises(ConfigError, match="cannot write /"):
+        run_pipeline_bench(config, "/")

@@ -1,0 +1,104 @@
+"""What ranks of unlike speed run in the tests of profiling."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
+
+WIDTH, LAYERS, MICRO_BATCHES = 6, 10, 4
+FAST_S, SLOW_S = 0.002, 0.008
+SLOW_RANK = 1
+
+
+class Delay(torch.autograd.Function):
+    """Takes a time forward and the same time backward; changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Emulated(nn.Module):
+    """A layer of a device that takes `seconds` for it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Delay.apply(torch.tanh(self.linear(x)), self.seconds)
+        return found
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a rank did."""
+
+    layers: int
+    partition: tuple[int, ...]
+    gradients: dict[str, torch.Tensor]
+    loss: float
+
+
+def layers_with(seconds: float) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Emulated(seconds).double() for _ in range(LAYERS)]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 8, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def profiled(schedule: str) -> Profiled:
+    """One step of a pipeline that measures first."""
+    seconds = SLOW_S if this_place().rank == SLOW_RANK else FAST_S
+    x, y = batch()
+    with Pipeline(
+        layers_with(seconds),
+        F.mse_loss,
+        micro_batches=MICRO_BATCHES,
+        schedule=schedule,
+        costs="measure",
+        sample=x[: len(x) // MICRO_BATCHES],
+        timeout_s=30,
+    ) as pipe:
+        found = pipe.step(x, y)
+        gradients = {
+            name: one.grad
+            for name, one in pipe.named_parameters()
+            if one.grad is not None
+        }
+        return Profiled(len(pipe.layers), pipe.partition, gradients, found.loss)
+
+
+def measuring_fails_on_rank_1() -> None:
+    """The layers of rank 1 cannot take the sample."""
+    width = WIDTH if this_place().rank == 0 else WIDTH + 1
+    x, _ = batch()
+    layers = [nn.Linear(width, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    Pipeline(
+        [layer.double() for layer in layers],
+        F.mse_loss,
+        micro_batches=2,
+        costs="measure",
+        sample=x,
+        timeout_s=20,
+    )

@@ -26,7 +26,7 @@ test: $(STAMP) ## the tests, without the slow ones
 test-full: $(STAMP) ## all tests
 	$(PYTEST)
 
-fuzz: $(STAMP) ## the property tests with 10000 examples each, freshly drawn
+fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0
 
 lint: $(STAMP) ## ruff: rules and format

@@ -12,7 +12,7 @@ from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids
 
 LEAK_GRACE_S = 5.0
-FUZZ_EXAMPLES = 10_000
+FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)

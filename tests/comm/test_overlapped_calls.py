@@ -155,6 +155,36 @@ def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
     assert len({tuple(parameter.tolist()) for parameter, _, _ in ranks}) == 1
 
 
+def test_weights_keep_their_scale_when_a_group_is_formed_anew() -> None:
+    """One rank closed its window before the group changed, the other afterwards."""
+    ranks = [made(group) for group in Bus(2).groups()]
+    moved(ranks[0][0], 4.0)
+    ranks[0][1].snapshot(64.0)
+    for (_, averager, _), group in zip(ranks, Bus(2).groups(), strict=True):
+        averager.connect(group)
+    moved(ranks[1][0], 8.0)
+    ranks[1][1].snapshot(64.0)
+    for _, averager, _ in ranks:
+        averager.begin(plan(attempt=1))
+    for parameter, averager, _ in ranks:
+        averager.adopt(plan(attempt=1), drained=True)
+        assert parameter.tolist() == [7.0, 7.0]
+
+
+def test_a_reduction_may_be_left_to_its_plan() -> None:
+    ranks = [made(group) for group in Bus(2).groups()]
+    for rank, (parameter, averager, _) in enumerate(ranks):
+        moved(parameter, 2.0 * rank)
+        averager.snapshot(1.0, begins=False)
+        with pytest.raises(ProtocolError, match="when a snapshot has been taken"):
+            averager.poll()
+    for _, averager, _ in ranks:
+        averager.begin(plan())
+    for parameter, averager, _ in ranks:
+        averager.adopt(plan(), drained=True)
+        assert parameter.tolist() == [2.0, 2.0]
+
+
 def test_memory_is_counted() -> None:
     _, averager, _ = made(Bus(1).group(0))
     # θ_k, the drift, two messages and an outer momentum, of 16 bytes each.

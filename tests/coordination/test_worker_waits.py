@@ -122,7 +122,7 @@ class Sync:
     def batch_done(self) -> None:
         """Nobody sums."""
 
-    def close(self) -> bool:
+    def close(self, *, begins: bool) -> bool:
         return True
 
 

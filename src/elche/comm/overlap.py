@@ -55,6 +55,7 @@ class OverlappedAverager(Averager):
     _is_finite = True
     _is_filled = False
     _counts = False
+    _weight = 0.0
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -76,13 +77,14 @@ class OverlappedAverager(Averager):
             self._phase = _Phase.TAKEN
 
     @torch.no_grad()
-    def snapshot(self, weight: float) -> bool:
+    def snapshot(self, weight: float, *, begins: bool = True) -> bool:
         """Takes parameters and buffers as they are at the window's end.
 
         Args:
             weight: of this rank's drift, relative to the others'. If it is positive,
                 the reduction begins now; with 0 only by :meth:`begin`, because it may
                 be that nobody has anything to reduce.
+            begins: False leaves the beginning to :meth:`begin` in any case.
 
         Returns:
             Whether all parameters are finite; otherwise they weigh nothing.
@@ -98,7 +100,8 @@ class OverlappedAverager(Averager):
             for group in self._groups:
                 group.refill(0.0)
         self._counts = weight > 0.0 and self._is_finite
-        if weight > 0.0:
+        self._weight = weight if self._is_finite else 0.0
+        if weight > 0.0 and begins:
             self._send()
         return self._is_finite
 
@@ -125,7 +128,7 @@ class OverlappedAverager(Averager):
         if self._phase is _Phase.TAKEN:
             if not self._is_filled:
                 for group in self._groups:
-                    group.refill(plan.weight if self._counts else 0.0)
+                    group.refill(self._weight)
             self._send()
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window

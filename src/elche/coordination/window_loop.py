@@ -99,6 +99,7 @@ class WindowLoop:
         self._adopt: Adopt | None = None
         self._is_open = False
         self._awaits_result = False
+        self._is_astray = False
         self._opened_s = 0.0
         self._owes_until = reduced
         self._progress = (0, 0, 1)
@@ -127,6 +128,16 @@ class WindowLoop:
     @property
     def _is_held(self) -> bool:
         return self._permit is not None and self.batches >= self._permit
+
+    @property
+    def begins_at_close(self) -> bool:
+        """Whether this rank, ending its window now, begins to reduce before the plan.
+
+        It has trained, so there is a reduction. A planned window ends by count, and
+        then a slow rank may come so late that a collective's own deadline would pass.
+        """
+        is_planned = self._plan is not None and self._plan.adopt_at is not None
+        return self._overlapped and self.batches > 0 and not is_planned
 
     @property
     def in_flight(self) -> Reduce | None:
@@ -169,6 +180,8 @@ class WindowLoop:
         urgent = self._urgent(is_reduced)
         if urgent is not None:
             return urgent
+        if self._is_astray:  # what it would train on is no number
+            return self._finish_or_wait("the mean to start anew from")
         if self._awaits_result:  # its reduction failed, and is done again
             return Action(Do.WAIT, why="the ranks that stay to reduce again")
         goes_on = self._overlapped and self._plan is not None and has_work
@@ -188,8 +201,9 @@ class WindowLoop:
         if busy_s is not None:
             self._batch_cost.observe(busy_s)
 
-    def closed(self, now_s: float) -> None:
-        """The window's end has been said."""
+    def closed(self, now_s: float, *, is_finite: bool = True) -> None:
+        """The window's end has been said, with parameters that are numbers or not."""
+        self._is_astray = self._overlapped and not is_finite
         self._owes_until = self.window
         self._is_open = False
         if self._permit is not None:
@@ -208,7 +222,7 @@ class WindowLoop:
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = self._in_flight = None
-        self._awaits_result = False
+        self._awaits_result = self._is_astray = False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
@@ -216,6 +230,7 @@ class WindowLoop:
         """The new group stands; a reduction of the old one is void."""
         assert self._regroup is not None
         done, self._regroup = self._regroup, None
+        self._is_astray = False
         self._in_flight = self._reduce = self._adopt = None
         return done
 

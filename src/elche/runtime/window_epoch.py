@@ -171,7 +171,7 @@ class WindowEpoch:
             began_s = time.monotonic()
             self._sync.begin(action.instruction)
             self._loop.begun()
-            self._held_s = time.monotonic() - began_s
+            self._held_s += time.monotonic() - began_s
         elif action.do in (Do.REDUCE, Do.FINISH):
             assert isinstance(action.instruction, Reduce)
             self._reduce(action.instruction, is_begun=action.do is Do.FINISH)
@@ -247,7 +247,7 @@ class WindowEpoch:
     def _close_window(self) -> None:
         self._hooks.check()
         began_s = time.monotonic()
-        is_finite = self._sync.close()
+        is_finite = self._sync.close(begins=self._loop.begins_at_close)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             *self._done(),
@@ -264,7 +264,7 @@ class WindowEpoch:
         self._closed_s = time.monotonic()
         self._held_s = self._closed_s - began_s
         self._waited_s = 0.0
-        self._loop.closed(began_s)
+        self._loop.closed(began_s, is_finite=is_finite)
 
     def _reduce(self, plan: Reduce, *, is_begun: bool) -> None:
         """Puts the window's result into the model and says so."""

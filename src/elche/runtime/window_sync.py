@@ -54,8 +54,12 @@ class WindowSync(ABC):
         """Indices of buffers written since the last reduction."""
         return ()
 
-    def close(self) -> bool:
-        """The window ends; True if what this rank did in it can be used."""
+    def close(self, *, begins: bool) -> bool:
+        """The window ends; True if what this rank did in it can be used.
+
+        Args:
+            begins: overlapped, the reduction may begin before its plan is there.
+        """
         return True
 
     def reduce(self, plan: Reduce) -> SyncResult:
@@ -141,7 +145,7 @@ class ParameterSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
-    def close(self) -> bool:
+    def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`."""
         self._is_finite = all_finite(self._parameters)
         return self._is_finite
@@ -200,11 +204,11 @@ class OverlappedSync(WindowSync):
         self._samples += self._in_hand
         self._in_hand = 0
 
-    def close(self) -> bool:
+    def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
         weight = drift_weight(self._weights, self._samples)
         self._samples = 0
-        self._is_finite = self._averager.snapshot(weight)
+        self._is_finite = self._averager.snapshot(weight, begins=begins)
         return self._is_finite
 
     def begin(self, plan: Reduce) -> None:

@@ -209,7 +209,7 @@ class WindowEpoch:
         self._closed_s = rank.now_s
         self._held_s = rank.now_s - began_s
         self._waited_s = 0.0
-        if self._overlapped and loop.batches:
+        if loop.begins_at_close:
             self._in_flight = self._reduction(loop.window)
         loop.closed(began_s)
 

@@ -1,0 +1,90 @@
+"""What a rank does next where that is not a matter of course."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.cadence.throughput import CostEstimate
+from elche.coordination.messages import OpenWindow, Reduce
+from elche.coordination.window_loop import Do, WindowLoop
+
+
+def opened(window: int = 0, **changes: Any) -> OpenWindow:
+    values: dict[str, Any] = {
+        "rank": 0,
+        "epoch": 0,
+        "window": window,
+        "wall_s": 1.0,
+        "max_batches": None,
+        "hold_after": None,
+        "adopt_at": None,
+        "patience_s": 5.0,
+        "committed_samples": 0,
+        "planned_samples": 8,
+        "planned_batches": 1,
+    }
+    return OpenWindow(**values | changes)
+
+
+def reduction(window: int = 0) -> Reduce:
+    return Reduce(
+        rank=0,
+        epoch=0,
+        window=window,
+        attempt=0,
+        weight=0.0,
+        active_ranks=1,
+        include_state=False,
+        buffers=(),
+        outer="average",
+        outer_lr=1.0,
+        outer_momentum=0.0,
+    )
+
+
+def overlapped(**changes: Any) -> WindowLoop:
+    loop = WindowLoop(CostEstimate(0.5), overlapped=True)
+    loop.handle(opened(**changes), 0.0)
+    loop.trained(0.5)
+    return loop
+
+
+def test_a_rank_that_went_astray_trains_no_batch_that_would_be_lost() -> None:
+    """What it trained until the mean replaces its parameters would be gone."""
+    loop = overlapped()
+    loop.closed(1.0, is_finite=False)
+    loop.handle(opened(1), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.WAIT
+    loop.handle(reduction(), 1.1)
+    assert loop.next(1.1, has_work=True).do is Do.BEGIN
+    loop.begun()
+    assert loop.next(1.1, has_work=True).do is Do.FINISH
+    loop.reduced(1.2)
+    assert loop.next(1.2, has_work=True).do is Do.TRAIN
+
+
+def test_a_healthy_rank_trains_on() -> None:
+    loop = overlapped()
+    loop.closed(1.0)
+    loop.handle(opened(1), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.TRAIN
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches", "begins"),
+    [
+        ({}, 1, True),
+        ({}, 0, False),
+        ({"wall_s": None, "max_batches": 4, "adopt_at": 0}, 1, False),
+    ],
+)
+def test_only_a_rank_that_trained_without_a_plan_begins_at_its_end(
+    changes: dict[str, Any], batches: int, begins: bool
+) -> None:
+    loop = WindowLoop(CostEstimate(0.5), overlapped=True)
+    loop.handle(opened(**changes), 0.0)
+    for _ in range(batches):
+        loop.trained(0.5)
+    assert loop.begins_at_close is begins

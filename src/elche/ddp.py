@@ -23,7 +23,15 @@ from torch import nn
 
 from elche.comm.bucket_contract import PassOptions, Strategy
 from elche.comm.buckets import BucketInfo
-from elche.comm.ddp_agreement import agree, describe, kept, share_host, spread
+from elche.comm.ddp_agreement import (
+    agree,
+    agreed_order,
+    describe,
+    kept,
+    share_host,
+    spread,
+    tensors_of,
+)
 from elche.comm.ddp_buffers import BufferSpreader
 from elche.comm.ddp_forward import on_backward, samples_in, tensors_in, unused_of
 from elche.comm.ddp_group import TorchGroup, as_group
@@ -309,7 +317,8 @@ class DistributedDataParallel(nn.Module):
                 break
             last = done
         source = last.source if last is not None else None
-        spread(self._group, self._tensors(with_buffers=True), source or 0)
+        tensors = tensors_of(self.module, self._ignored, with_buffers=True)
+        spread(self._group, tensors, source or 0)
 
     def set_group(self, process_group: Any = None, *, sync: bool = True) -> None:
         """Goes on in another group, with all its ranks; the module stays.
@@ -342,7 +351,8 @@ class DistributedDataParallel(nn.Module):
         if isinstance(group, TorchGroup):
             share_host(group, peers if options.transport == "auto" else [])
         if sync_parameters:
-            spread(group, self._tensors(with_buffers=sync_buffers), 0)
+            tensors = tensors_of(self.module, ignored, with_buffers=sync_buffers)
+            spread(group, tensors, 0)
         named = kept(self.module.named_parameters(), ignored)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         trained = [(n, p) for n, p in named if p.requires_grad]
@@ -364,23 +374,8 @@ class DistributedDataParallel(nn.Module):
             options.loss_reduction,
             buffers,
         )
-        reducer.attach(self._agreed_order(len(trained)))
+        reducer.attach(agreed_order(group, self._order, len(trained)))
         self._reducer = reducer
-
-    def _agreed_order(self, count: int) -> list[int] | None:
-        """The order of parameters that the group's rank 0 has observed, if any."""
-        message = torch.zeros(count, dtype=torch.int64)
-        if self._group.rank == 0 and self._order and len(self._order) == count:
-            message = torch.tensor(self._order) + 1
-        self._group.all_reduce(message, "agreeing on the order of gradients")
-        order = [at - 1 for at in message.tolist()]
-        return order if sorted(order) == list(range(count)) else None
-
-    def _tensors(self, *, with_buffers: bool) -> list[torch.Tensor]:
-        named = kept(self.module.named_parameters(), self._ignored)
-        if with_buffers:
-            named += kept(self.module.named_buffers(), self._ignored)
-        return [tensor for _, tensor in named]
 
     @property
     def _ignored(self) -> frozenset[str]:

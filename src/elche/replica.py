@@ -29,13 +29,12 @@ import torch
 from torch import nn
 
 from elche.comm.norm_scope import NormScope
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, gather_texts
 from elche.comm.replica_calls import (
     Announcement,
     Structure,
     announce,
     broadcast_bits,
-    gather_texts,
 )
 from elche.comm.replica_gradients import GradientExchange, check_gradients
 from elche.comm.sync_batch_norm import bind_sync_batchnorm

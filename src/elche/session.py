@@ -5,14 +5,12 @@ One run at a time per process. On one device nothing is wrapped, hooked or start
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +22,9 @@ from elche.coordination.messages import Failed, Left
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_shared, check_training
-from elche.runtime.connect import stop_coordinator
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
+from elche.runtime.farewell import watch_process
 from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.metrics_view import MetricsView
@@ -345,19 +343,7 @@ def _watch_process() -> None:
     if _process.hooked:
         return
     _process.hooked = True
-    previous = sys.excepthook
-
-    def on_exception(
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        _tell_failure(error)
-        previous(kind, error, trace)
-
-    sys.excepthook = on_exception
-    atexit.register(stop_coordinator)
-    atexit.register(shutdown)
+    watch_process(_tell_failure, shutdown)
 
 
 def _tell_failure(error: BaseException) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from elche.comm.ddp_group import TorchGroup
 from elche.comm.exchange import may_share
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, gather_texts
 from elche.errors import ConfigError, MismatchError
 
 SHOWN_DIFFERENCES = 5
@@ -78,7 +78,10 @@ def agree(group: Group, mine: Mapping[str, str]) -> list[Peer]:
         ConfigError: a rank has something that cannot be reduced.
         MismatchError: ranks differ; the message names the difference.
     """
-    ranks = [json.loads(text) for text in _gather(group, json.dumps(dict(mine)))]
+    ranks = [
+        json.loads(text)
+        for text in gather_texts(group, json.dumps(dict(mine)), "comparing the ranks")
+    ]
     for rank, found in enumerate(ranks):
         if PROBLEM in found:
             raise ConfigError(f"on rank {rank}: {found[PROBLEM]}")
@@ -134,19 +137,32 @@ def kept(named: Any, ignored: frozenset[str]) -> list[tuple[str, Any]]:
     return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
-def _gather(group: Group, text: str) -> list[str]:
-    """One text of every rank, in rank order."""
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    lengths = torch.zeros(group.world_size, dtype=torch.int64)
-    lengths[group.rank] = raw.numel()
-    group.all_reduce(lengths, "comparing the ranks")
-    texts = torch.zeros(group.world_size, int(lengths.max()), dtype=torch.uint8)
-    texts[group.rank, : raw.numel()] = raw
-    group.all_reduce(texts, "comparing the ranks")
-    return [
-        bytes(row[:length].tolist()).decode()
-        for row, length in zip(texts, lengths.tolist(), strict=True)
-    ]
+def tensors_of(
+    model: nn.Module, ignored: frozenset[str], *, with_buffers: bool
+) -> list[torch.Tensor]:
+    """Parameters that are not ignored, and buffers where asked."""
+    named = kept(model.named_parameters(), ignored)
+    if with_buffers:
+        named += kept(model.named_buffers(), ignored)
+    return [tensor for _, tensor in named]
+
+
+def agreed_order(
+    group: Group, observed: Sequence[int] | None, count: int
+) -> list[int] | None:
+    """The order of gradients that the group's rank 0 has observed, if any.
+
+    Args:
+        group: all ranks, which call this together.
+        observed: by this rank, as indices of its parameters; None for not yet.
+        count: parameters.
+    """
+    message = torch.zeros(count, dtype=torch.int64)
+    if group.rank == 0 and observed and len(observed) == count:
+        message = torch.tensor(observed) + 1
+    group.all_reduce(message, "agreeing on the order of gradients")
+    order = [at - 1 for at in message.tolist()]
+    return order if sorted(order) == list(range(count)) else None
 
 
 def _layout(tensor: torch.Tensor) -> str:

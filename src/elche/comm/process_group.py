@@ -171,3 +171,22 @@ def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> f
             group.broadcast(host, what)
             tensor.copy_(host)
     return time.monotonic() - started_s
+
+
+def gather_texts(group: Group, text: str, what: str) -> list[str]:
+    """Every rank's text, in the order of ranks."""
+    raw = text.encode()
+    lengths = torch.zeros(group.world_size, dtype=torch.int64)
+    lengths[group.rank] = len(raw)
+    group.all_reduce(lengths, what)
+    sizes: list[int] = lengths.tolist()
+    rows = torch.zeros(group.world_size, max(sizes) + 1, dtype=torch.uint8)
+    if raw:
+        rows[group.rank, : len(raw)] = torch.frombuffer(
+            bytearray(raw), dtype=torch.uint8
+        )
+    group.all_reduce(rows, what)
+    return [
+        bytes(row[:size].tolist()).decode()
+        for row, size in zip(rows, sizes, strict=True)
+    ]

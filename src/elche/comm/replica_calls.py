@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, gather_texts
 from elche.coordination.agreement import what_differs
 from elche.coordination.messages import Join
 from elche.errors import ConfigError, MismatchError, ProtocolError
@@ -138,25 +138,6 @@ def structure_difference(texts: Sequence[str]) -> str:
         for rank, text in enumerate(texts)
     ]
     return what_differs(joins)
-
-
-def gather_texts(group: Group, text: str, what: str) -> list[str]:
-    """Every rank's text, in the order of ranks."""
-    raw = text.encode()
-    lengths = torch.zeros(group.world_size, dtype=torch.int64)
-    lengths[group.rank] = len(raw)
-    group.all_reduce(lengths, what)
-    sizes: list[int] = lengths.tolist()
-    rows = torch.zeros(group.world_size, max(sizes) + 1, dtype=torch.uint8)
-    if raw:
-        rows[group.rank, : len(raw)] = torch.frombuffer(
-            bytearray(raw), dtype=torch.uint8
-        )
-    group.all_reduce(rows, what)
-    return [
-        bytes(row[:size].tolist()).decode()
-        for row, size in zip(rows, sizes, strict=True)
-    ]
 
 
 def broadcast_bits(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,3 +73,24 @@ class PipelineConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"expected a positive {name}, got {value!r}")
+
+
+def pipeline_config(
+    config: PipelineConfig | None, options: Mapping[str, Any]
+) -> PipelineConfig:
+    """The settings: as one value, or made of single options.
+
+    Raises:
+        ConfigError: both are given, or an option is unknown or wrong.
+    """
+    if config is not None and options:
+        raise ConfigError(
+            f"expected config= or single options, got both ({', '.join(options)})"
+        )
+    if config is not None:
+        return config
+    try:
+        return PipelineConfig(**options)
+    except TypeError as error:
+        known = ", ".join(PipelineConfig.__dataclass_fields__)
+        raise ConfigError(f"{error}; the options are {known}") from error

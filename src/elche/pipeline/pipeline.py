@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -17,9 +16,10 @@ from elche.errors import ConfigError
 from elche.pipeline.assembly import Parts, assemble
 from elche.pipeline.backward import SplitProfile, StageBackward
 from elche.pipeline.building import Split, layers_of
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.config import PipelineConfig, pipeline_config
 from elche.pipeline.crew import Crew
 from elche.pipeline.executor import StepInput
+from elche.pipeline.gradients import clip_norm, unscale
 from elche.pipeline.outputs import (
     EvaluationOutput,
     StepOutput,
@@ -27,6 +27,7 @@ from elche.pipeline.outputs import (
     loss_weights,
     microbatch_sizes,
 )
+from elche.pipeline.patience import Patience
 from elche.pipeline.peers import Peers
 from elche.pipeline.planning import make_plan
 from elche.pipeline.profiling import (
@@ -36,6 +37,7 @@ from elche.pipeline.profiling import (
     profile_layers,
 )
 from elche.pipeline.stage import Layer
+from elche.pipeline.state import gather_state, load_state, local_state
 from elche.pipeline.trees import (
     batch_samples,
     join_batches,
@@ -44,8 +46,6 @@ from elche.pipeline.trees import (
 )
 from elche.runtime.environment import check_device, read_placement
 from elche.schedule.actions import Action, Schedule
-
-_WARM_STEPS = 2
 
 
 @final
@@ -91,7 +91,7 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **options: Any,
     ) -> None:
-        self.config = _config(config, options)
+        self.config = pipeline_config(config, options)
         placement = read_placement()
         self.rank, self.world_size = placement.rank, placement.world_size
         peers = None
@@ -99,9 +99,11 @@ class Pipeline:
             peers = Peers.join(placement, self.config.timeout_s)
         self._crew = Crew(self.rank, peers, self.config.timeout_s)
         self._steps = 0
-        self._form = ""
-        self._form_steps: Counter[str] = Counter()
-        self._durations_s: deque[float] = deque(maxlen=20)
+        self._patience = Patience(
+            self.config.timeout_s,
+            self.config.patience_factor,
+            self.config.min_patience_s,
+        )
 
         def measure() -> list[list[float]]:
             check_measuring(schedule, self.config)
@@ -250,8 +252,7 @@ class Pipeline:
         if tied is not None:
             with self._crew.ending_on_failure():
                 tied.sum_gradients(earlier, self.config.timeout_s)
-        if self._form_steps[self._form] > _WARM_STEPS:
-            self._durations_s.append(time.monotonic() - started_s)
+        self._patience.ended(time.monotonic() - started_s)
         self._steps += 1
         return StepOutput(
             loss=self._reduce(losses, sizes),
@@ -298,18 +299,7 @@ class Pipeline:
             The norm before, on every rank.
         """
         copies = set() if self._parts.tied is None else self._parts.tied.copies
-        squares = sum(
-            float(one.grad.detach().double().norm()) ** 2
-            for one in self.parameters()
-            if one.grad is not None and id(one) not in copies
-        )
-        norm = sum(self._crew.exchange(squares, "the norm of the gradients")) ** 0.5
-        scale = max_norm / (norm + 1e-6)
-        if scale < 1.0:
-            for one in self.parameters():
-                if one.grad is not None:
-                    one.grad.mul_(scale)
-        return float(norm)
+        return clip_norm(self.parameters(), copies, max_norm, self._crew)
 
     def unscale_(self, loss_scale: float) -> bool:
         """Divides the gradients by a loss scale.
@@ -317,21 +307,11 @@ class Pipeline:
         Returns:
             Whether every gradient on every rank is finite; do not step otherwise.
         """
-        finite = True
-        for one in self.parameters():
-            if one.grad is not None:
-                one.grad.div_(loss_scale)
-                finite = finite and bool(one.grad.isfinite().all())
-        return all(self._crew.exchange(finite, "whether the gradients are finite"))
+        return unscale(self.parameters(), loss_scale, self._crew)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank under the model's names."""
-        return {
-            layer.prefixed(name): value
-            for layer in self.layers
-            for name, value in layer.module.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
+        return local_state(self.layers)
 
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the whole model under its own names, on the CPU.
@@ -339,20 +319,13 @@ class Pipeline:
         Args:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
-        mine = {
-            name: value.detach().to("cpu", copy=True)
-            for name, value in self.local_state_dict().items()
-        }
-        peers = self._crew.peers
-        if peers is None:
-            return mine
-        targets = range(self.world_size) if rank is None else (rank,)
-        found: dict[str, torch.Tensor] = {}
-        with self._crew.ending_on_failure():
-            for one in targets:
-                found.update(peers.gather(mine, one, self.config.timeout_s))
-        order = self._parts.order_of
-        return dict(sorted(found.items(), key=lambda item: order(item[0])))
+        return gather_state(
+            self.local_state_dict(),
+            self._parts.order_of,
+            self._crew,
+            range(self.world_size) if rank is None else (rank,),
+            self.config.timeout_s,
+        )
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part of a state_dict of the whole model.
@@ -361,20 +334,7 @@ class Pipeline:
             ConfigError: a parameter or buffer of this rank is missing, or has another
                 shape.
         """
-        mine = self.local_state_dict()
-        wrong = [
-            f"{name} {list(value.shape)}"
-            for name, value in mine.items()
-            if name not in state or state[name].shape != value.shape
-        ]
-        if wrong:
-            raise ConfigError(
-                f"the state has no {', '.join(wrong[:3])} (or of another shape), which "
-                f"rank {self.rank} needs"
-            )
-        with torch.no_grad():
-            for name, value in mine.items():
-                value.copy_(state[name])
+        load_state(self.local_state_dict(), state, self.rank)
 
     def close(self) -> None:
         """Ends the connections. Call it on every rank; may be called twice."""
@@ -406,8 +366,7 @@ class Pipeline:
         total, labelled, form = self._crew.begin(
             what, samples, targets, error, " ".join([what, *shapes])
         )
-        self._form_steps[form] += 1
-        self._form = form
+        self._patience.begin(form)
         for runner in self._parts.stages.values():
             runner.stage.step = self._steps
         return microbatch_sizes(total, labelled, self.schedule.num_microbatches)
@@ -423,32 +382,12 @@ class Pipeline:
             inputs=here(batch) if self.is_first else (),
             targets=here(target) if self.is_last and target is not None else (),
             keywords=here(keywords) if keywords else (),
-            timeout_s=self._patience_s(),
+            timeout_s=self._patience.deadline_s,
         )
 
     def _reduce(self, losses: list[float], sizes: list[int]) -> float:
         weights = loss_weights(sizes, 1.0, self.config.loss_reduction)
         return sum(w * loss for w, loss in zip(weights, losses, strict=True))
-
-    def _patience_s(self) -> float:
-        if self._form_steps[self._form] <= _WARM_STEPS or not self._durations_s:
-            return self.config.timeout_s  # it may still compile for these shapes
-        expected_s = self.config.patience_factor * max(self._durations_s)
-        return min(self.config.timeout_s, max(self.config.min_patience_s, expected_s))
-
-
-def _config(config: PipelineConfig | None, options: dict[str, Any]) -> PipelineConfig:
-    if config is not None and options:
-        raise ConfigError(
-            f"expected config= or single options, got both ({', '.join(options)})"
-        )
-    if config is not None:
-        return config
-    try:
-        return PipelineConfig(**options)
-    except TypeError as error:
-        known = ", ".join(PipelineConfig.__dataclass_fields__)
-        raise ConfigError(f"{error}; the options are {known}") from error
 
 
 def _device(

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from elche.runtime.sample_seeds import seed_generators, untraced_generators
-from elche.runtime.stream_data import Stamped, StreamView, loading_options
+from elche.runtime.stream_data import StreamView, loading_options
+from elche.runtime.stream_reader import Stamped
 
 Tag = TypeVar("Tag")
 

@@ -6,11 +6,8 @@ of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no e
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import sys
 import traceback
-from types import TracebackType
 from typing import final
 
 import torch
@@ -29,8 +26,9 @@ from elche.coordination.messages import (
     Welcome,
 )
 from elche.errors import ElcheError
-from elche.runtime.connect import connect, stop_coordinator
+from elche.runtime.connect import connect
 from elche.runtime.environment import Placement, read_placement
+from elche.runtime.farewell import watch_process
 from elche.runtime.worker import Worker
 
 
@@ -161,19 +159,11 @@ def _watch_process() -> None:
     if _process.hooked:
         return
     _process.hooked = True
-    previous = sys.excepthook
+    watch_process(_tell_failure, end_manual_run)
 
-    def on_exception(
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        run, _process.run = _process.run, None
-        if run is not None:
-            with contextlib.suppress(ElcheError):
-                run.fail(error)
-        previous(kind, error, trace)
 
-    sys.excepthook = on_exception
-    atexit.register(stop_coordinator)
-    atexit.register(end_manual_run)
+def _tell_failure(error: BaseException) -> None:
+    run, _process.run = _process.run, None
+    if run is not None:
+        with contextlib.suppress(ElcheError):
+            run.fail(error)

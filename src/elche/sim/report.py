@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -131,7 +132,6 @@ def report_of(sim: Simulation) -> Report:
         for rank, sums in ranks
         if not sim.is_turned_away(rank)
     )
-    adoptions = sum(sums.adoptions for _, sums in ranks)
     timed = sim.watch.timer is not None and load.events > 0
     phases = phases_of(sim)
     effective = effective_samples(phases)
@@ -149,14 +149,7 @@ def report_of(sim: Simulation) -> Report:
         waits=waits,
         sync_overhead=waits["window end"] + waits["reduction"] + copies,
         windows=history.windows,
-        lag_batches=(
-            sum(sums.lag_batches for _, sums in ranks) / max(1, adoptions),
-            max(sums.most_lag_batches for _, sums in ranks),
-        ),
-        lag_s=(
-            sum(sums.lag_s for _, sums in ranks) / max(1, adoptions),
-            max(sums.most_lag_s for _, sums in ranks),
-        ),
+        **_lags([sums for _, sums in ranks]),
         recovery_s=_recoveries(sim),
         messages_per_s=(load.events + load.instructions) / seconds,
         coordinator_us_per_event=(
@@ -170,20 +163,36 @@ def report_of(sim: Simulation) -> Report:
             kind: (int(count), spent_s / count * US_PER_S)
             for kind, (count, spent_s) in sorted(load.by_kind.items())
         },
-        ranks=tuple(
-            RankReport(
-                rank=rank,
-                device=sums.device,
-                batches=sums.batches,
-                samples=sums.samples,
-                busy_s=sums.compute_s,
-                alive_s=alive_s[rank],
-                waits=dict(sums.waits_s),
-                has_died=sums.has_died,
-            )
-            for rank, sums in ranks
-        ),
+        ranks=tuple(_report_of_rank(rank, sums, alive_s[rank]) for rank, sums in ranks),
     )
+
+
+def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> RankReport:
+    return RankReport(
+        rank=rank,
+        device=sums.device,
+        batches=sums.batches,
+        samples=sums.samples,
+        busy_s=sums.compute_s,
+        alive_s=alive_s,
+        waits=dict(sums.waits_s),
+        has_died=sums.has_died,
+    )
+
+
+def _lags(every: Sequence[RankHistory]) -> dict[str, Any]:
+    """How late averages were adopted: mean and most, in batches and in seconds."""
+    adoptions = max(1, sum(sums.adoptions for sums in every))
+    return {
+        "lag_batches": (
+            sum(sums.lag_batches for sums in every) / adoptions,
+            max(sums.most_lag_batches for sums in every),
+        ),
+        "lag_s": (
+            sum(sums.lag_s for sums in every) / adoptions,
+            max(sums.most_lag_s for sums in every),
+        ),
+    }
 
 
 def _alive_s(sums: RankHistory, end_s: float) -> float:

@@ -1,0 +1,73 @@
+"""State of the layers under the whole model's names: this rank's part, and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from elche.errors import ConfigError
+from elche.pipeline.crew import Crew
+from elche.pipeline.stage import Layer
+
+SHOWN = 3
+
+
+def local_state(layers: Iterable[Layer]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of these layers under the model's names."""
+    return {
+        layer.prefixed(name): value
+        for layer in layers
+        for name, value in layer.module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def gather_state(
+    mine: Mapping[str, torch.Tensor],
+    order_of: Callable[[str], Any],
+    crew: Crew,
+    ranks: Iterable[int],
+    timeout_s: float,
+) -> dict[str, torch.Tensor]:
+    """The whole model's state on the CPU; with all ranks.
+
+    Args:
+        mine: this rank's part.
+        order_of: where a name stands in the model.
+        crew: all ranks.
+        ranks: those that need it; the others get an empty dict.
+        timeout_s: deadline of each rank's part.
+    """
+    copied = {name: value.detach().to("cpu", copy=True) for name, value in mine.items()}
+    if crew.peers is None:
+        return copied
+    found: dict[str, torch.Tensor] = {}
+    with crew.ending_on_failure():
+        for rank in ranks:
+            found.update(crew.peers.gather(copied, rank, timeout_s))
+    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
+
+
+def load_state(
+    mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """Copies this rank's part out of the whole model's state.
+
+    Raises:
+        ConfigError: something is missing, or has another shape; nothing has changed.
+    """
+    wrong = [
+        f"{name} {list(value.shape)}"
+        for name, value in mine.items()
+        if name not in state or state[name].shape != value.shape
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the state has no {', '.join(wrong[:SHOWN])} (or of another shape), which "
+            f"rank {rank} needs"
+        )
+    with torch.no_grad():
+        for name, value in mine.items():
+            value.copy_(state[name])

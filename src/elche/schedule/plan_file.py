@@ -22,6 +22,7 @@ from elche.schedule.profile import (
     LinkProfile,
     PipelineProfile,
 )
+from elche.schedule.table_values import check_keys, is_number, number
 
 PLAN_FILE_FORMAT = """\
 The file; times and bytes are those of one microbatch:
@@ -98,7 +99,7 @@ def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
     known = {"microbatches", "state_factor", "gpt", "layer", "device", "link"}
-    _check_keys(raw, known | {"link_between"}, "the file")
+    check_keys(raw, known | {"link_between"}, "the file")
     if ("gpt" in raw) == ("layer" in raw):
         raise ConfigError("expected either [gpt] or [[layer]], which the model is")
     devices = _devices(raw)
@@ -112,7 +113,7 @@ def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
         devices=devices,
         link=_link(raw.get("link", {}), "[link]", _LINK_KEYS),
         links=_links(raw, names),
-        state_factor=_number(raw, "state_factor", "the file", ADAM_STATE_FACTOR),
+        state_factor=number(raw, "state_factor", "the file", ADAM_STATE_FACTOR),
     )
     microbatches = raw.get("microbatches")
     if microbatches is not None:
@@ -124,7 +125,7 @@ def _gpt(table: object) -> GptSize:
     where = "[gpt]"
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: expected a table, got {table!r}")
-    _check_keys(table, {item.name for item in fields(GptSize)}, where)
+    check_keys(table, {item.name for item in fields(GptSize)}, where)
     needed = ("blocks", "hidden", "heads", "vocabulary", "sequence")
     missing = [name for name in needed if name not in table]
     if missing:
@@ -147,10 +148,10 @@ def _layers(raw: Mapping[str, Any]) -> tuple[LayerProfile, ...]:
     layers: list[LayerProfile] = []
     for index, table in enumerate(_tables(raw, "layer")):
         where = f"[[layer]] {index}"
-        _check_keys(table, _LAYER_KEYS, where)
+        check_keys(table, _LAYER_KEYS, where)
         times = _times(table, where)
         amounts = {
-            key: _number(table, key, where) for key in _LAYER_BYTES if key in table
+            key: number(table, key, where) for key in _LAYER_BYTES if key in table
         }
         try:
             layer = LayerProfile(
@@ -173,13 +174,13 @@ def _times(table: Mapping[str, Any], where: str) -> dict[str, LayerTimes]:
         if (
             not isinstance(each, list)
             or len(each) != 3
-            or not all(map(_is_number, each))
+            or not all(map(is_number, each))
         ):
             raise ConfigError(
                 f"{where}: expected times_s = [F, I, W]{of_kind}, got {each!r}"
             )
         own = backward.get(kind)
-        if own is not None and not _is_number(own):
+        if own is not None and not is_number(own):
             raise ConfigError(
                 f"{where}: expected a number for backward_s{of_kind}, got {own!r}"
             )
@@ -199,7 +200,7 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
     devices: list[DeviceProfile] = []
     for index, table in enumerate(_tables(raw, "device")):
         where = f"[[device]] {index}"
-        _check_keys(table, _DEVICE_KEYS, where)
+        check_keys(table, _DEVICE_KEYS, where)
         if ("flops_per_s" in table) != ("gpt" in raw):
             raise ConfigError(
                 f"{where}: flops_per_s goes with [gpt], speed and kind with [[layer]]"
@@ -209,7 +210,7 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
         if not isinstance(kind, str):
             raise ConfigError(f"{where}: expected a string for kind, got {kind!r}")
         # With [gpt] a layer's time is its operations, and a device's speed its rate.
-        rate = _number(table, "flops_per_s", where, 1.0)
+        rate = number(table, "flops_per_s", where, 1.0)
         count = _whole(table, "count", where, 1)
         for copy in range(count):
             try:
@@ -217,8 +218,8 @@ def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
                     DeviceProfile(
                         name=f"{name}-{copy}" if count > 1 else name,
                         kind=kind,
-                        speed=rate * _number(table, "speed", where, 1.0),
-                        memory_bytes=_number(table, "memory_bytes", where, math.inf),
+                        speed=rate * number(table, "speed", where, 1.0),
+                        memory_bytes=number(table, "memory_bytes", where, math.inf),
                     )
                 )
             except ConfigError as error:
@@ -251,11 +252,11 @@ def _links(
 def _link(table: object, where: str, known: set[str]) -> LinkProfile:
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: expected a table, got {table!r}")
-    _check_keys(table, known, where)
+    check_keys(table, known, where)
     try:
         return LinkProfile(
-            latency_s=_number(table, "latency_s", where, 0.0),
-            bytes_per_s=_number(table, "bytes_per_s", where, math.inf),
+            latency_s=number(table, "latency_s", where, 0.0),
+            bytes_per_s=number(table, "bytes_per_s", where, math.inf),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -284,25 +285,3 @@ def _whole(
             f"{where}: expected a whole number of at least 1 for {key}, got {value!r}"
         )
     return value
-
-
-def _number(
-    table: Mapping[str, Any], key: str, where: str, default: float | None = None
-) -> float:
-    value = table.get(key, default)
-    if not _is_number(value):
-        raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
-    assert isinstance(value, int | float)
-    return float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(table.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
-        )

@@ -24,6 +24,7 @@ from typing import Any
 
 from elche.errors import ConfigError
 from elche.schedule.costs import PipelineCosts, StageCost
+from elche.schedule.table_values import check_keys, is_number, number
 
 _STAGE_KEYS = {
     *("rank", "times", "backward", "activation", "kept_for_weight"),
@@ -58,7 +59,7 @@ def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCost
     Raises:
         ConfigError: a key is unknown, missing, or has an impossible value.
     """
-    _check_keys(raw, {"stage", "memory"}, "the file")
+    check_keys(raw, {"stage", "memory"}, "the file")
     tables = raw.get("stage")
     if not isinstance(tables, list) or not tables:
         raise ConfigError("expected at least one [[stage]]")
@@ -67,13 +68,13 @@ def read_stages(raw: Mapping[str, Any], defaults: StageDefaults) -> PipelineCost
         where = f"stage {index}"
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: expected a table [[stage]], got {table!r}")
-        _check_keys(table, _STAGE_KEYS, where)
+        check_keys(table, _STAGE_KEYS, where)
         rank = table.get("rank")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ConfigError(f"{where}: expected rank = 0 or above, got {rank!r}")
         placement.append(rank)
         stages.append(_stage(table, defaults.times, where))
-        links.append(_number(table, "link", where) if "link" in table else None)
+        links.append(number(table, "link", where) if "link" in table else None)
     num_ranks = defaults.num_ranks or max(placement) + 1
     return PipelineCosts(
         stages=tuple(stages),
@@ -93,11 +94,11 @@ def _stage(
     if (
         not isinstance(times, list | tuple)
         or len(times) != 3
-        or not all(_is_number(each) for each in times)
+        or not all(is_number(each) for each in times)
     ):
         raise ConfigError(f"{where}: expected times = [F, I, W], got {times!r}")
     optional = {
-        key: _number(table, key, where)
+        key: number(table, key, where)
         for key in ("backward", "activation", "kept_for_weight")
         if key in table
     }
@@ -118,25 +119,6 @@ def _memory(
     memory = raw.get("memory")
     if memory is None:
         return () if default is None else (default,) * num_ranks
-    if not isinstance(memory, list) or not all(_is_number(each) for each in memory):
+    if not isinstance(memory, list) or not all(is_number(each) for each in memory):
         raise ConfigError(f"expected memory = [units of rank 0, ...], got {memory!r}")
     return tuple(memory)
-
-
-def _number(table: Mapping[str, Any], key: str, where: str) -> float:
-    value = table[key]
-    if not _is_number(value):
-        raise ConfigError(f"{where}: expected a number for {key}, got {value!r}")
-    return float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(table.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
-        )

@@ -93,6 +93,20 @@ def what_differs(joins: Sequence[Join]) -> str:
     return ""
 
 
+def disagreement(joins: Sequence[Join]) -> str:
+    """Why these ranks, which are all, cannot train together; "" if they can."""
+    difference = what_differs(joins)
+    if difference:
+        return difference
+    hints = RunConfig(**settings_of(joins[0]).config).speed_hints
+    if hints is not None and len(hints) != len(joins):
+        return (
+            f"expected a speed hint per rank ({len(joins)}), but speed_hints has "
+            f"{len(hints)}"
+        )
+    return ""
+
+
 def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
     """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
     first = opened[min(opened)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
-from elche.coordination.messages import Join, Regrouped
+from elche.coordination.agreement import what_differs
+from elche.coordination.messages import Abort, Join, Regroup, Regrouped
 from elche.errors import ProtocolError
 
 
@@ -30,6 +31,38 @@ class Roster:
         self.pending = set(members)
         self.reduced = {}
 
+    def regroup(
+        self,
+        ranks: Iterable[int],
+        *,
+        left: tuple[int, ...] = (),
+        joined: tuple[int, ...] = (),
+    ) -> list[Regroup]:
+        """Tells these ranks to form the group of this generation."""
+        return [
+            Regroup(rank=rank, generation=self.generation, left=left, joined=joined)
+            for rank in sorted(ranks)
+        ]
+
+    def choose(self, first: Join, members: Set[int]) -> tuple[list[Join], list[Abort]]:
+        """Who of those that wait fits the run, and what the others are told."""
+        fitting: list[Join] = []
+        refused: list[Abort] = []
+        for join in self.take_newcomers():
+            difference = what_differs([first, join])
+            if difference:
+                refused.append(refusal(join.rank, difference))
+            elif join.rank not in members:
+                fitting.append(join)
+        return fitting, refused
+
+    def turn_away(self) -> list[Abort]:
+        """The run is over: ranks that wait to join it are told."""
+        return [
+            refusal(join.rank, f"the run ended before rank {join.rank} could join it")
+            for join in self.take_newcomers()
+        ]
+
     def withdraw(self, rank: int) -> bool:
         """A rank is gone; True if it waited to be taken in, and does no more."""
         before = len(self.newcomers)
@@ -54,3 +87,8 @@ class Roster:
         self.pending.discard(event.rank)
         self.reduced[event.rank] = event.reduced
         return not self.pending
+
+
+def refusal(rank: int, difference: str) -> Abort:
+    """What a newcomer is told that does not fit; the run goes on."""
+    return Abort(rank=rank, reason=difference, kind="mismatch")

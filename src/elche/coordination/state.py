@@ -12,7 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elche.config import RunConfig
-from elche.coordination.agreement import opened_differently, settings_of, what_differs
+from elche.coordination.agreement import (
+    disagreement,
+    opened_differently,
+    settings_of,
+)
 from elche.coordination.gathering import Barriers, EpochEnding
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
@@ -28,7 +32,6 @@ from elche.coordination.messages import (
     Instruction,
     Join,
     Left,
-    Regroup,
     Regrouped,
     Tick,
     Welcome,
@@ -153,7 +156,7 @@ class Coordinator:
             )
         if event.rank not in self._members:
             self._roster.newcomers.append(event)
-            return self._turn_away() if self.is_finished else []
+            return [*self._roster.turn_away()] if self.is_finished else []
         if event.rank in self._left:
             self._early_joins.append(event)
             return self._rejoin(now_s) if self.is_finished else []
@@ -169,18 +172,11 @@ class Coordinator:
         if len(self._joins) < self._world_size:
             return []
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        difference = what_differs(joins)
+        difference = disagreement(joins)
         if difference:
             return self._abort(difference, kind="mismatch")
         settings = settings_of(joins[0])
         config = RunConfig(**settings.config)
-        hints = config.speed_hints
-        if hints is not None and len(hints) != self._world_size:
-            return self._abort(
-                f"expected a speed hint per rank ({self._world_size}), but "
-                f"speed_hints has {len(hints)}",
-                kind="mismatch",
-            )
         self._timeout_s = config.timeout_s
         members = [
             Member(join.rank, join.device, join.horizon_batches) for join in joins
@@ -228,9 +224,9 @@ class Coordinator:
             return []
         if self._in_epoch:
             raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
-        disagreement = opened_differently(self._opened)
-        if disagreement:
-            return self._abort(disagreement, kind="mismatch")
+        difference = opened_differently(self._opened)
+        if difference:
+            return self._abort(difference, kind="mismatch")
         speaker = self._opened[min(self._opened)]
         if not speaker.sizes:
             if self._has_changed:
@@ -295,8 +291,9 @@ class Coordinator:
             return self._lose(event.rank, now_s)
         self._left.add(event.rank)
         if self.is_finished:
-            turned_away = self._turn_away()
-            return turned_away + (self._rejoin(now_s) if self._early_joins else [])
+            turned_away = self._roster.turn_away()
+            again = self._rejoin(now_s) if self._early_joins else []
+            return [*turned_away, *again]
         owes = self._in_epoch and (
             self._policy is None or self._policy.owes(event.rank)
         )
@@ -335,15 +332,8 @@ class Coordinator:
         self._story.decided("gone; the others go on", now_s, rank)
         self._running_policy().remove(rank)
         self._roster.change(self._members)
-        return self._ending.confirm(rank) + [
-            Regroup(
-                rank=member,
-                generation=self._roster.generation,
-                left=(rank,),
-                joined=(),
-            )
-            for member in sorted(self._members)
-        ]
+        told = self._ending.confirm(rank)
+        return [*told, *self._roster.regroup(self._members, left=(rank,))]
 
     def _admit(self, now_s: float) -> list[Instruction]:
         """Takes in ranks that have come, when nothing is under way with the others."""
@@ -352,16 +342,9 @@ class Coordinator:
         if policy is None or not quiet or self._roster.pending:
             return []
         first = next(iter(self._joins.values()))
-        joins: list[Join] = []
-        refused: list[Instruction] = []
-        for join in self._roster.take_newcomers():
-            difference = what_differs([first, join])
-            if difference:
-                refused.append(_refusal(join.rank, difference))
-            elif join.rank not in self._members:
-                joins.append(join)
+        joins, refused = self._roster.choose(first, self._members)
         if not joins:
-            return refused
+            return [*refused]
         old = sorted(self._members)
         for join in joins:
             self._joins[join.rank] = join
@@ -374,10 +357,7 @@ class Coordinator:
         devices = tuple(self._joins[rank].device for rank in sorted(self._members))
         return [
             *refused,
-            *(
-                Regroup(rank=rank, generation=generation, left=(), joined=joined)
-                for rank in old
-            ),
+            *self._roster.regroup(old, joined=joined),
             *(
                 Welcome(rank=rank, generation=generation, devices=devices)
                 for rank in joined
@@ -450,13 +430,6 @@ class Coordinator:
         waiting = {join.rank for join in self._roster.take_newcomers()}
         return [self._abort_for(rank) for rank in sorted(self._members | waiting)]
 
-    def _turn_away(self) -> list[Instruction]:
-        """The run is over: ranks that wait to join it are told."""
-        return [
-            _refusal(join.rank, f"the run ended before rank {join.rank} could join it")
-            for join in self._roster.take_newcomers()
-        ]
-
     def _abort_for(self, rank: int) -> Abort:
         return replace(self._abort_message, rank=rank)
 
@@ -472,8 +445,3 @@ class Coordinator:
         if self._policy is None:
             raise ProtocolError("a message before all ranks have joined")
         return self._policy
-
-
-def _refusal(rank: int, difference: str) -> Abort:
-    """What a newcomer is told that does not fit; the run goes on."""
-    return Abort(rank=rank, reason=difference, kind="mismatch")

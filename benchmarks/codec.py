@@ -14,14 +14,13 @@ limited both ways by `tc tbf` (Linux, root; they are removed in the end), and su
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from elche.comm.codec_peers import GroupPeers
 from elche.comm.coded_exchange import CodedExchange
 from elche.comm.exchange import Exchange, GlooExchange
 from elche.comm.process_group import Group
+from elche.demo.link import slow_link
 from elche.demo.models import build_workload
 
 SPEED_ELEMENTS = 1 << 22
@@ -129,50 +129,16 @@ def measure_coding(by_block: bool, steps: int) -> dict[str, dict[str, float]]:
     return found
 
 
-@contextlib.contextmanager
-def slow_link(ranks: int, mbit: float) -> Iterator[list[tuple[str, str]]]:
-    """A namespace per rank, all on one switch; (namespace, address) of each."""
-    prefix = f"elche{os.getpid()}"
-    switch = f"{prefix}s"
-    names = [f"{prefix}r{rank}" for rank in range(ranks)]
-    rate = f"rate {mbit:g}mbit burst 64kb latency 400ms"
-    try:
-        _ip(f"netns add {switch}")
-        _ip(f"-n {switch} link add hub type bridge")
-        _ip(f"-n {switch} link set hub up")
-        for rank, name in enumerate(names):
-            _ip(f"netns add {name}")
-            _ip(f"-n {name} link add rank type veth peer name p{rank} netns {switch}")
-            _ip(f"-n {switch} link set p{rank} master hub up")
-            _ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev rank")
-            _ip(f"-n {name} link set lo up")
-            _ip(f"-n {name} link set rank up")
-            for place, device in ((name, "rank"), (switch, f"p{rank}")):
-                _run(f"tc -n {place} qdisc add dev {device} root tbf {rate}")
-        yield [(name, f"10.77.0.{rank + 1}") for rank, name in enumerate(names)]
-    finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-def _ip(arguments: str) -> None:
-    _run(f"ip {arguments}")
-
-
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
 def measure_link(options: argparse.Namespace) -> dict[str, Any]:
     """Sums between namespaces; the figures of rank 0."""
     with (
-        slow_link(options.ranks, options.link_mbit) as places,
+        slow_link(options.ranks, options.link_mbit) as link,
         tempfile.TemporaryDirectory() as folder,
     ):
         ranks = [
             subprocess.Popen(
                 [
-                    *("ip", "netns", "exec", name),
+                    *link.command(rank),
                     *(sys.executable, __file__, "--rank", str(rank)),
                     *("--ranks", str(options.ranks), "--numel", str(options.numel)),
                     *("--listen", address, "--folder", folder),
@@ -181,7 +147,7 @@ def measure_link(options: argparse.Namespace) -> dict[str, Any]:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE if rank == 0 else None,
             )
-            for rank, (name, address) in enumerate(places)
+            for rank, (_, address) in enumerate(link.ranks)
         ]
         try:
             output, _ = ranks[0].communicate(timeout=RANK_TIMEOUT_S)

@@ -215,6 +215,18 @@ def bench() -> None:
 )
 @click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
 @click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@click.option(
+    "--link-mbit",
+    type=float,
+    help="Put every rank behind a link of so many Mbit/s (network namespaces: Linux,"
+    " root).",
+)
+@click.option(
+    "--codec",
+    default="fp32",
+    show_default=True,
+    help="What elche's averaging sends: fp32, bf16, int8 or int4.",
+)
 def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> None:
     """Compare PyTorch and elche on unequal emulated devices."""
     from elche.demo.bench import BenchConfig, run_bench

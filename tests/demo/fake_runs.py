@@ -27,6 +27,7 @@ def rank_result(
         "device": "a device",
         "nominal_s": 10.0,
         "overrun_s": 0.0,
+        "sent_bytes": 0,
         "windows": 0,
         "sync_s": 0.0,
         "anchor": None,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from elche.comm.codec import CODECS
 from elche.config import POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
@@ -23,11 +26,13 @@ from elche.demo.compare import (
     whole_batches,
 )
 from elche.demo.contender import ContenderSpec
+from elche.demo.link import slow_link
 from elche.demo.models import WORKLOADS
 from elche.demo.report import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
+from elche.runtime.launch import Network
 
 DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3
@@ -51,6 +56,9 @@ class BenchConfig:
             compared.
         solo_seconds: runs alone that only measure speed end after this instead.
         allow_noise: do not reject a run whose control is below `MIN_CONTROL`.
+        link_mbit: rate of every rank's link in 10^6 bits per second; None for
+            this host's own memory and loopback.
+        codec: of elche's averaging policies.
 
     Raises:
         ConfigError: a setting is wrong; says what to write instead.
@@ -66,6 +74,8 @@ class BenchConfig:
     time_capped: bool = False
     solo_seconds: float | None = None
     allow_noise: bool = False
+    link_mbit: float | None = None
+    codec: str = "fp32"
 
     def __post_init__(self) -> None:
         devices = Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
@@ -89,6 +99,13 @@ class BenchConfig:
             raise ConfigError(f"expected positive --solo-seconds, got {solo!r}")
         if self.seeds < 1:
             raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
+        rate = self.link_mbit
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"expected positive --link-mbit, got {rate!r}")
+        if self.codec not in CODECS:
+            raise ConfigError(
+                f"unknown codec {self.codec!r}; choose one of {', '.join(CODECS)}"
+            )
         unknown = sorted(set(self.contenders) - set(self.all_names))
         if unknown:
             raise ConfigError(
@@ -134,7 +151,11 @@ class BenchConfig:
             if self.time_capped or name != "solo-0":
                 settings["max_seconds"] = self.solo_seconds or self.seconds
         elif name.startswith("elche-"):
-            settings |= {"kind": "elche", "policy": name.removeprefix("elche-")}
+            policy = name.removeprefix("elche-")
+            options = {} if policy == "sync" else {"codec": self.codec}
+            if self.link_mbit is not None:  # not through the memory of this host
+                options["transport"] = "gloo"
+            settings |= {"kind": "elche", "policy": policy, "options": options}
         else:
             shares = self.speeds if name == "ddp-split" else ()
             settings |= {"kind": name, "shares": shares}
@@ -145,11 +166,11 @@ class BenchConfig:
             model=self.model, samples=samples, out="", seed=seed, **settings
         )
 
-    def run_on(self, name: str) -> Devices:
+    def run_on(self, name: str, network: Network | None = None) -> Devices:
         """What a contender runs on: one device for those alone, else all."""
         if name.startswith("solo-"):
             return self.devices.only(int(name.removeprefix("solo-")))
-        return self.devices
+        return replace(self.devices, network=network)
 
     def command(self) -> str:
         """The command line that measures the same."""
@@ -164,6 +185,10 @@ class BenchConfig:
         if self.solo_seconds is not None:
             words += ["--solo-seconds", f"{self.solo_seconds:g}"]
         words += ["--allow-noise"] * self.allow_noise
+        if self.link_mbit is not None:
+            words += ["--link-mbit", f"{self.link_mbit:g}"]
+        if self.codec != "fp32":
+            words += ["--codec", self.codec]
         return shlex.join([*words, "--json", "-"])
 
 
@@ -183,8 +208,8 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
     """
     if json_path is not None and json_path != "-":
         check_writable(Path(json_path))
-    with open_progress() as progress:
-        runs = _run_all(config, progress)
+    with open_progress() as progress, _network(config) as network:
+        runs = _run_all(config, progress, network)
     verdict = Verdict(
         runs, config.devices.count, config.time_capped, config.allow_noise
     )
@@ -194,6 +219,8 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
         f" ({config.ms_per_sample:g} ms per sample at speed 1),"
         f" {config.samples} samples"
     )
+    if config.link_mbit is not None:
+        title += f", links of {config.link_mbit:g} Mbit/s, codec {config.codec}"
     if config.seeds > 1:
         title += f", {config.seeds} seeds"
     stream = sys.stderr if json_path == "-" else sys.stdout
@@ -209,8 +236,18 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
     return REJECTED_CODE if verdict.rejected else 0
 
 
+@contextlib.contextmanager
+def _network(config: BenchConfig) -> Iterator[Network | None]:
+    """The slow network, where one is asked for."""
+    if config.link_mbit is None:
+        yield None
+        return
+    with slow_link(config.devices.count, config.link_mbit) as link:
+        yield link
+
+
 def _run_all(
-    config: BenchConfig, progress: ProgressReporter
+    config: BenchConfig, progress: ProgressReporter, network: Network | None
 ) -> dict[str, list[ContenderRun]]:
     """For every seed all contenders in turn; each seed begins with another one."""
     runs: dict[str, list[ContenderRun]] = {name: [] for name in config.names}
@@ -218,14 +255,20 @@ def _run_all(
         first = seed % len(config.names)
         for name in config.names[first:] + config.names[:first]:
             task = f"{name}, seed {seed}" if config.seeds > 1 else name
-            runs[name].append(_run_one(config, name, seed, task, progress))
+            devices = config.run_on(name, network)
+            runs[name].append(_run_one(config, name, seed, task, devices, progress))
     return runs
 
 
 def _run_one(
-    config: BenchConfig, name: str, seed: int, task: str, progress: ProgressReporter
+    config: BenchConfig,
+    name: str,
+    seed: int,
+    task: str,
+    devices: Devices,
+    progress: ProgressReporter,
 ) -> ContenderRun:
-    spec, devices = config.spec(name, seed), config.run_on(name)
+    spec = config.spec(name, seed)
     total = float(spec.samples)
     if spec.max_seconds is not None:
         total = min(total, spec.max_seconds * devices.nominal_samples_per_s[0])
@@ -260,6 +303,8 @@ def _values(
         "ms_per_sample": config.ms_per_sample,
         "samples": config.samples,
         "seconds": config.seconds,
+        "link_mbit": config.link_mbit,
+        "codec": config.codec,
         "seeds": list(range(config.seeds)),
         "gate": {
             "standard": (

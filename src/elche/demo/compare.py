@@ -19,7 +19,13 @@ import torch
 from elche.demo.contender import ContenderSpec
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.trace import Span, spans_from_jsonl
-from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
+from elche.runtime.launch import (
+    LaunchConfig,
+    LaunchResult,
+    Network,
+    launch,
+    python_command,
+)
 
 BATCH_SIZE = 32
 MS_PER_SAMPLE = 1.25
@@ -39,6 +45,7 @@ class Devices:
         speeds: relative speeds of emulated devices; empty for real ones.
         names: real devices, such as ``("cuda:0", "cpu")``; empty for emulated ones.
         ms_per_sample: an emulated device's time per sample at speed 1.
+        network: where they meet, if not on this host's loopback.
 
     Raises:
         ConfigError: on both or neither, or a speed or time that is not positive.
@@ -47,6 +54,7 @@ class Devices:
     speeds: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
     ms_per_sample: float = MS_PER_SAMPLE
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         if bool(self.speeds) == bool(self.names):
@@ -165,6 +173,7 @@ def run_contender(
                 ms_per_sample=devices.ms_per_sample,
                 environment={"OMP_NUM_THREADS": "1"} if devices.emulated else {},
                 on_line=on_line,
+                network=devices.network,
             )
         )
         _check(name, result, out)

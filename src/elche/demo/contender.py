@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from elche import session
 from elche.demo.batches import SegmentSampler, SplitBatches
+from elche.demo.link import sent_bytes
 from elche.demo.models import Workload, build_workload, learning_rate_scale
 from elche.errors import ConfigError
 from elche.monitor.trace import (
@@ -120,6 +121,7 @@ class Contender:
         self._curve: list[tuple[float, float, float]] = []
         self._spans: list[Span] = []
         self._said_s = 0.0
+        self._sent_bytes = 0
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns this rank's results."""
@@ -130,6 +132,7 @@ class Contender:
             "elche": self._elche,
         }[self.spec.kind]
         model, loader, emulation = prepare()
+        self._sent_bytes = sent_bytes()
         self._evaluate()
         for _ in range(self.spec.segments):
             self._segment(model, loader)
@@ -297,6 +300,7 @@ class Contender:
             "device": self._placement.device_name,
             "nominal_s": emulation.nominal_s if emulation else 0.0,
             "overrun_s": emulation.overrun_s if emulation else 0.0,
+            "sent_bytes": sent_bytes() - self._sent_bytes,
             "windows": sum(report.windows for report in reports),
             "sync_s": sum(report.sync_s for report in reports),
             "busy_s": [

@@ -114,6 +114,9 @@ class Verdict:
         windows = self._windows(name)
         if windows:
             remarks.append(f"{windows:.0f} synchronisations")
+        sent = statistics.median(_sent_per_sample(run) for run in runs)
+        if sent:
+            remarks.append(f"{_in_bytes(sent)} per sample on the link")
         overrun = max(run.overrun_share for run in runs)
         if overrun > MOST_OVERRUN:
             remarks.append(f"overrun {overrun:.1%}")
@@ -132,6 +135,9 @@ class Verdict:
         details: dict[str, Any] = {
             "emulated": True,
             "overrun_share": statistics.median(run.overrun_share for run in runs),
+            "sent_bytes_per_sample": statistics.median(
+                _sent_per_sample(run) for run in runs
+            ),
             "per_seed": {
                 "samples_per_s": self._rates[name],
                 "efficiency": self._efficiencies(name),
@@ -232,6 +238,21 @@ def _rate(name: str, run: ContenderRun) -> float:
     """Samples per second of a run; the control's ranks each count for themselves."""
     ranks = len(run.ranks) if name == CONTROL else 1
     return sum(run.rate(rank) for rank in range(ranks))
+
+
+def _sent_per_sample(run: ContenderRun) -> float:
+    """Bytes that all ranks sent over their links for each sample of the run."""
+    sent = sum(float(rank["sent_bytes"]) for rank in run.ranks)
+    return sent / float(run.ranks[0]["samples"])
+
+
+def _in_bytes(value: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("bytes", "kB", "MB"):
+        if value < 1000.0 or unit == "MB":
+            break
+        value /= 1000.0
+    return f"{value:.3g} {unit}"
 
 
 def _median(values: Sequence[float]) -> float | None:

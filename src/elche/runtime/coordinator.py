@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import sys
 import threading
 from collections import defaultdict
@@ -59,11 +60,18 @@ class CoordinatorServer:
         self._ticker: asyncio.Task[None] | None = None
         self.dropped = 0
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
-        """Listens; returns the address."""
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        listener: socket.socket | None = None,
+    ) -> tuple[str, int]:
+        """Listens there, or with a socket that listens already; returns the address."""
         loop = asyncio.get_running_loop()
+        if listener is None:
+            listener = socket.create_server((host, port))
         self._server = await loop.create_server(
-            lambda: _Connection(self, self._key), host, port
+            lambda: _Connection(self, self._key), sock=listener
         )
         self._ticker = loop.create_task(self._tick())
         address = self._server.sockets[0].getsockname()

@@ -13,10 +13,12 @@ import math
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from elche.errors import ConfigError
 from elche.runtime.coordinator import KEY_BYTES, CoordinatorServer, rank_environments
@@ -25,6 +27,19 @@ GRACE_S = 10.0
 INTERRUPTED = 130
 KILL_AFTER_S = 5.0
 LINE_BYTES = 1 << 22
+
+
+class Network(Protocol):
+    """Where ranks and coordinator meet."""
+
+    def command(self, rank: int) -> tuple[str, ...]:
+        """What to put before a rank's command, so that it runs in its place."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables that a rank needs there."""
+
+    def listener(self) -> socket.socket:
+        """A socket that listens where all ranks can reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +55,7 @@ class LaunchConfig:
         environment: further variables for every rank.
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
+        network: where ranks and coordinator meet, if not on this host's loopback.
     """
 
     command: tuple[str, ...]
@@ -49,6 +65,7 @@ class LaunchConfig:
     ms_per_sample: float = 1.25
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -121,7 +138,9 @@ def launch(config: LaunchConfig) -> LaunchResult:
 async def _launch(config: LaunchConfig) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(config.world_size, key)
-    address = await server.start()
+    network = config.network
+    listener = None if network is None else network.listener()
+    address = await server.start(listener=listener)
     environments = rank_environments(config.world_size, address, key)
     processes: list[asyncio.subprocess.Process] = []
     loop = asyncio.get_running_loop()
@@ -133,6 +152,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         for rank, own in enumerate(environments):
             processes.append(
                 await asyncio.create_subprocess_exec(
+                    *(() if network is None else network.command(rank)),
                     *config.command,
                     env=_environment(config, rank, own),
                     stdout=asyncio.subprocess.PIPE if config.on_line else None,
@@ -222,6 +242,8 @@ def _environment(
     for name in ("ELCHE_SPEED", "ELCHE_DEVICE"):
         environment.pop(name, None)
     environment |= {**config.environment, **own}
+    if config.network is not None:
+        environment |= config.network.environment(rank)
     if config.devices is not None:
         environment["ELCHE_DEVICE"] = config.devices[rank]
     if config.speeds is not None:

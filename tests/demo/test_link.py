@@ -1,0 +1,76 @@
+"""Links of a limited rate: what they ask for, what they refuse, what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elche.demo import link
+from elche.demo.bench import BenchConfig
+from elche.demo.link import slow_link
+from elche.errors import ConfigError
+
+
+def _can_make_namespaces() -> bool:
+    try:
+        with slow_link(1, 100.0):
+            return True
+    except ConfigError:
+        return False
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True
+    ).stdout
+    own = f"elche{os.getpid()}"
+    return [line for line in listed.splitlines() if line.startswith(own)]
+
+
+def test_a_socket_inside_and_nothing_left() -> None:
+    if not _can_make_namespaces():
+        pytest.skip("needs Linux and a user who may make network namespaces")
+    with slow_link(2, 50.0) as network:
+        with network.listener() as listener:
+            assert listener.getsockname()[0] == network.coordinator
+            port = listener.getsockname()[1]
+            code = (
+                "import socket,sys;"
+                f"socket.create_connection(({network.coordinator!r},{port}),10).close()"
+            )
+            command = [*network.command(1), "python3", "-c", code]
+            assert subprocess.run(command, check=False, timeout=30).returncode == 0
+        inside = ["tc", "-n", network.ranks[0][0], "qdisc", "show", "dev", "rank"]
+        shown = subprocess.run(inside, check=True, capture_output=True, text=True)
+        assert "tbf" in shown.stdout
+        assert "50Mbit" in shown.stdout
+    assert not _namespaces()
+
+
+def test_without_the_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(ConfigError, match=r"expected Linux with ip and tc"),
+        slow_link(2, 50.0),
+    ):
+        pass
+
+
+def test_what_the_kernel_refuses_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"expected\s+a user who may make"):
+        link._run("false")
+
+
+def test_settings() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), link_mbit=100.0, codec="int8")
+    spec = config.spec("elche-async", 0)
+    assert spec.options == {"codec": "int8", "transport": "gloo"}
+    assert config.spec("elche-sync", 0).options == {"transport": "gloo"}
+    assert "--link-mbit 100 --codec int8" in config.command()
+    with pytest.raises(ConfigError, match="expected positive --link-mbit, got 0"):
+        BenchConfig(speeds=(1.0, 0.25), link_mbit=0.0)
+    with pytest.raises(ConfigError, match="unknown codec 'int3'; choose one of fp32"):
+        BenchConfig(speeds=(1.0, 0.25), codec="int3")

@@ -28,6 +28,8 @@ def rank_result(
         "nominal_s": 10.0,
         "overrun_s": 0.0,
         "sent_bytes": 0,
+        "choices": [],
+        "window_samples": None,
         "windows": 0,
         "sync_s": 0.0,
         "anchor": None,

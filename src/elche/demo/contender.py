@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from elche.monitor.trace import (
 )
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import read_placement
+from elche.runtime.run import Run
 from elche.runtime.transfer import to_device
 
 KINDS = ("solo", "ddp", "ddp-split", "elche")
@@ -309,7 +311,20 @@ class Contender:
             "parameters": sum(p.numel() for p in self._model.parameters()),
             "shares": list(reports[-1].shares) if reports else [],
             "anchor": reports[-1].anchor if reports else None,
+            **_windows_in_the_end(run),
         }
+
+
+def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
+    """What ``auto`` chose, and samples of a window in the second half of the run."""
+    if run is None:
+        return {"choices": [], "window_samples": None}
+    samples = [window.samples for window in run.window_metrics]
+    late = samples[len(samples) // 2 :]
+    return {
+        "choices": run.news.choices,
+        "window_samples": statistics.median(late) if late else None,
+    }
 
 
 def main(path: str) -> None:

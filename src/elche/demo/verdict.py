@@ -22,6 +22,7 @@ MIN_WINDOWS = 200
 """Windows that the standard gate wants of a run under ``cadence``."""
 
 CONTROL = "indep"
+_IN_THE_END = ("choices", "window_samples")
 REFERENCE = "solo-0"
 
 
@@ -115,7 +116,7 @@ class Verdict:
         if windows:
             remarks.append(f"{windows:.0f} synchronisations")
         sent = statistics.median(_sent_per_sample(run) for run in runs)
-        if sent:
+        if sent >= 1.0:  # the kernel itself says a little on every link
             remarks.append(f"{_in_bytes(sent)} per sample on the link")
         overrun = max(run.overrun_share for run in runs)
         if overrun > MOST_OVERRUN:
@@ -150,7 +151,7 @@ class Verdict:
             details["windows"] = self._windows(name)
             details["per_seed"] |= {
                 key: [run.ranks[0][key] for run in runs]
-                for key in ("windows", "sync_s", "anchor", "shares")
+                for key in ("windows", "sync_s", "anchor", "shares", *_IN_THE_END)
             }
         if interval is not None:
             details[f"eval_loss_against_{REFERENCE}"] = {

@@ -29,6 +29,7 @@ class RunNews:
         scalars: what this rank logs.
         window_metrics: of windows that have ended; always empty but on rank 0.
         epoch_metrics: of epochs that have ended.
+        choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
         say: told lines for people.
     """
 
@@ -37,6 +38,7 @@ class RunNews:
         self.scalars = ScalarLog()
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self.epoch_metrics: list[EpochMetrics] = []
+        self.choices: list[tuple[str, str]] = []
         self.say: Callable[[str], None] = logger.info
 
     def drain_scalars(self, final: bool) -> Scalars:
@@ -46,6 +48,7 @@ class RunNews:
     def take(self, report: MetricsReported | PolicyChosen) -> None:
         """Keeps what a window or an epoch brought; says what was chosen."""
         if isinstance(report, PolicyChosen):
+            self.choices.append((report.policy, report.reason))
             self.say(f"elche: policy {report.policy}: {report.reason}")
             return
         if report.window < 0:

@@ -74,3 +74,13 @@ def test_settings() -> None:
         BenchConfig(speeds=(1.0, 0.25), link_mbit=0.0)
     with pytest.raises(ConfigError, match="unknown codec 'int3'; choose one of fp32"):
         BenchConfig(speeds=(1.0, 0.25), codec="int3")
+
+
+def test_ddp_is_cut_to_what_the_link_lets_through() -> None:
+    config = BenchConfig(
+        speeds=(1.0, 0.25), link_mbit=10.0, seconds=30.0, time_capped=True
+    )
+    slow = config.spec("ddp", 0).samples
+    fast = BenchConfig(speeds=(1.0, 0.25), seconds=30.0, time_capped=True)
+    assert 32 <= slow < fast.spec("ddp", 0).samples / 20
+    assert config.spec("elche-async", 0).max_seconds == 45.0

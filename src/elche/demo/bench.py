@@ -27,7 +27,7 @@ from elche.demo.compare import (
 )
 from elche.demo.contender import ContenderSpec
 from elche.demo.link import slow_link
-from elche.demo.models import WORKLOADS
+from elche.demo.models import WORKLOADS, build_workload
 from elche.demo.report import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
 from elche.errors import ConfigError
@@ -36,6 +36,8 @@ from elche.runtime.launch import Network
 
 DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3
+MOST_TIMES = 1.5
+"""elche's ranks leave a run of capped time after so many times its length."""
 STANDARD_PARAMETERS = 2_000_000
 
 
@@ -156,15 +158,27 @@ class BenchConfig:
             if self.link_mbit is not None:  # not through the memory of this host
                 options["transport"] = "gloo"
             settings |= {"kind": "elche", "policy": policy, "options": options}
+            if self.time_capped:
+                settings["max_seconds"] = MOST_TIMES * self.seconds
         else:
             shares = self.speeds if name == "ddp-split" else ()
             settings |= {"kind": name, "shares": shares}
         if self.time_capped and name == "ddp":
             equal = min(self.devices.nominal_samples_per_s) * self.devices.count
             samples = whole_batches(self.seconds * equal)
+        if self.time_capped and "ddp" in name and self.link_mbit is not None:
+            steps = self.seconds / self._reduction_s(self.link_mbit)
+            samples = min(samples, whole_batches(steps * BATCH_SIZE))
         return ContenderSpec(
             model=self.model, samples=samples, out="", seed=seed, **settings
         )
+
+    def _reduction_s(self, mbit: float) -> float:
+        """Least time that DDP needs to reduce the model's gradients once."""
+        workload = build_workload(self.model)
+        numel = sum(p.numel() for p in workload.model_fn().parameters())
+        ranks = self.devices.count
+        return 2.0 * (ranks - 1) / ranks * 4.0 * numel * 8.0 / (1e6 * mbit)
 
     def run_on(self, name: str, network: Network | None = None) -> Devices:
         """What a contender runs on: one device for those alone, else all."""

@@ -1,0 +1,1 @@
+"""What methods of data parallelism cost in samples, measured on virtual ranks."""

@@ -1,0 +1,131 @@
+"""What ways of sharing a training cost in samples, on virtual ranks in one process.
+
+    python -m benchmarks.convergence --study lags
+    python -m benchmarks.convergence --study lags --table --json lags.json
+
+The first runs what is missing of a study, one thread, and prints its table; every run
+is a line of `--results`, so it may be stopped and begun again (`--seconds`). The second
+only prints. All studies take some three hours of a core. `docs/convergence.md` says
+what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.convergence.digits import Digits
+from benchmarks.convergence.engine import train
+from benchmarks.convergence.report import Line, line, table
+from benchmarks.convergence.results import Results, Setting
+from benchmarks.convergence.search import Trial, wanted
+from benchmarks.convergence.study import LENGTHS, LONG, STUDIES, TEXT_BATCHES, alone
+from benchmarks.convergence.tasks import Task, Text
+
+COLUMNS = 4
+"""Runs that are trained side by side."""
+
+
+def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
+    """Runs what is missing, in order.
+
+    Args:
+        trials: what is wanted.
+        results: what is known; grows.
+        seconds: begin nothing after so long.
+
+    Returns:
+        Whether nothing is missing any more.
+    """
+    started_s = time.monotonic()
+    tasks: dict[str, Task] = {}
+    for trial in trials:
+        setting = trial.setting
+        while columns := wanted(trial, results)[:COLUMNS]:
+            if time.monotonic() - started_s > seconds:
+                return False
+            if setting.task not in tasks:
+                tasks[setting.task] = Text() if setting.task == "text" else Digits()
+            task = tasks[setting.task]
+            begun_s = time.monotonic()
+            values = train(task, setting.method, columns, setting.batches)
+            for column, value in zip(columns, values, strict=True):
+                results.add(setting, column.lr, column.seed, value)
+                print(setting.key(), column.lr, column.seed, f"{value:.4f}", flush=True)
+            print(f"  {time.monotonic() - begun_s:.1f} s", flush=True)
+    return True
+
+
+def lines(trials: Sequence[Trial], results: Results) -> list[Line]:
+    """The lines of a study's table, as far as they were run."""
+    found = []
+    for trial in trials:
+        single = alone(trial.setting)
+        lr = results.best(single, (0,))
+        if lr is None:
+            raise SystemExit("run the study 'base' (or 'digits') first: one device")
+        by_seed, known = results.of(single)[lr], curve_of(results, single)
+        made = line(trial.setting, results, by_seed, known)
+        found += [made] if made is not None else []
+    return found
+
+
+def curve_of(results: Results, single: Setting) -> dict[int, float]:
+    """Mean loss of one device by the length of its run, each at its best rate."""
+    found = {}
+    for length in (*LENGTHS, TEXT_BATCHES, LONG * 3 // 4, LONG):
+        setting = replace(single, batches=length)
+        lr = results.best(setting, (0,))
+        if length <= single.batches and lr is not None:
+            values = results.of(setting)[lr].values()
+            found[length] = sum(values) / len(values)
+    return found if len(found) > 1 else {}
+
+
+def main() -> None:
+    """Runs a study, or prints its table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--study", choices=["all", *STUDIES], default="all")
+    parser.add_argument("--results", type=Path, default=Path("convergence.jsonl"))
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results(args.results)
+    results.load()
+    names = list(STUDIES) if args.study == "all" else [args.study]
+    started_s, found = time.monotonic(), {}
+    for name in names:
+        left_s = args.seconds - (time.monotonic() - started_s)
+        trials = STUDIES[name]()
+        if not args.table and not run(trials, results, left_s):
+            print("more to run")
+            return
+        made = lines(trials, results)
+        found[name] = [each.as_dict() for each in made]
+        print(f"{name}\n\n{table(made)}\n")
+    if args.json is not None:
+        rows = (f' "{name}": {_rows(found[name])}' for name in names)
+        args.json.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    print("complete")
+
+
+def _rows(found: Sequence[dict[str, Any]]) -> str:
+    """JSON of a table, a line per row."""
+    return "[\n  " + ",\n  ".join(json.dumps(row) for row in found) + "\n ]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is compared: how ranks share the work and bring their parameters together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+STATES = ("local", "average", "reset", "late")
+OUTERS = ("average", "nesterov", "slowmo")
+FLEETS: dict[str, tuple[float, ...]] = {
+    "1": (1.0,),
+    "1:4": (1.0, 0.25),
+    "1:1:2:4": (1.0, 1.0, 0.5, 0.25),
+    "8 mixed": (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25),
+}
+"""Relative speeds, fastest first; named by the times of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to train.
+
+    Attributes:
+        fleet: a name in ``FLEETS``.
+        batches_per_step: of one device only: batches in a step's gradient. As many as
+            there are ranks is DDP, as many as fit in a window a gradient window.
+        delay: of one device only: steps that a gradient is late.
+        anchor: batches of the slowest rank in a window.
+        first_anchor: a shorter anchor for the first fifth of the run; 0 for none.
+        lag: ticks (batches of the fastest rank) from the snapshot to the adoption of a
+            mean; −1 for a whole window.
+        weights: of the drifts: ``"equal"``, ``"samples"`` or ``"sqrt"``.
+        state: of the optimizer at a synchronisation: ``"local"``, ``"average"``,
+            ``"reset"``, or ``"late"`` (averaged, and adopted as a correction, with the
+            parameters).
+        outer: ``"average"``, ``"nesterov"`` or ``"slowmo"``.
+        outer_lr: rate of the outer step.
+        outer_momentum: its momentum.
+        anticipate: the momentum's part of an outer step, which every rank knows, is
+            taken when the snapshot is, and only the rest when the mean is there.
+        fragments: parts of the model that are synchronised in turn, evenly spaced over
+            the window.
+        top: part of a drift that is sent, the largest elements of each rank; what is
+            not sent stays in the rank's own parameters.
+        mix: part of the way to the mean that a rank goes.
+        codec: how drifts travel, with error feedback.
+        optimizer: ``"adamw"`` or ``"sgd"`` (momentum 0.9).
+
+    Raises:
+        ValueError: a value is unknown, or two do not go together.
+    """
+
+    fleet: str = "1"
+    batches_per_step: int = 1
+    delay: int = 0
+    anchor: int = 1
+    first_anchor: int = 0
+    lag: int = 0
+    weights: str = "equal"
+    state: str = "average"
+    outer: str = "average"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    anticipate: bool = False
+    fragments: int = 1
+    top: float = 1.0
+    mix: float = 1.0
+    codec: str = "fp32"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("fleet", self.fleet, tuple(FLEETS)),
+            ("weights", self.weights, ("equal", "samples", "sqrt")),
+            ("state", self.state, STATES),
+            ("outer", self.outer, OUTERS),
+            ("optimizer", self.optimizer, ("adamw", "sgd")),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {name} {value!r}; known are {known}")
+        if self.outer == "average" and (self.outer_lr, self.outer_momentum) != (1, 0):
+            raise ValueError("plain averaging has rate 1 and no momentum")
+        if self.first_anchor > self.anchor:
+            raise ValueError(
+                f"first anchor {self.first_anchor} is longer than {self.anchor}"
+            )
+        if self.state == "late" and self.lag == 0:
+            raise ValueError("state 'late' needs a lag")
+        if self.state == "average" and self.lag != 0:
+            raise ValueError("averaged state cannot come late; use state 'late'")
+        if self.mix != 1.0 and self.outer != "average":
+            raise ValueError("going part of the way needs plain averaging")
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Relative speeds of the ranks, fastest first."""
+        return FLEETS[self.fleet]
+
+    def window_ticks(self, anchor: int) -> int:
+        """Batches of the fastest rank in a window."""
+        return round(anchor / self.speeds[-1])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Those settings that are not the defaults: a result's key."""
+        defaults = asdict(Method())
+        return {k: v for k, v in asdict(self).items() if v != defaults[k]}

@@ -1,0 +1,342 @@
+"""The convergence benchmark: virtual ranks against plain torch, rank by rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.convergence.digits import Digits
+from benchmarks.convergence.engine import rate, train
+from benchmarks.convergence.method import Method
+from benchmarks.convergence.replicas import (
+    BETAS,
+    EPSILON,
+    MAX_NORM,
+    MOMENTUM,
+    WEIGHT_DECAY,
+    Column,
+)
+from benchmarks.convergence.report import describe, interval, samples_for
+from benchmarks.convergence.results import Results, Setting
+from benchmarks.convergence.search import Trial, wanted
+from benchmarks.convergence.tasks import Task
+
+SIZE = 6
+BATCHES = 121
+LR = 0.05
+
+
+class Points(Task):
+    """Mean distance to points, the fourth power for curvature; its value is a norm."""
+
+    name = "points"
+    batch_size = 2
+    shapes = ((2, 2), (2,))
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.points = torch.randn(64, SIZE, generator=generator)
+
+    def initial(self, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return 2.0 * torch.randn(SIZE, generator=generator), torch.zeros(0)
+
+    def stream(self, seed: int, batches: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 + seed)
+        return torch.randint(64, (batches, self.batch_size), generator=generator)
+
+    def losses(
+        self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
+    ) -> Tensor:
+        flat = torch.cat([part.flatten(1) for part in parameters], dim=1)
+        away = flat[:, None] - self.points[samples]
+        return (away.square() + 0.1 * away**4).sum(-1).mean(-1).sum()
+
+    def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
+        flat = torch.cat([part.flatten(1) for part in parameters], dim=1)
+        return [float(v) for v in flat.detach() @ torch.arange(1.0, SIZE + 1)]
+
+
+def reference(method: Method, seed: int, lr: float) -> float:
+    """The same by hand, with a torch optimizer per rank."""
+    task = Points()
+    stream = task.stream(seed, BATCHES)
+    start, _ = task.initial(seed)
+    ranks = [torch.nn.Parameter(start.clone()) for _ in method.speeds]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [p], lr=lr, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY
+        )
+        if method.optimizer == "adamw"
+        else torch.optim.SGD([p], lr=lr, momentum=MOMENTUM)
+        for p in ranks
+    ]
+    base, momentum = start.clone(), torch.zeros(SIZE)
+    counts = [0] * len(ranks)
+    pending: tuple[int, list[Tensor], list[int]] | None = None
+    window = method.window_ticks(method.anchor)
+    lag = window if method.lag < 0 else method.lag
+
+    def adopt() -> None:
+        nonlocal base, momentum
+        assert pending is not None
+        _, taken, batches = pending
+        raw = {
+            "equal": [float(n > 0) for n in batches],
+            "samples": [float(n) for n in batches],
+            "sqrt": [math.sqrt(n) for n in batches],
+        }[method.weights]
+        drift = torch.zeros(SIZE)
+        for weight, snapshot in zip(raw, taken, strict=True):
+            drift += weight / sum(raw) * (base - snapshot)
+        momentum = method.outer_momentum * momentum + drift
+        if method.outer == "nesterov":
+            drift = drift + method.outer_momentum * momentum
+        base = base - method.outer_lr * drift
+        for p, snapshot in zip(ranks, taken, strict=True):
+            p.data += base - snapshot
+        for key in ("exp_avg", "exp_avg_sq"):
+            if method.state == "average":
+                held = [o.state[p][key] for o, p in zip(optimizers, ranks, strict=True)]
+                mean = sum(w / sum(raw) * h for w, h in zip(raw, held, strict=True))
+                for into in held:
+                    into.copy_(mean)
+
+    done = tick = 0
+    while done < BATCHES:
+        tick += 1
+        active = [r for r, s in enumerate(method.speeds) if tick % round(1 / s) == 0]
+        active = active[: BATCHES - done]
+        for place, rank in enumerate(active):
+            p, optimizer = ranks[rank], optimizers[rank]
+            optimizer.zero_grad()
+            samples = stream[done + place][None]
+            task.losses([p[None]], torch.zeros(1, 0), samples).backward()
+            assert p.grad is not None
+            norm = p.grad.norm()
+            p.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+            optimizer.param_groups[0]["lr"] = lr * rate(
+                (done + len(active) / 2) / BATCHES
+            )
+            optimizer.step()
+            counts[rank] += 1
+        done += len(active)
+        if pending is not None and pending[0] <= tick:
+            adopt()
+            pending = None
+        if tick % window == 0:
+            pending = (tick + lag, [p.detach().clone() for p in ranks], counts)
+            counts = [0] * len(ranks)
+            if lag == 0:
+                adopt()
+                pending = None
+    if pending is not None:
+        adopt()
+    if any(counts):
+        trained = [int(n > 0) for n in counts]
+        pending = (tick, [p.detach().clone() for p in ranks], trained)
+        adopt()
+    return float(base @ torch.arange(1.0, SIZE + 1))
+
+
+NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.8, "outer_momentum": 0.6}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fleet": "1:4", "anchor": 1},
+        {"fleet": "1:4", "anchor": 2, "weights": "samples", "state": "local"},
+        {"fleet": "1:1:2:4", "anchor": 1, "weights": "sqrt", **NESTEROV},
+        {"fleet": "8 mixed", "anchor": 1, "lag": 2, "state": "local", **NESTEROV},
+        {"fleet": "1:4", "anchor": 1, "lag": -1, "state": "local", **NESTEROV},
+        {"fleet": "1:4", "anchor": 2, "optimizer": "sgd", "state": "local"},
+    ],
+)
+def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> None:
+    method = Method(**settings)
+    columns = [Column(0, LR), Column(1, LR), Column(0, LR / 2)]
+    found = train(Points(), method, columns, BATCHES)
+    expected = [reference(method, c.seed, c.lr) for c in columns]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert len({round(value, 3) for value in found}) == 3
+
+
+def test_one_device_takes_a_step_of_torch_per_batch() -> None:
+    task, method = Points(), Method(optimizer="sgd")
+    found = train(task, method, [Column(3, LR)], BATCHES)
+    parameter = torch.nn.Parameter(task.initial(3)[0])
+    optimizer = torch.optim.SGD([parameter], lr=LR, momentum=MOMENTUM)
+    for index, samples in enumerate(task.stream(3, BATCHES)):
+        optimizer.zero_grad()
+        task.losses([parameter[None]], torch.zeros(1, 0), samples[None]).backward()
+        torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
+        optimizer.param_groups[0]["lr"] = LR * rate((index + 0.5) / BATCHES)
+        optimizer.step()
+    assert found == pytest.approx(task.evaluate([parameter[None]], torch.zeros(1, 0)))
+
+
+SAME = {"fleet": "1:1:2:4", "anchor": 1, "state": "local"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "is_same"),
+    [
+        (NESTEROV, {"anticipate": True}, True),
+        (NESTEROV, {"anticipate": True, "lag": 2}, False),
+        ({}, {"first_anchor": 1}, True),
+        ({"anchor": 2}, {"first_anchor": 1}, False),
+        ({}, {"top": 0.5}, False),
+        ({}, {"mix": 0.5}, False),
+        ({}, {"fragments": 2}, False),
+        ({}, {"codec": "int4"}, False),
+        ({}, {"outer": "slowmo", "outer_momentum": 0.5}, False),
+        ({"lag": 2}, {"lag": 2, "state": "late"}, False),
+        ({}, {"state": "reset"}, False),
+    ],
+)
+def test_variants_change_what_they_should(
+    settings: dict[str, Any], change: dict[str, Any], is_same: bool
+) -> None:
+    columns = [Column(0, LR)]
+    plain = train(Points(), Method(**{**SAME, **settings}), columns, BATCHES)
+    other = train(Points(), Method(**{**SAME, **settings, **change}), columns, BATCHES)
+    assert math.isfinite(other[0])
+    assert (other == pytest.approx(plain, rel=1e-5)) == is_same
+
+
+def test_as_many_batches_in_a_step_need_as_many_fewer_steps() -> None:
+    columns = [Column(0, LR)]
+    once = train(Points(), Method(), columns, BATCHES)
+    fourfold = train(Points(), Method(batches_per_step=4), columns, BATCHES)
+    late = train(Points(), Method(batches_per_step=4, delay=2), columns, BATCHES)
+    assert len({round(each[0], 3) for each in (once, fourfold, late)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fleet": "2:3"}, "unknown fleet '2:3'"),
+        ({"outer_lr": 0.7}, "plain averaging has rate 1"),
+        ({"state": "late"}, "needs a lag"),
+        ({"first_anchor": 2}, "first anchor 2 is longer than"),
+        ({"state": "average", "lag": 3}, "cannot come late"),
+        ({"mix": 0.5, **NESTEROV}, "needs plain averaging"),
+    ],
+)
+def test_methods_that_mean_nothing_are_refused(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        Method(**settings)
+
+
+def test_a_study_finds_a_learning_rate_and_resumes(tmp_path: Path) -> None:
+    setting = Setting("points", BATCHES, Method(fleet="1:4", anchor=3))
+    trial = Trial(setting, centre=0.1, seeds=2)
+    path, asked = tmp_path / "runs.jsonl", []
+    for _ in range(20):
+        results = Results(path)
+        results.load()
+        columns = wanted(trial, results)
+        if not columns:
+            break
+        column = columns[0]
+        asked.append((column.lr, column.seed))
+        results.add(setting, column.lr, column.seed, abs(math.log(column.lr / 0.25)))
+    rates = [0.0625, 0.1, 0.16, 0.256, 0.41]
+    assert asked == [(lr, 0) for lr in rates] + [(0.256, 1)]
+    assert results.best(setting, (0,)) == 0.256
+    assert results.best(setting, (0, 1)) == 0.256
+    assert results.best(setting, (0,), (0.1, 0.41)) == 0.41
+    assert results.best(setting, (5,)) is None
+
+
+def test_runs_that_diverge_are_not_the_best(tmp_path: Path) -> None:
+    setting = Setting("points", BATCHES, Method())
+    results = Results(tmp_path / "runs.jsonl")
+    for lr, value in ((0.1, 2.0), (0.2, math.nan), (0.3, 3.0)):
+        results.add(setting, lr, 0, value)
+    results.load()
+    assert results.best(setting, (0,)) == 0.1
+
+
+def test_samples_for_a_loss_are_read_off_the_curve() -> None:
+    curve = {1000: 3.0, 2000: 2.0, 8000: 1.0}
+    for length, loss in curve.items():
+        assert samples_for(loss, curve) == pytest.approx(length)
+    assert samples_for(1.5, curve) == pytest.approx(4000)
+    assert samples_for(4.0, curve) == pytest.approx(500)
+    assert samples_for(0.5, curve) == pytest.approx(16_000)
+    with pytest.raises(ValueError, match="at least two lengths"):
+        samples_for(1.0, {1000: 3.0})
+
+
+def test_intervals_are_students() -> None:
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert math.isnan(interval([1.0]))
+    with pytest.raises(ValueError, match="at most 11 values"):
+        interval([0.0] * 12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "one device"),
+        ({"batches_per_step": 8, "delay": 1}, "8 batches a step, 1 steps late"),
+        (
+            {"fleet": "1:4", "lag": -1, "state": "late", **NESTEROV, "codec": "int4"},
+            "1:4, anchor 1, a window late, state late, Nesterov (0.8, 0.6), int4",
+        ),
+        (
+            {"fleet": "8 mixed", "anchor": 5, "weights": "sqrt", "top": 0.05},
+            "8 mixed, anchor 5, blocking, state average, average, weights sqrt, "
+            "largest 5 %",
+        ),
+    ],
+)
+def test_methods_are_named_in_words(settings: dict[str, Any], words: str) -> None:
+    assert describe(Method(**settings)) == words
+
+
+def test_a_replica_of_digits_is_torchs_batch_norm() -> None:
+    task = Digits()
+    start, held = task.initial(2)
+    parameters, buffers = task.views(start[None]), held[None].clone()
+    samples = task.stream(2, 3)
+    one = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
+    flat = [*parameters[:6]]
+    for into, value in zip(one.parameters(), flat, strict=True):
+        into.data.copy_(value[0])
+    images, labels = task._train
+    for batch in samples:
+        found = task.losses(parameters, buffers, batch[None])
+        inside = one(images[batch][:, None])
+        logits = inside @ parameters[6][0] + parameters[7][0]
+        expected = nn.functional.cross_entropy(logits, labels[batch])
+        assert float(found) == pytest.approx(expected.item(), rel=1e-4)
+    running = [one[1].running_mean, one[1].running_var]
+    running += [one[4].running_mean, one[4].running_var]
+    torch.testing.assert_close(buffers[0], torch.cat(running), rtol=1e-4, atol=1e-5)
+    error = task.evaluate(parameters, buffers)[0]
+    one.eval()
+    images, labels = task._eval
+    with torch.no_grad():
+        logits = one(images[:, None]) @ parameters[6][0] + parameters[7][0]
+    wrong = (logits.argmax(-1) != labels).float().mean()
+    assert error == pytest.approx(100.0 * float(wrong), abs=0.3)

@@ -2,8 +2,11 @@
 
 python examples/pipeline.py                              one process holds all layers
 elche run --nproc 4 examples/pipeline.py                 two stages on each of four
+elche run --nproc 4 examples/pipeline.py --replicas 2    two pipelines of two ranks
 elche run --devices cuda:0,cpu examples/pipeline.py      a GPU and the CPU
 """
+
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +61,10 @@ def draw(text, generator):
     return rows[:, :-1], rows[:, 1:]
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--replicas", type=int, default=1, help="each trains on its share")
+replicas = parser.parse_args().replicas
+
 # Factories: a rank builds the layers of its own stages, and no others.
 layers = [
     Embedding,
@@ -67,18 +74,22 @@ layers = [
 corpus = load_corpus(max_chars=400_000)
 generator = torch.Generator().manual_seed(0)
 
-with Pipeline(layers, loss_fn, micro_batches=8, seed=0) as pipe:
+with Pipeline(
+    layers, loss_fn, micro_batches=8 // replicas, seed=0, replicas=replicas
+) as pipe:
+    share = slice(pipe.replica, None, pipe.num_replicas)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for step in range(STEPS):
         x, y = draw(corpus.train, generator)
-        loss = pipe.step(x, y).loss
+        loss = pipe.step(x[share], y[share]).loss
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.zero_grad()
         if pipe.rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss:.4f}")
-    held_out = pipe.evaluate(*draw(corpus.held_out, generator)).loss
+    x, y = draw(corpus.held_out, generator)
+    held_out = pipe.evaluate(x[share], y[share]).loss
     if pipe.rank == 0:
         schedule = pipe.schedule
-        stages = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks"
+        stages = f"{schedule.num_stages} stages on {len(set(schedule.placement))} ranks"
         print(f"{schedule.name}, {stages}: held-out loss {held_out:.4f}")

@@ -32,6 +32,8 @@ class Work:
     micro_batches: int = 4
     samples: int = 11
     steps: int = 2
+    dtype: str = "float64"
+    timeout_s: float = 20
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +91,69 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x))) @ self.first.weight
+
+
+class TiedAround(nn.Module):
+    """One weight for two layers, and another layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Sequence(nn.Module):
+    """A recurrent layer over three steps; what it returns is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return self.cell(torch.stack([x, x.flip(1), 2 * x], 1))[0][:, -1]
+
+
+class Dropped(nn.Module):
+    """Dropout, outside and inside of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class Autocast(nn.Module):
+    """Matrix products in bfloat16, where parameters are float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.down(torch.tanh(self.up(x)))
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.act(x))
 
 
 class Recurrent(nn.Module):
@@ -211,6 +276,15 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "shared": lambda: _around(*(Twice() for _ in range(5))),
     "lstm": lambda: _around(*(Recurrent(nn.LSTM) for _ in range(5))),
     "gru": lambda: _around(*(Recurrent(nn.GRU) for _ in range(5))),
+    "tied-around": lambda: _around(*(TiedAround() for _ in range(5))),
+    "sequence": lambda: _around(*(Sequence() for _ in range(5))),
+    "dropout": lambda: _around(*(Dropped() for _ in range(5))),
+    "autocast": lambda: _around(*(Autocast() for _ in range(5))),
+    "in-place": lambda: [
+        nn.Linear(WIDTH, WIDTH),
+        *(InPlace() for _ in range(6)),
+        nn.Linear(WIDTH, 3),
+    ],
     "checkpoint": lambda: _around(*(Checkpointed(False) for _ in range(5))),
     "reentrant": lambda: _around(*(Checkpointed(True) for _ in range(5))),
     "several": lambda: [
@@ -231,10 +305,30 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     ],
 }
 
+SLOW_MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "compiled": lambda: [_compiled(layer, "aot_eager") for layer in _mlp()],
+    "inductor": lambda: [_compiled(layer, "inductor") for layer in _mlp()],
+}
+OPTIONS: dict[str, dict[str, Any]] = {"dropout": {"seed": 3}}
+
+
+def _compiled(layer: nn.Module, backend: str) -> nn.Module:
+    if backend == "inductor":
+        from torch._inductor import config
+
+        config.compile_threads = 1  # its pool of threads would outlive the test
+    made: nn.Module = torch.compile(layer, backend=backend)  # type: ignore[assignment]
+    return made
+
 
 def layers_for(work: Work) -> list[nn.Module]:
     torch.manual_seed(5)
-    return [layer.double() for layer in MODELS[work.model]()]
+    return [layer.to(dtype_of(work)) for layer in (MODELS | SLOW_MODELS)[work.model]()]
+
+
+def dtype_of(work: Work) -> torch.dtype:
+    found: torch.dtype = getattr(torch, work.dtype)
+    return found
 
 
 def data_for(work: Work, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,22 +339,32 @@ def data_for(work: Work, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(11, (count, 6 - step % 2), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
     x = torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+    x = x.to(dtype_of(work))
     return x, torch.randint(3, (count,), generator=generator)
 
 
 def keywords_for(work: Work, samples: int) -> dict[str, Any]:
     if work.model != "keywords":
         return {}
-    return {"scale": torch.linspace(0.5, 2, samples).double(), "shift": 0.25}
+    scale = torch.linspace(0.5, 2, samples, dtype=dtype_of(work))
+    return {"scale": scale, "shift": 0.25}
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def call(layers: list[nn.Module], value: Any, keywords: dict[str, Any]) -> Any:
-    """What a list of layers means."""
-    for layer in layers:
+def call(
+    layers: list[nn.Module],
+    value: Any,
+    keywords: dict[str, Any],
+    draw: tuple[int, int, int] | None = None,
+) -> Any:
+    """What a list of layers means; `draw` is seed, step and microbatch for dropout."""
+    for number, layer in enumerate(layers):
+        if draw is not None:
+            seed, step, microbatch = draw
+            torch.manual_seed(hash((seed, step, number, microbatch)) % (1 << 63))
         words = keywords if isinstance(layer, Scaled) else {}
         value = layer(*value) if isinstance(value, tuple) else layer(value, **words)
     return value
@@ -272,6 +376,7 @@ def plain(work: Work) -> Trained:
     whole = nn.ModuleList(layers)
     optimizer = _optimizer(list(whole.parameters()))
     losses, norm = [], 0.0
+    seed = OPTIONS.get(work.model, {}).get("seed")
     x = torch.empty(0)
     for step in range(work.steps):
         x, y = data_for(work, step)
@@ -280,13 +385,15 @@ def plain(work: Work) -> Trained:
         total = 0.0
         optimizer.zero_grad()
         begin = 0
-        for part in x.tensor_split(work.micro_batches):
+        for number, part in enumerate(x.tensor_split(work.micro_batches)):
+            draw = None if seed is None else (seed, step, number)
             end = begin + len(part)
             cut = {
                 k: v[begin:end] if isinstance(v, torch.Tensor) else v
                 for k, v in words.items()
             }
-            loss = loss_of(call(layers, part, cut), y[begin:end]) * len(part) / len(x)
+            output = call(layers, part, cut, draw)
+            loss = loss_of(output, y[begin:end]) * len(part) / len(x)
             loss.backward()
             total += loss.item()
             begin = end
@@ -311,7 +418,8 @@ def piped(work: Work) -> Trained:
         loss_of,
         micro_batches=work.micro_batches,
         schedule=work.schedule,
-        timeout_s=20,
+        timeout_s=work.timeout_s,
+        **OPTIONS.get(work.model, {}),
         **work.options,
     ) as pipe:
         optimizer = _optimizer(list(pipe.parameters()))
@@ -335,47 +443,6 @@ def piped(work: Work) -> Trained:
             evaluated = pipe.evaluate(x, y, **keywords_for(work, len(x))).loss
         state = pipe.state_dict(rank=0)
         return Trained(state, losses, gradient, norm, evaluated)
-
-
-def gradients(work: Work) -> dict[str, torch.Tensor | None]:
-    """Of the first batch, in one process."""
-    whole = nn.ModuleList(layers_for(work))
-    x, y = data_for(work, 0)
-    loss_of(call(list(whole), x, {}), y).backward()
-    return {name: one.grad for name, one in whole.named_parameters()}
-
-
-def torch_gradients(work: Work, store: str) -> dict[str, torch.Tensor | None]:
-    """The same from torch's InterleavedZeroBubble, on this rank's two stages."""
-    # Loads much of torch that no other case needs.
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-
-    place = this_place()
-    file = torch.distributed.FileStore(store, place.world_size)
-    torch.distributed.init_process_group(
-        "gloo", store=file, rank=place.rank, world_size=place.world_size
-    )
-    layers = layers_for(work)
-    count = 2 * place.world_size
-    cpu = torch.device("cpu")
-    mine = {
-        stage: nn.Sequential(*layers[2 * stage : 2 * stage + 2])
-        for stage in range(place.rank, count, place.world_size)
-    }
-    stages = [PipelineStage(part, stage, count, cpu) for stage, part in mine.items()]
-    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_of)
-    x, y = data_for(Work(model=work.model, samples=12), 0)
-    schedule.step(
-        *((x,) if place.rank == 0 else ()),
-        target=y if place.rank == place.world_size - 1 else None,
-    )
-    torch.distributed.destroy_process_group()
-    return {
-        f"{2 * stage + int(name.partition('.')[0])}.{name.partition('.')[2]}": one.grad
-        for stage, part in mine.items()
-        for name, one in part.named_parameters()
-    }
 
 
 def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -474,3 +541,52 @@ def _told(pipe: Pipeline, batch: Any, target: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@dataclass
+class Drawn:
+    """Random numbers on one rank.
+
+    Attributes:
+        weights: of its layers as they were built, by the model's names.
+        zeroed: of its dropout layers by name, what they let through in two steps.
+        after: what the script draws afterwards.
+    """
+
+    weights: dict[str, torch.Tensor]
+    zeroed: dict[str, torch.Tensor]
+    after: torch.Tensor
+
+
+def drawn(seed: int | None, replicas: int = 1) -> Drawn:
+    """Builds equal layers, and runs their dropout on ones, in a script that seeds."""
+    torch.manual_seed(0)
+    masks: list[list[torch.Tensor]] = []
+
+    def layer() -> nn.Module:
+        made = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+        masks.append([])
+
+        def keep(_: Any, given: Any, output: torch.Tensor) -> None:
+            masks[number].append((output == 0).detach())
+
+        number = len(masks) - 1
+        made[1].register_forward_hook(keep)
+        return made
+
+    with Pipeline(
+        [layer] * 4,
+        lambda output, target: (output * target).sum(),
+        micro_batches=2,
+        schedule="zb-v",
+        loss_reduction="sum",
+        replicas=replicas,
+        seed=seed,
+        timeout_s=20,
+    ) as pipe:
+        weights = {n: p.detach().clone() for n, p in pipe.named_parameters()}
+        for _ in range(2):
+            pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+        names = [each.name for each in pipe.layers]
+        zeroed = {n: torch.cat(m) for n, m in zip(names, masks, strict=True)}
+        return Drawn(weights, zeroed, torch.rand(8))

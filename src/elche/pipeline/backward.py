@@ -18,7 +18,7 @@ from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.deferred import Site, WeightGradients
 from elche.pipeline.guard import ContributionGuard
 from elche.pipeline.messages import Message
-from elche.pipeline.stage import Deferring, Stage, can_split
+from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
 
 
@@ -75,6 +75,7 @@ class StageBackward:
         self._deferring = Deferring(stage, self._store)
         self._own = stage.own_backward
         self._splits = splits and self._own is None and can_split(stage)
+        self._copies_input = changes_in_place(stage)
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -123,6 +124,9 @@ class StageBackward:
 
         Returns:
             What the last layer returns, for :meth:`keep`.
+
+        Raises:
+            ConfigError: the stage changes its input in place unannounced.
         """
         inputs = [
             tensor.detach().requires_grad_(needed)
@@ -130,14 +134,26 @@ class StageBackward:
         ]
         flight = _Flight(inputs, [], is_split and self._splits)
         self._flights[microbatch] = flight
+        if self._copies_input:
+            inputs = [one.clone() if one.requires_grad else one for one in inputs]
         value = unflatten(given.structure, inputs)
         if self._own is not None:
             self._own.current_microbatch = microbatch
-        if not flight.is_split:
-            return self.stage.run(value, microbatch, keywords)
-        self._store.sites = flight.sites
-        with self._deferring.installed():
-            return self.stage.run(value, microbatch, keywords)
+        try:
+            if not flight.is_split:
+                return self.stage.run(value, microbatch, keywords)
+            self._store.sites = flight.sites
+            with self._deferring.installed():
+                return self.stage.run(value, microbatch, keywords)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise ConfigError(
+                f"a layer of stage {self.stage.index} changes the stage's input (or a "
+                "parameter) in place, which autograd forbids; let its forward begin "
+                "with x = x.clone(), give the module an attribute inplace = True, or "
+                "cut the model elsewhere"
+            ) from error
 
     def keep(self, microbatch: int, value: Any) -> Message:
         """Keeps a forward's outputs for backward; returns the message to pass on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -37,27 +37,26 @@ class LayerList:
     def __len__(self) -> int:
         return len(self.sources)
 
-    def describe(self) -> list[list[Any]]:
-        """What must agree between ranks: names and shapes of what is built."""
-        described: list[list[Any]] = []
-        for name, source in zip(self.names, self.sources, strict=True):
-            held = None
-            if isinstance(source, nn.Module):
-                held = [
-                    [own, list(one.shape), str(one.dtype)]
-                    for own, one in source.state_dict().items()
-                ]
-            described.append([name, held])
-        return described
+    def describe(self) -> list[str]:
+        """What must agree between ranks: names, types and shapes of what is built."""
+        return [
+            f"{name} ({_described(source)})"
+            for name, source in zip(self.names, self.sources, strict=True)
+        ]
 
     def ties(self) -> list[list[tuple[int, str]]]:
-        """Parameters that stand in several layers: (layer, own name) of each use."""
+        """Parameters that stand in several places: (layer, own name) of each use."""
         uses: dict[int, list[tuple[int, str]]] = {}
         for index, source in enumerate(self.sources):
             if isinstance(source, nn.Module):
-                for name, one in source.named_parameters():
+                for name, one in source.named_parameters(remove_duplicate=False):
                     uses.setdefault(id(one), []).append((index, name))
-        return [found for found in uses.values() if len({i for i, _ in found}) > 1]
+        return [found for found in uses.values() if len(found) > 1]
+
+    def is_meta(self, index: int) -> bool:
+        """Whether a layer stands on the meta device."""
+        source = self.sources[index]
+        return isinstance(source, nn.Module) and _is_meta(source)
 
     def build(
         self,
@@ -71,14 +70,39 @@ class LayerList:
         Args:
             indices: which ones.
             device: where.
-            seed: makes every layer the same wherever it is built.
+            seed: makes every layer the same wherever it is built; torch's generators
+                are then left as they were.
             init: initialises a layer that was on the meta device.
 
         Raises:
             ConfigError: a factory makes no module, or a meta layer has no
                 initialisation.
         """
-        return [self._build(index, device, seed, init) for index in indices]
+        if seed is None:
+            return [self._build(index, device, None, init) for index in indices]
+        # Afterwards every rank's script draws the same again, whatever it built.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return [self._build(index, device, seed, init) for index in indices]
+
+    def build_empty(self, index: int, device: torch.device) -> Layer:
+        """Builds a layer that gets its values from elsewhere.
+
+        torch's random numbers stay as they are, and nothing is initialised.
+
+        Args:
+            index: which one.
+            device: where.
+
+        Raises:
+            ConfigError: a factory makes no module.
+        """
+        source, name = self.sources[index], self.names[index]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            if not isinstance(source, nn.Module):
+                source = _made(source, index, device)
+        if _is_meta(source):
+            source.to_empty(device=device)
+        return Layer(name, source.to(device), self.aliases[index])
 
     def _build(
         self,
@@ -91,18 +115,42 @@ class LayerList:
         if seed is not None:
             torch.manual_seed(hash((seed, index)) % (1 << 63))
         if not isinstance(source, nn.Module):
-            with torch.device(device):
-                made = source()
-            if not isinstance(made, nn.Module):
-                raise ConfigError(
-                    f"expected the factory of layer {index} to make an nn.Module, got "
-                    f"{type(made).__name__}"
-                )
+            made = _made(source, index, device)
             return Layer(name, made.to(device), self.aliases[index])
-        if any(one.is_meta for one in (*source.parameters(), *source.buffers())):
+        if _is_meta(source):
             source.to_empty(device=device)
             _initialise(source, index, init)
         return Layer(name, source.to(device), self.aliases[index])
+
+
+def join_ties(
+    ties: Sequence[Sequence[tuple[int, str]]],
+    built: Mapping[int, Layer],
+    newcomers: Collection[int] = (),
+) -> None:
+    """Makes shared parameters one again where a rank has several of their uses.
+
+    Building from the meta device, and moving between ranks, take them apart.
+
+    Args:
+        ties: see `LayerList.ties`.
+        built: this rank's layers by index.
+        newcomers: those that give way to the others.
+    """
+    for uses in ties:
+        here = [
+            (index in newcomers, built[index].module, name)
+            for index, name in uses
+            if index in built
+        ]
+        here.sort(key=lambda each: each[0])
+        if not here:
+            continue
+        _, holder, held = here[0]
+        first = holder.get_parameter(held)
+        for _, module, name in here[1:]:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._parameters[own] = first
 
 
 def layers_of(model: Any, split: Split | None) -> LayerList:
@@ -140,6 +188,33 @@ def layers_of(model: Any, split: Split | None) -> LayerList:
         "expected an nn.Sequential, a list of layers, or a module with split=, got "
         f"{type(model).__name__}; write split=lambda model: [model.first, ...]"
     )
+
+
+def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Module:
+    with torch.device(device):
+        made = factory()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"expected the factory of layer {index} to make an nn.Module, got "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def _described(source: LayerSource) -> str:
+    if not isinstance(source, nn.Module):
+        return "a factory"
+    types = [type(one).__name__ for one in source.modules()]
+    held = [
+        f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+        for name, one in source.state_dict().items()
+        if isinstance(one, torch.Tensor)
+    ]
+    return ", ".join([*types, *held])
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
 
 
 def _split(model: nn.Module, modules: list[nn.Module]) -> LayerList:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ class PipelineConfig:
             are those of the same reduction over the whole batch.
         partition: layers of each stage; None divides them evenly by number.
         stages_per_rank: of schedules that allow several; None takes their usual number.
+        replicas: how many pipelines train the model together, each on equally many
+            consecutive ranks and on batches of its own; or the ranks of each. See
+            `elche.pipeline.replicas`.
         costs: measured costs of the stages, for schedules that depend on them. With
             ``"measure"`` each rank times the layers on its device at the start, and
             partition and schedule are made for these times.
@@ -28,19 +31,30 @@ class PipelineConfig:
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see `elche.pipeline.guard`.
         seed: makes initialisation of layers that are built here, and dropout, the same
-            for every placement; None leaves torch's generators alone.
+            for every placement. None takes what the script gave torch.manual_seed, so
+            does that too where it seeds all ranks alike; in one process it draws as
+            plain torch does. Several ranks leave torch's generators as they were.
         init: initialises a layer that was built on the meta device; None calls
             `reset_parameters` of its modules.
         timeout_s: deadline of waits at the start, in the first steps (which may
             compile), and between steps.
-        patience_factor: later, a wait inside a step may last this many times the
-            longest of the last steps...
-        min_patience_s: ...and at least this long.
+        patience_factor: later, a message may come this many times as late in a step as
+            the plan predicts from measured times (and the longest of the last steps
+            where there is no plan yet)...
+        min_patience_s: ...plus this.
+        replan_every: steps between two looks at the measured times. With the schedule
+            ``"auto"`` a new schedule is made when they have drifted; 0 never does.
+        drift_threshold: by how much a stage's share of a step's time must differ from
+            the plan, 0.25 for a quarter, and twice in a row.
+        auto_repartition: move layers, too, when that is predicted to make a step at
+            least a tenth shorter and is soon won back; needs
+            `Pipeline.register_optimizer`. Otherwise the log suggests it.
     """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
     partition: tuple[int, ...] | None = None
     stages_per_rank: int | None = None
+    replicas: int | Sequence[Sequence[int]] = 1
     costs: PipelineCosts | Literal["measure"] | None = None
     sample: Any = None
     split_backward: bool = True
@@ -48,13 +62,22 @@ class PipelineConfig:
     seed: int | None = None
     init: Callable[[Any], object] | None = None
     timeout_s: float = 300.0
-    patience_factor: float = 10.0
+    patience_factor: float = 4.0
     min_patience_s: float = 5.0
+    replan_every: int = 20
+    drift_threshold: float = 0.25
+    auto_repartition: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(
                 f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}"
+            )
+        counts = isinstance(self.replicas, int)
+        if isinstance(self.replicas, (bool, str)) or (counts and self.replicas < 1):  # type: ignore[operator]
+            raise ConfigError(
+                "expected replicas of at least 1, or the ranks of each replica such as "
+                f"[[0, 1], [2, 3]], got {self.replicas!r}"
             )
         if isinstance(self.costs, str) and self.costs != "measure":
             raise ConfigError(
@@ -69,7 +92,15 @@ class PipelineConfig:
             raise ConfigError(
                 f"expected stages_per_rank of at least 1, got {self.stages_per_rank}"
             )
-        for name in ("timeout_s", "patience_factor", "min_patience_s"):
+        if self.replan_every < 0:
+            raise ConfigError(
+                "expected replan_every of at least 1 step, or 0 for never, got "
+                f"{self.replan_every}"
+            )
+        for name in (
+            *("timeout_s", "patience_factor", "min_patience_s"),
+            "drift_threshold",
+        ):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"expected a positive {name}, got {value!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -22,6 +22,9 @@ from elche.pipeline.executor import (
     failure_of,
 )
 from elche.pipeline.peers import Peers
+from elche.pipeline.replica_groups import ReplicaGroups
+
+OF_ALL_REPLICAS = "the settings"
 
 
 @final
@@ -36,7 +39,7 @@ class Crew:
 
     def __init__(self, rank: int, peers: Peers | None, timeout_s: float) -> None:
         self.peers = peers
-        self._rank = rank
+        self.rank = rank
         self._timeout_s = timeout_s
         if peers is not None:
             _leave_at_exit(peers)
@@ -71,27 +74,42 @@ class Crew:
             what: for people.
 
         Raises:
+            ConfigError: another rank could not; what `make` raises is raised here. The
+                pipeline has ended.
+        """
+        try:
+            return self.agree(make, what)
+        except Exception:
+            self.close()
+            raise
+
+    def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
+        """As `gather`, where the pipeline goes on after an error.
+
+        Raises:
             ConfigError: another rank could not; what `make` raises is raised here.
+            MismatchError: another rank calls another method.
         """
         made, raised, error = None, None, ""
         try:
             made = make()
         except Exception as problem:
             raised, error = problem, f"{type(problem).__name__}: {problem}"
-        told = self.exchange([error, made], what)
-        try:
-            if raised is not None:
-                raise raised
-            for rank, (text, _) in enumerate(told):
-                if text:
-                    raise ConfigError(f"rank {rank} failed in {what}: {text}")
-        except Exception:
-            self.close()
-            raise
-        return [value for _, value in told]
+        told = self.exchange([what, error, made], what)
+        _check_same_call(told, what)
+        if raised is not None:
+            raise raised
+        for rank, (_, text, _) in enumerate(told):
+            if text:
+                raise ConfigError(f"rank {rank} failed in {what}: {text}")
+        return [value for _, _, value in told]
 
-    def build(self, build: Callable[[], Parts]) -> Parts:
+    def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one cannot, or they differ.
+
+        Args:
+            build: builds this rank's part.
+            groups: the replicas; what one of them runs is its own affair.
 
         Raises:
             ConfigError: a rank cannot build its stages.
@@ -113,8 +131,8 @@ class Crew:
             for rank, (text, _) in enumerate(told):
                 if text:
                     raise ConfigError(f"rank {rank} cannot build its stages: {text}")
-            for rank, (_, described) in enumerate(told):
-                _compare(told[0][1], described, rank)
+            for rank in range(len(told)):
+                _compare([one for _, one in told], rank, groups)
         except Exception:
             self.close()
             raise
@@ -123,7 +141,7 @@ class Crew:
 
     def begin(
         self, what: str, samples: int | None, targets: int | None, error: str, form: str
-    ) -> tuple[int, int | None, str]:
+    ) -> list[tuple[int | None, int | None, str]]:
         """All ranks begin the same thing.
 
         Args:
@@ -134,7 +152,7 @@ class Crew:
             form: shapes of the batch, on the rank that reads it.
 
         Returns:
-            Samples of batch and target, and the batch's shapes.
+            What each rank has said: samples of batch and target, and the shapes.
 
         Raises:
             ConfigError: something is wrong on a rank.
@@ -142,23 +160,28 @@ class Crew:
         """
         said = [what, samples, targets, error, form]
         told = self.exchange(said, f"the begin of {what}")
+        _check_same_call(told, what)
         errors = [one[3] for one in told if one[3]]
         if errors:
             raise ConfigError(errors[0])
-        if any(one[0] != what for one in told):
-            calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
-            raise MismatchError(f"ranks call different methods: {calls}")
-        total = next(one[1] for one in told if one[1] is not None)
-        labelled = next((one[2] for one in told if one[2] is not None), None)
-        return total, labelled, next((one[4] for one in told if one[4]), "")
+        return [(one[1], one[2], one[4]) for one in told]
 
     def run(
-        self, carry_out: Callable[[StepInput], StepResults], given: StepInput
-    ) -> tuple[StepResults, list[float]]:
+        self,
+        carry_out: Callable[[StepInput], StepResults],
+        given: StepInput,
+        report: Callable[[], Any] = lambda: None,
+    ) -> tuple[StepResults, list[list[float]], list[Any]]:
         """Carries out a step; every rank then knows whether all ranks could.
 
+        Args:
+            carry_out: does this rank's part.
+            given: for it.
+            report: called after it; what it returns goes to all ranks.
+
         Returns:
-            This rank's results, and the losses of the microbatches.
+            This rank's results, the losses of the microbatches from each rank that has
+            them, and the ranks' reports.
 
         Raises:
             RemoteRankError: another rank failed; what this rank's own work raises is
@@ -167,39 +190,51 @@ class Crew:
         """
         if self.peers is None:
             results = carry_out(given)
-            return results, _losses(results)
-        results, failure, raised = StepResults(), None, None
+            return results, [_losses(results)], [report()]
+        results, failure, raised, said = StepResults(), None, None, None
         with self.ending_on_failure():
             try:
                 results = carry_out(given)
+                said = report()
             except (CommunicationError, RemoteRankError):
                 raise
             except Exception as error:
-                found = failure_of(self._rank, error)
+                found = failure_of(self.rank, error)
                 failure = [found.rank, found.text, found.traceback]
                 raised = error
             told = self.peers.exchange(
-                [failure, _losses(results)], given.timeout_s, "the end of the step"
+                [failure, _losses(results), said],
+                given.timeout_s,
+                "the end of the step",
             )
         if raised is not None and not isinstance(raised, PeerFailedError):
             raise raised
-        for told_failure, _ in told:
+        for told_failure, _, _ in told:
             if told_failure is not None:
                 rank, text, trace = told_failure
                 raise RemoteRankError(f"rank {rank} failed: {text}", rank, trace)
-        return results, next((one[1] for one in told if one[1]), [])
+        return results, [one[1] for one in told], [one[2] for one in told]
 
 
 def _losses(results: StepResults) -> list[float]:
     return [float(results.losses[index]) for index in sorted(results.losses)]
 
 
-def _compare(first: Any, other: Any, rank: int) -> None:
-    for (name, mine), (_, theirs) in zip(first, other, strict=True):
+def _check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
+    if any(one[0] != what for one in told):
+        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
+        raise MismatchError(f"ranks call different methods: {calls}")
+
+
+def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None:
+    own = groups.ranks[groups.replica_of(rank)]
+    for name, theirs in described[rank]:
+        first = 0 if name == OF_ALL_REPLICAS else own[0]
+        mine = dict(described[first]).get(name, "nothing")
         if mine != theirs:
             raise MismatchError(
-                f"ranks disagree about {name}: rank 0 has {mine}, rank {rank} has "
-                f"{theirs}; run the same script with the same settings everywhere"
+                f"ranks disagree about {name}: rank {first} has {mine}, rank {rank} "
+                f"has {theirs}; run the same script with the same settings everywhere"
             )
 
 

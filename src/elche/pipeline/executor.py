@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -51,7 +51,13 @@ class StepInput:
         weights: per microbatch, what its loss counts in the step's loss, loss scale
             included.
         input_gradients: whether the gradients of the inputs are wanted.
-        timeout_s: deadline of each wait.
+        timeout_s: deadline of each wait...
+        arrivals_s: ...but one for these messages, by the receive, may last until
+            `stretch` times so many seconds after the step's begin...
+        stretch: see there.
+        grace_s: ...and so long beyond that, or beyond the wait's own begin.
+        is_timed: whether what the actions take matters: waits for the device after
+            each.
     """
 
     inputs: Sequence[Any] = ()
@@ -60,6 +66,10 @@ class StepInput:
     weights: Sequence[float] = ()
     input_gradients: bool = False
     timeout_s: float = 300.0
+    arrivals_s: Mapping[Action, float] = field(default_factory=dict)
+    stretch: float = 1.0
+    grace_s: float = 0.0
+    is_timed: bool = False
 
 
 @dataclass
@@ -89,6 +99,11 @@ class Executor:
         transport: messages to other ranks; None where one rank holds all stages.
         loss_fn: of output and target; called on the last stage.
         device: where this rank computes.
+
+    Attributes:
+        trace: actions of the last step, with begin and end by time.monotonic().
+        waited_s: the part of each in which it waited for a message.
+        after_stage: called in training with each stage whose gradients are complete.
     """
 
     def __init__(
@@ -113,7 +128,14 @@ class Executor:
             for one in self._actions
             if one.kind is Kind.BACKWARD_INPUT
         }
+        self._through = _stages_through(self._actions)
         self.trace: list[tuple[Action, float, float]] = []
+        self.waited_s: list[float] = []
+        self.after_stage: Callable[[int], None] | None = None
+
+    def finished_at(self, stage: int) -> int:
+        """Place in this rank's list where the gradients of a stage are complete."""
+        return next(at for at, stages in self._through.items() if stage in stages)
 
     def train(self, given: StepInput) -> StepResults:
         """Runs the schedule; gradients are added to the parameters' ``grad``.
@@ -139,7 +161,7 @@ class Executor:
         return run.results
 
     def _carry_out(self, run: _Run, actions: Sequence[Action]) -> None:
-        self.trace = []
+        self.trace, self.waited_s = [], []
         if self._transport is not None:
             self._transport.expect(
                 self.address(one)
@@ -148,12 +170,20 @@ class Executor:
             )
         for position, one in enumerate(actions):
             started_s = time.monotonic()
+            done = position
             try:
                 run.do(one)
+                done += 1
+                if run.given.is_timed and self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                self.trace.append((one, started_s, time.monotonic()))
+                self.waited_s.append(run.take_waited_s())
+                if run.is_training and self.after_stage is not None:
+                    for stage in self._through.get(position, ()):
+                        self.after_stage(stage)
             except Exception as error:
-                self._tell_peers(actions[position:], run, error)
+                self._tell_peers(actions[done:], run, error)
                 raise
-            self.trace.append((one, started_s, time.monotonic()))
         if self._transport is not None:
             self._transport.flush(run.given.timeout_s)
 
@@ -240,6 +270,25 @@ class Executor:
         return Message(moved, value.structure, value.needs_grad)
 
 
+def _stages_through(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """Where the gradients of stages are complete: place in the list to stages.
+
+    That is after the last backward of a stage, and the messages behind it, for which
+    other ranks wait.
+    """
+    last = {
+        one.stage: place
+        for place, one in enumerate(actions)
+        if one.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT)
+    }
+    found: dict[int, list[int]] = {}
+    for stage, place in last.items():
+        while place + 1 < len(actions) and not actions[place + 1].is_compute:
+            place += 1
+        found.setdefault(place, []).append(stage)
+    return found
+
+
 def failure_of(rank: int, error: Exception) -> Failure:
     """What the others are told about an error."""
     if isinstance(error, PeerFailedError):
@@ -256,10 +305,12 @@ class _Run:
         self.given = given
         self.results = StepResults()
         self._owner = owner
-        self._is_training = is_training
+        self.is_training = is_training
         self._outgoing: dict[tuple[int, int, int], Message] = {}
         self._admitted: set[Action] = set()
         self._read: set[Action] = set()
+        self._began_s = time.monotonic()
+        self._waited_s = 0.0
         self._do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -274,6 +325,11 @@ class _Run:
     def do(self, one: Action) -> None:
         """Carries out one action."""
         self._do[one.kind](one)
+
+    def take_waited_s(self) -> float:
+        """Time waited for messages since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def can_tell(self, error: Exception) -> bool:
         """Whether messages still work."""
@@ -291,7 +347,7 @@ class _Run:
         given = self._input(one)
         words = dict(self.given.keywords[microbatch]) if self.given.keywords else {}
         is_last = stage == self._owner.last_stage
-        if self._is_training:
+        if self.is_training:
             split = self._owner.splits(stage, microbatch)
             value = runner.forward(microbatch, given, words, split)
         else:
@@ -300,7 +356,7 @@ class _Run:
             )
         if is_last:
             self._finish(runner, microbatch, value)
-        elif self._is_training:
+        elif self.is_training:
             self._hand_on(one, 0, runner.keep(microbatch, value))
         else:
             tensors, structure = flatten(value, f"the output of stage {stage}")
@@ -309,15 +365,22 @@ class _Run:
 
     def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
         """The last stage: the loss instead of a message."""
-        if not self._is_training:
+        if not self.is_training:
             self.results.outputs[microbatch] = value
             if not self.given.targets:
                 return
         target = self.given.targets[microbatch]
         loss = self._owner.loss(value, target, microbatch)
         self.results.losses[microbatch] = loss.detach()
-        if self._is_training:
-            runner.keep(microbatch, loss)
+        if not self.is_training:
+            return
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"the loss of microbatch {microbatch} depends on no parameter that "
+                "requires a gradient; expected loss_fn to return what it computed from "
+                "the output, not detached, and layers that learn"
+            )
+        runner.keep(microbatch, loss)
 
     def _input(self, one: Action) -> Message:
         if one.stage > 0:
@@ -336,11 +399,23 @@ class _Run:
             return self._outgoing.pop((stage, way, one.microbatch))
         receive = Action(one.stage, kind, one.microbatch)
         address = self._owner.address(receive)
-        message = self._owner.transport.receive(address, self.given.timeout_s)
+        begun_s = time.monotonic()
+        message = self._owner.transport.receive(address, self._left_s(receive))
+        self._waited_s += time.monotonic() - begun_s
         self._read.add(receive)
         if message.failure is not None:
             raise PeerFailedError(message.failure)
         return self._owner.to_device(message)
+
+    def _left_s(self, receive: Action) -> float:
+        """Seconds that a wait for a message may last from now."""
+        given = self.given
+        arrival_s = given.arrivals_s.get(receive)
+        if arrival_s is None:
+            return given.timeout_s
+        due_s = min(given.timeout_s, given.stretch * arrival_s)
+        left_s = self._began_s + due_s - time.monotonic()
+        return max(0.0, left_s) + given.grace_s
 
     def _hand_on(self, one: Action, way: int, message: Message) -> None:
         self._outgoing[one.stage, way, one.microbatch] = message

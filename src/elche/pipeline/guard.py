@@ -30,7 +30,7 @@ class ContributionGuard:
     Args:
         stage: index of the stage, for messages.
         parameters: its parameters by name, those that learn.
-        schedule: name of the schedule, for messages.
+        schedule: name of the schedule, for messages; it may be exchanged.
     """
 
     only_counts = True  # its hooks do not keep a gradient from being deferred
@@ -39,7 +39,7 @@ class ContributionGuard:
         self, stage: int, parameters: dict[str, nn.Parameter], schedule: str
     ) -> None:
         self._stage = stage
-        self._schedule = schedule
+        self.schedule = schedule
         self._names = {id(one): name for name, one in parameters.items()}
         self._parameters = {id(one): one for one in parameters.values()}
         self._seen: Counter[int] | None = None
@@ -161,7 +161,7 @@ class ContributionGuard:
         names = sorted(self._names[key] for key in keys)
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ContributionError(
-            f"stage {self._stage}, schedule {self._schedule}, microbatch {microbatch}: "
+            f"stage {self._stage}, schedule {self.schedule}, microbatch {microbatch}: "
             f"parameter {shown} {what}, expected exactly one; the gradients of this "
             "step are wrong and must not be applied. Zero them; if the stage is not "
             "changed by hooks or wrappers (DistributedDataParallel does not work "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -12,19 +14,26 @@ import torch
 from elche.comm.control_channel import ControlChannel
 from elche.comm.process_group import Group
 from elche.coordination.messages import Failed, Left
-from elche.errors import CommunicationError, RemoteRankError
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    DeadlineError,
+    RemoteRankError,
+)
 from elche.pipeline.executor import failure_of
 from elche.pipeline.messages import Message
-from elche.pipeline.transport import Address, Transport
+from elche.pipeline.transport import LOOK_EVERY_S, Address, Transport
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 
 EXCHANGE_TAG = 1 << 26
 GATHER_TAG = EXCHANGE_TAG + 1
 TIE_TAG = EXCHANGE_TAG + 2
+LAYER_TAG = EXCHANGE_TAG + 4
 _UNBLOCK_TAG = (EXCHANGE_TAG + 3) * 2
 _TELL_S = 1.0
 _LEAVE_S = 5.0
+_DECLINE_S = 30.0
 _BEYOND_S = 60.0
 """gloo's own timeout is beyond every deadline of ours, which know whom to name."""
 _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
@@ -52,16 +61,16 @@ class Peers:
     ) -> None:
         self.rank = placement.rank
         self.world_size = placement.world_size
-        self.transport = Transport(
-            backend,
-            placement.rank,
-            self._check,
-            _Waits(channel, placement.rank, name),
-        )
+        self._waits = _Waits(channel, placement.rank, name)
+        self.transport = Transport(backend, placement.rank, self._check, self._waits)
         self._channel = channel
         self._group = group
         self._backend = backend
+        self._name = name
+        self._listen = placement.listen
         self._closed = False
+        self._subgroups: list[Group] = []
+        self._formed = 0
 
     @staticmethod
     def join(placement: Placement, timeout_s: float) -> Peers:
@@ -88,6 +97,12 @@ class Peers:
             raise
         backend = group.point_to_point
         return Peers(placement, channel, group, backend, f"pipeline/{number}")
+
+    @staticmethod
+    def decline(placement: Placement, error: Exception) -> None:
+        """Meets the others only to end the run: this rank cannot take part."""
+        with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
+            Peers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
         """Gives a value to all ranks, and gets theirs, in rank order.
@@ -150,6 +165,102 @@ class Peers:
         self._expect([address])
         return self.transport.receive(address, timeout_s).tensors
 
+    def form_groups(
+        self, wanted: Sequence[tuple[int, ...]], timeout_s: float
+    ) -> dict[tuple[int, ...], Group]:
+        """Forms groups of some ranks each, for collectives; ends those formed before.
+
+        Args:
+            wanted: the ranks of each, ascending; the same on all ranks.
+            timeout_s: deadline of forming each.
+
+        Returns:
+            Those that this rank is in. They end with the pipeline.
+
+        Raises:
+            CommunicationError: the ranks of one did not come together.
+        """
+        for old in self._subgroups:
+            old.close()
+        self._subgroups = []
+        self._formed += 1
+        groups = {}
+        # In one order on all ranks: forming waits for all ranks of a group.
+        for ranks in sorted(set(wanted)):
+            if self.rank not in ranks:
+                continue
+            named = ",".join(map(str, ranks))
+            groups[ranks] = Group.form(
+                self._channel,
+                ranks.index(self.rank),
+                len(ranks),
+                f"{self._name}/{self._formed}/{named}",
+                self._listen,
+                timeout_s + _BEYOND_S,
+            )
+            self._subgroups.append(groups[ranks])
+        return groups
+
+    def wait(
+        self, work: Any, ranks: Sequence[int], what: str, timeout_s: float
+    ) -> None:
+        """Waits for a collective of some ranks.
+
+        Args:
+            work: of torch.
+            ranks: that take part.
+            what: for messages.
+            timeout_s: deadline.
+
+        Raises:
+            DeadlineError: it is not through in time; names who has not come to it.
+            CommunicationError: a connection has failed.
+            RemoteRankError: the run has ended.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        started_s = time.monotonic()
+        is_long = False
+        while not self._is_through(work, what):
+            waited_s = time.monotonic() - started_s
+            self._check()
+            if waited_s > timeout_s / 2 and not is_long:
+                is_long = True
+                self._waits.begin_all(others, what)
+            if waited_s > timeout_s:
+                raise DeadlineError(
+                    f"rank {self.rank} waited {timeout_s:.1f} s for {what}; "
+                    f"{self._waits.explain_all(others)}"
+                )
+        if is_long:
+            self._waits.end()
+
+    def _is_through(self, work: Any, what: str) -> bool:
+        try:
+            work.wait(timedelta(seconds=LOOK_EVERY_S))
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False  # the moment has passed, nothing else
+            until_s = time.monotonic() + _TELL_S
+            while time.monotonic() < until_s:
+                self._check()  # the reason may be on its way
+                time.sleep(LOOK_EVERY_S)
+            raise CommunicationError(
+                f"rank {self.rank}: {what} failed: {error}; look at the other ranks' "
+                "own output"
+            ) from error
+        return True
+
+    def send_layer(self, rank: int, message: Message, timeout_s: float) -> None:
+        """Sends a layer to one rank, which calls :meth:`receive_layer`."""
+        address = Address(rank, LAYER_TAG, "a layer that moves")
+        self.transport.send(address, message, timeout_s)
+
+    def receive_layer(self, rank: int, timeout_s: float) -> Message:
+        """Receives what a rank has sent with :meth:`send_layer`."""
+        address = Address(rank, LAYER_TAG, "a layer that moves")
+        self._expect([address])
+        return self.transport.receive(address, timeout_s)
+
     def fail(self, error: Exception) -> None:
         """Ends the run for all ranks: messages do not work any more."""
         if not self._closed and not isinstance(error, RemoteRankError):
@@ -181,16 +292,19 @@ class Peers:
         if broken:
             self._unblock()
         self.transport.close()
+        for group in self._subgroups:
+            group.close()
         self._group.close()
         self._backend = None
         self._channel.close()
 
     def _unblock(self) -> None:
         """Makes gloo give up every wait: one that runs out closes all connections."""
-        other = (self.rank + 1) % self.world_size
-        with contextlib.suppress(RuntimeError):
-            work = self._backend.recv([torch.zeros(1)], other, _UNBLOCK_TAG)
-            work.wait(timedelta(milliseconds=1))
+        for group in (self._group, *self._subgroups):
+            other = (group.rank + 1) % group.world_size
+            with contextlib.suppress(RuntimeError):
+                work = group.point_to_point.recv([torch.zeros(1)], other, _UNBLOCK_TAG)
+                work.wait(timedelta(milliseconds=1))
 
     def _expect(self, addresses: list[Address]) -> None:
         self.transport.expect(addresses)
@@ -218,7 +332,11 @@ class _Waits:
 
     def begin(self, rank: int, what: str) -> None:
         """See `LongWaits`."""
-        self._publish(f"{rank} {what}")
+        self.begin_all([rank], what)
+
+    def begin_all(self, ranks: Sequence[int], what: str) -> None:
+        """This rank has waited for half the deadline, for all of these ranks."""
+        self._publish(f"{','.join(map(str, ranks))} {what}")
 
     def end(self) -> None:
         """See `LongWaits`."""
@@ -226,18 +344,31 @@ class _Waits:
 
     def explain(self, rank: int) -> str:
         """See `LongWaits`."""
-        seen = [self._rank]
-        while rank not in seen:
+        return self.explain_all([rank])
+
+    def explain_all(self, ranks: Sequence[int]) -> str:
+        """The deadline has passed, waiting for these ranks: who is to blame."""
+        seen, late = [self._rank], []
+        to_ask = list(ranks)
+        while to_ask:
+            rank = to_ask.pop(0)
+            if rank in seen:
+                continue
             seen.append(rank)
             try:
                 told = self._channel.store_get(self._key(rank), _TELL_S).decode()
             except CommunicationError:
                 told = ""
-            if not told:
-                return f"rank {rank} is late, and waits for nobody"
-            rank = int(told.partition(" ")[0])
-        chain = " and ".join(f"rank {one}" for one in seen)
-        return f"{chain} wait for each other"
+            if told:
+                to_ask += map(int, told.partition(" ")[0].split(","))
+            else:
+                late.append(rank)
+        named = " and ".join(f"rank {one}" for one in late or seen)
+        if not late:
+            return f"{named} wait for each other"
+        if len(late) > 1:
+            return f"{named} are late, and wait for nobody"
+        return f"{named} is late, and waits for nobody"
 
     def _publish(self, text: str) -> None:
         with contextlib.suppress(CommunicationError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
@@ -13,29 +13,41 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.assembly import Parts, assemble
+from elche.pipeline.assembly import (
+    Parts,
+    assemble,
+    build_layers,
+    draw_up,
+)
 from elche.pipeline.backward import SplitProfile, StageBackward
 from elche.pipeline.building import Split, layers_of
+from elche.pipeline.changes import Changes
 from elche.pipeline.config import PipelineConfig, pipeline_config
 from elche.pipeline.crew import Crew
-from elche.pipeline.executor import StepInput
+from elche.pipeline.executor import StepInput, StepResults
 from elche.pipeline.gradients import clip_norm, unscale
+from elche.pipeline.optimizer_state import GivenOptimizers, as_optimizers
 from elche.pipeline.outputs import (
     EvaluationOutput,
     StepOutput,
     joined_gradients,
-    loss_weights,
-    microbatch_sizes,
 )
 from elche.pipeline.patience import Patience
 from elche.pipeline.peers import Peers
 from elche.pipeline.planning import make_plan
 from elche.pipeline.profiling import (
+    LayerMeasurement,
     as_message,
     check_measuring,
+    layer_costs_of,
     plan_measured,
     profile_layers,
 )
+from elche.pipeline.reduction import Reduction
+from elche.pipeline.replanning import Planner
+from elche.pipeline.replica_groups import StepShares
+from elche.pipeline.replicas import Replicas, agree_on_groups
+from elche.pipeline.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.stage import Layer
 from elche.pipeline.state import gather_state, load_state, local_state
 from elche.pipeline.trees import (
@@ -53,13 +65,15 @@ class Pipeline:
     """Trains a model cut into stages, each on the rank that the schedule places it on.
 
     Gradients are those of one process on the whole batch: the mean (or sum) over its
-    samples, whatever the microbatches' sizes. Every rank builds its own stages alone:
+    samples, whatever the microbatches' sizes; with `replicas` on the union of the
+    replicas' batches. Every rank builds its own stages alone:
     give factories, or build the model under ``torch.device("meta")``. After
     :meth:`step` the gradients are in ``grad``; the optimizer is the user's, over
     :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
-    `clip_grad_norm_`, `state_dict`, `close`) on all ranks in the same order.
+    `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in the same
+    order.
 
     Args:
         model: an nn.Sequential, a list of layers or of factories of layers, or any
@@ -91,14 +105,23 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **options: Any,
     ) -> None:
-        self.config = pipeline_config(config, options)
         placement = read_placement()
+        try:
+            self.config = pipeline_config(config, options)
+        except ConfigError as error:
+            if placement.world_size > 1:
+                Peers.decline(placement, error)
+            raise
         self.rank, self.world_size = placement.rank, placement.world_size
         peers = None
         if self.world_size > 1:
             peers = Peers.join(placement, self.config.timeout_s)
         self._crew = Crew(self.rank, peers, self.config.timeout_s)
+        self._groups = agree_on_groups(
+            self.config.replicas, self.rank, self.world_size, self._crew
+        )
         self._steps = 0
+        self._changes: Changes
         self._patience = Patience(
             self.config.timeout_s,
             self.config.patience_factor,
@@ -119,26 +142,41 @@ class Pipeline:
             device = _device(devices, self.rank, self.world_size, placement.device)
             layers = layers_of(model, split)
             wanted = schedule
+            mine = [told[rank] for rank in self._groups.members] if told else []
             if told and isinstance(wanted, str):
                 wanted, self.config = plan_measured(
-                    told, wanted, micro_batches, self.config
+                    mine, wanted, micro_batches, self.config
                 )
-            plan = make_plan(
-                wanted, micro_batches, self.world_size, len(layers), self.config
+            num_ranks = len(self._groups.members)
+            plan = make_plan(wanted, micro_batches, num_ranks, len(layers), self.config)
+            planner = Planner(
+                *(schedule, plan, self.config),
+                layer_costs_of(mine) if told else None,
+                says=self.rank == self._groups.members[0],
             )
+            self._changes = Changes(
+                *(planner, self._groups, self._crew),
+                *(self.config.timeout_s, self.config.auto_repartition),
+            )
+            plan = replace(plan, schedule=self._groups.placed(plan.schedule))
             if not callable(loss_fn):
                 raise ConfigError(
                     "the last stage needs a loss function of (output, target) that "
                     f"returns a scalar, got {loss_fn!r}"
                 )
-            return assemble(layers, plan, loss_fn, device, peers, self.config)
+            given = draw_up(layers, loss_fn, device, self.config)
+            built = build_layers(given, plan, self.rank)
+            return assemble(given, plan, built, peers)
 
-        self._parts = self._crew.build(build)
+        self._parts = self._crew.build(build, self._groups)
         self.schedule = self._parts.plan.schedule
-        self.device = self._parts.device
+        self.device = self._parts.given.device
         if self._parts.tied is not None:
             with self._crew.ending_on_failure():
                 self._parts.tied.make_equal(self.config.timeout_s)
+        self._replicas = Replicas.join(
+            self._groups, self._parts, self._crew, self.config.timeout_s
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +200,16 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this rank has the last stage, and reads the target."""
         return self.schedule.placement[-1] == self.rank
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to."""
+        return self._groups.index
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines that train the model together."""
+        return len(self._groups.ranks)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -211,6 +259,10 @@ class Pipeline:
         """This rank's actions in the last step: begin and end, time.monotonic()."""
         return list(self._parts.executor.trace)
 
+    def reductions(self) -> list[Reduction]:
+        """This rank's sums over the replicas in the last step, as they began."""
+        return self._replicas.reductions
+
     def step(
         self,
         batch: Any = None,
@@ -225,6 +277,7 @@ class Pipeline:
         Args:
             batch: read on the first stage's rank. Tensors whose first dimension is that
                 of the first one are cut along it; other values go to all microbatches.
+                Of several replicas each reads its own, of any size; one may have none.
             target: read on the last stage's rank, cut in the same way.
             input_gradients: whether to return the batch's gradients.
             loss_scale: multiplies all gradients; for float16 (see `unscale_`).
@@ -238,25 +291,47 @@ class Pipeline:
             DeadlineError: a rank is late; the pipeline has ended.
             CommunicationError: a rank is gone; the pipeline has ended.
         """
-        sizes = self._begin("step", batch, target)
-        given = self._input(batch, target, keywords, sizes)
+        self._adopt(self._changes.carry_out(self._parts))
+        shares = self._begin("step", batch, target)
+        if self._steps < COMPARED_STEPS:
+            compare_batches(
+                batch, self.is_first, self.is_last, self._crew, self._groups
+            )
+        given = self._input(batch, target, keywords, shares.mine)
+        is_timed = self._changes.planner.is_due()
         given = replace(
             given,
-            weights=loss_weights(sizes, loss_scale, self.config.loss_reduction),
+            weights=shares.weights(shares.index, loss_scale),
             input_gradients=input_gradients,
+            arrivals_s=self._patience.arrivals_s,
+            stretch=self._patience.stretch,
+            is_timed=is_timed,
         )
-        tied = self._parts.tied
+        # With replicas, shared parameters are summed over all that hold them at once.
+        tied = None if self._groups.are_several else self._parts.tied
         earlier = [] if tied is None else tied.take()
         started_s = time.monotonic()
-        results, losses = self._crew.run(self._parts.executor.train, given)
+        train = self._replicas.training(self._parts.executor.train, shares)
+        results, told, reports = self._crew.run(
+            *(train, given),
+            lambda: self._changes.report(
+                self._parts.executor, is_timed and bool(shares.mine)
+            ),
+        )
         if tied is not None:
             with self._crew.ending_on_failure():
                 tied.sum_gradients(earlier, self.config.timeout_s)
         self._patience.ended(time.monotonic() - started_s)
         self._steps += 1
+        forecast = self._changes.look(reports)
+        if forecast is not None:
+            self._patience.foresee(forecast)
+        losses = self._replicas.losses(told)
+        loss = shares.loss(losses)
+        assert loss is not None, "there is a target"
         return StepOutput(
-            loss=self._reduce(losses, sizes),
-            losses=torch.tensor(losses, dtype=torch.float64),
+            loss=loss,
+            losses=torch.tensor(losses[shares.index], dtype=torch.float64),
             input_gradients=joined_gradients(results) if input_gradients else (),
         )
 
@@ -274,18 +349,22 @@ class Pipeline:
         Raises:
             ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
         """
-        sizes = self._begin("evaluate", batch, target)
-        given = self._input(batch, target, keywords, sizes)
+        shares = self._begin("evaluate", batch, target)
+        given = self._input(batch, target, keywords, shares.mine)
+        self._replicas.average_buffers(self._crew, self.config.timeout_s)
+        carry_out = self._parts.executor.evaluate if shares.mine else _nothing
         modes = self._modes()
         self.train(False)
+        started_s = time.monotonic()
         try:
-            results, losses = self._crew.run(self._parts.executor.evaluate, given)
+            results, told, _ = self._crew.run(carry_out, given)
         finally:
             for module, mode in modes:
                 module.training = mode
+        self._patience.ended(time.monotonic() - started_s)
         outputs = [results.outputs[i] for i in sorted(results.outputs)]
         return EvaluationOutput(
-            loss=self._reduce(losses, sizes) if losses else None,
+            loss=shares.loss(self._replicas.losses(told)),
             outputs=join_batches(outputs) if outputs else None,
         )
 
@@ -298,7 +377,9 @@ class Pipeline:
         Returns:
             The norm before, on every rank.
         """
-        copies = set() if self._parts.tied is None else self._parts.tied.copies
+        copies: Set[int] = self._replicas.copies
+        if self._parts.tied is not None and not self._groups.are_several:
+            copies = self._parts.tied.copies
         return clip_norm(self.parameters(), copies, max_norm, self._crew)
 
     def unscale_(self, loss_scale: float) -> bool:
@@ -319,12 +400,14 @@ class Pipeline:
         Args:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
+        self._replicas.average_buffers(self._crew, self.config.timeout_s)
         return gather_state(
             self.local_state_dict(),
             self._parts.order_of,
             self._crew,
             range(self.world_size) if rank is None else (rank,),
             self.config.timeout_s,
+            lambda to: to in self._groups.members,
         )
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -336,40 +419,137 @@ class Pipeline:
         """
         load_state(self.local_state_dict(), state, self.rank)
 
+    def register_optimizer(self, optimizer: GivenOptimizers) -> None:
+        """Tells the pipeline which optimizer follows when layers move.
+
+        Args:
+            optimizer: over :meth:`parameters`, or a list of several; the same ones
+                with the same groups on every rank. () where nothing is trained.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        self._changes.optimizers = as_optimizers(optimizer)
+
+    def profile_layers(self, sample: Any = None) -> list[list[LayerMeasurement]]:
+        """Times every layer on every rank's device, as it is now; on all ranks.
+
+        What is found replaces the profile that :meth:`repartition` plans from.
+
+        Args:
+            sample: one microbatch of the input, on every rank; None takes the
+                setting's.
+
+        Returns:
+            Of each rank, by layer.
+
+        Raises:
+            ConfigError: there is no sample, or a rank cannot measure.
+        """
+
+        def measure() -> list[list[float]]:
+            given = self.config.sample if sample is None else sample
+            if given is None:
+                raise ConfigError(
+                    "profile_layers needs sample=, one microbatch of the input, on "
+                    "every rank"
+                )
+            layers = self._parts.given.layers
+            return as_message(profile_layers(layers, given, self.device))
+
+        told = self._crew.agree(measure, "profiling the layers")
+        mine = [told[rank] for rank in self._groups.members]
+        self._changes.planner.learn(layer_costs_of(mine))
+        return [[LayerMeasurement(*one) for one in rows] for rows in told]
+
+    def repartition(
+        self,
+        partition: Sequence[int] | None = None,
+        *,
+        placement: Sequence[int] | None = None,
+        optimizer: GivenOptimizers = None,
+    ) -> tuple[int, ...]:
+        """Moves layers between ranks; on all ranks, between two steps.
+
+        Parameters, buffers, gradients, modes and the optimizer's state of the layers
+        that move travel, as tensors; the others stay the objects that they are. A
+        learning rate scheduler goes on as it is: groups of the optimizer stay. Hooks
+        on modules and parameters that move stay behind. Afterwards ask `is_first`,
+        `is_last` and :meth:`parameters` again.
+
+        Args:
+            partition: layers for each place (the stages of the beginning), 0 for one
+                that is to have none. None profiles the layers, where the settings have
+                a sample, and plans anew; then a rank may get none, and the order of
+                ranks may be another.
+            placement: the rank of each place; None leaves them where they are.
+            optimizer: as in :meth:`register_optimizer`; None takes the registered one.
+
+        Returns:
+            Layers of each stage.
+
+        Raises:
+            ConfigError: no such partition, or the optimizer does not hold this rank's
+                parameters, here or on another rank; nothing has changed.
+            MismatchError: ranks ask for different things, or have different groups in
+                their optimizers; nothing has changed.
+            CommunicationError: a rank is gone or late; the pipeline has ended.
+        """
+        if partition is None and self.config.sample is not None:
+            self.profile_layers()
+        self._adopt(
+            self._changes.repartition(self._parts, partition, placement, optimizer)
+        )
+        return self.partition
+
     def close(self) -> None:
         """Ends the connections. Call it on every rank; may be called twice."""
-        for runner in self._parts.stages.values():
-            if runner.guard is not None:
-                runner.guard.detach()
+        self._parts.detach()
         self._crew.close()
 
     def _modes(self) -> list[tuple[nn.Module, bool]]:
         modules = (one for layer in self.layers for one in layer.module.modules())
         return [(module, module.training) for module in modules]
 
-    def _begin(self, what: str, batch: Any, target: Any) -> list[int]:
+    def _adopt(self, parts: Parts | None) -> None:
+        """Another plan runs from now on, if there is one."""
+        if parts is None:
+            return
+        self._parts, self.schedule = parts, parts.plan.schedule
+        self._patience.foresee(None)
+        self._replicas = Replicas.join(
+            self._groups, parts, self._crew, self.config.timeout_s
+        )
+
+    def _begin(self, what: str, batch: Any, target: Any) -> StepShares:
         """All ranks begin the same thing; returns the samples of each microbatch."""
         samples = batch_samples(batch) if self.is_first else None
-        targets = batch_samples(target) if self.is_last else None
-        error = ""
-        if self.is_first and samples is None:
+        targets = None
+        if self.is_last and target is not None:
+            targets = batch_samples(target)
+            targets = -1 if targets is None else targets
+        is_alone = not self._groups.are_several
+        error = self._replicas.late_learner()
+        if self.is_first and samples is None and (is_alone or batch is not None):
             error = (
                 f"{what} needs a batch on rank {self.rank}, which has the first stage: "
                 f"expected a tensor with samples along its first dimension, got "
                 f"{type(batch).__name__}"
             )
-        elif self.is_last and target is None and what == "step":
+        elif self.is_last and target is None and what == "step" and is_alone:
             error = f"step needs a target on rank {self.rank}, which has the last stage"
         shapes: list[str] = []
         if self.is_first:
             map_tensors(batch, lambda tensor: shapes.append(str(list(tensor.shape))))
-        total, labelled, form = self._crew.begin(
+        told = self._crew.begin(
             what, samples, targets, error, " ".join([what, *shapes])
         )
-        self._patience.begin(form)
+        self._patience.begin(" ".join(form for *_, form in told if form))
         for runner in self._parts.stages.values():
             runner.stage.step = self._steps
-        return microbatch_sizes(total, labelled, self.schedule.num_microbatches)
+        return self._replicas.shares(
+            told, self.config.loss_reduction, what != "evaluate"
+        )
 
     def _input(
         self, batch: Any, target: Any, keywords: dict[str, Any], sizes: list[int]
@@ -383,11 +563,12 @@ class Pipeline:
             targets=here(target) if self.is_last and target is not None else (),
             keywords=here(keywords) if keywords else (),
             timeout_s=self._patience.deadline_s,
+            grace_s=self._patience.grace_s,
         )
 
-    def _reduce(self, losses: list[float], sizes: list[int]) -> float:
-        weights = loss_weights(sizes, 1.0, self.config.loss_reduction)
-        return sum(w * loss for w, loss in zip(weights, losses, strict=True))
+
+def _nothing(given: StepInput) -> StepResults:
+    return StepResults()
 
 
 def _device(

@@ -55,8 +55,10 @@ def make_plan(
         ConfigError: schedule, ranks, layers and microbatches do not go together, or
             the schedule deadlocks.
     """
-    if micro_batches < 1:
-        raise ConfigError(f"expected micro_batches of at least 1, got {micro_batches}")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(
+            f"expected micro_batches of at least 1, got {micro_batches!r}"
+        )
     if num_layers < 1:
         raise ConfigError("the model has no layers")
     made = _schedule(schedule, micro_batches, num_ranks, num_layers, config)
@@ -76,6 +78,40 @@ def make_plan(
     return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
 
 
+def plan_placed(
+    schedule: str | Schedule,
+    micro_batches: int,
+    sizes: tuple[int, ...],
+    costs: PipelineCosts,
+) -> PipelinePlan:
+    """The plan of stages whose layers and ranks are decided.
+
+    Args:
+        schedule: a name, or a schedule for them.
+        micro_batches: of one step.
+        sizes: layers of each stage.
+        costs: of the stages, where they stand.
+
+    Raises:
+        ConfigError: the schedule is not defined for them.
+    """
+    if isinstance(schedule, Schedule):
+        made = schedule
+        if made.placement != costs.placement:
+            raise ConfigError(
+                f"schedule {made.name} was given for stages on ranks "
+                f"{list(made.placement)}, and cannot run them on "
+                f"{list(costs.placement)}; give a schedule's name instead"
+            )
+    elif schedule == "auto":
+        made = auto_schedule(costs, micro_batches)
+    else:
+        made = make_schedule(schedule, costs, micro_batches)
+    if costs.num_ranks > 1 and not made.is_lowered:
+        made = lower(made, costs)
+    return PipelinePlan(made, sizes)
+
+
 def known_costs(config: PipelineConfig) -> PipelineCosts | None:
     """The costs that were given, or that have been measured."""
     return None if isinstance(config.costs, str) else config.costs
@@ -90,9 +126,13 @@ def _schedule(
 ) -> Schedule:
     if isinstance(schedule, Schedule):
         return schedule
+    if not isinstance(schedule, str):
+        raise ConfigError(
+            "expected the name of a schedule, the path of a CSV file as text, or a "
+            f"Schedule, got {schedule!r}"
+        )
     if schedule.endswith(".csv"):
-        path = Path(schedule)
-        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+        return _read_csv(Path(schedule))
     costs = known_costs(config)
     if costs is None:
         placement = _placement(schedule, num_ranks, num_layers, config)
@@ -100,6 +140,16 @@ def _schedule(
     if schedule == "auto":
         return auto_schedule(costs, micro_batches)
     return make_schedule(schedule, costs, micro_batches)
+
+
+def _read_csv(path: Path) -> Schedule:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
+    return from_csv(text, path.stem)
 
 
 def _placement(

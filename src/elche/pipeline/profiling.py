@@ -26,6 +26,8 @@ from elche.pipeline.messages import Message
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.trees import flatten, unflatten
 from elche.schedule.actions import Schedule
+from elche.schedule.costs import StageCost
+from elche.schedule.layer_costs import LayerCosts
 from elche.schedule.plan import PlanConfig
 from elche.schedule.planner import plan_pipeline
 from elche.schedule.profile import (
@@ -136,13 +138,11 @@ def plan_measured(
         ConfigError: fewer layers than ranks, or the schedule cannot run.
     """
     by_rank = [[LayerMeasurement(*one) for one in rows] for rows in told]  # type: ignore[arg-type]
-    counts = [len(rows) for rows in by_rank]
-    if len(set(counts)) > 1:
-        raise MismatchError(f"ranks have different numbers of layers: {counts}")
+    _check_counts(by_rank)
     profile = PipelineProfile(
         layers=tuple(
             _layer_profile(index, [rows[index] for rows in by_rank])
-            for index in range(counts[0])
+            for index in range(len(by_rank[0]))
         ),
         devices=tuple(
             DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}")
@@ -173,9 +173,42 @@ def plan_measured(
     return made, replace(config, partition=chosen.partition.sizes, costs=costs)
 
 
+def layer_costs_of(told: Sequence[Sequence[Sequence[float]]]) -> LayerCosts:
+    """What all ranks have measured as costs, in seconds and bytes.
+
+    Args:
+        told: of each rank, its measurements as tuples.
+
+    Raises:
+        MismatchError: ranks have different numbers of layers.
+    """
+    rows = [[LayerMeasurement(*one) for one in each] for each in told]  # type: ignore[arg-type]
+    _check_counts(rows)
+    return LayerCosts(
+        by_rank=tuple(
+            tuple(
+                StageCost(
+                    forward=one.forward_s,
+                    input_gradient=one.input_gradient_s,
+                    weight_gradient=one.weight_gradient_s,
+                    activation=one.activation_bytes,
+                )
+                for one in row
+            )
+            for row in rows
+        )
+    )
+
+
 def as_message(measured: Sequence[LayerMeasurement]) -> list[list[float]]:
     """Measurements as the ranks exchange them."""
     return [list(astuple(one)) for one in measured]
+
+
+def _check_counts(by_rank: Sequence[Sequence[LayerMeasurement]]) -> None:
+    counts = [len(rows) for rows in by_rank]
+    if len(set(counts)) > 1:
+        raise MismatchError(f"ranks have different numbers of layers: {counts}")
 
 
 def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProfile:

@@ -30,6 +30,7 @@ def gather_state(
     crew: Crew,
     ranks: Iterable[int],
     timeout_s: float,
+    of: Callable[[int], bool] = lambda rank: True,
 ) -> dict[str, torch.Tensor]:
     """The whole model's state on the CPU; with all ranks.
 
@@ -39,6 +40,7 @@ def gather_state(
         crew: all ranks.
         ranks: those that need it; the others get an empty dict.
         timeout_s: deadline of each rank's part.
+        of: whether a rank gets this rank's part; others have it from their replica.
     """
     copied = {name: value.detach().to("cpu", copy=True) for name, value in mine.items()}
     if crew.peers is None:
@@ -46,7 +48,8 @@ def gather_state(
     found: dict[str, torch.Tensor] = {}
     with crew.ending_on_failure():
         for rank in ranks:
-            found.update(crew.peers.gather(copied, rank, timeout_s))
+            part = copied if of(rank) else {}
+            found.update(crew.peers.gather(part, rank, timeout_s))
     return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
 
 

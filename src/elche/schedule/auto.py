@@ -60,15 +60,21 @@ def auto_schedule(costs: PipelineCosts, num_microbatches: int) -> Schedule:
 
 
 def auto_placed(
-    times: RankTimes, num_ranks: int, num_microbatches: int, memory: float | None = None
+    times: RankTimes,
+    num_ranks: int,
+    num_microbatches: int,
+    memory: float | None = None,
+    most_stages: int = 2,
 ) -> tuple[Schedule, PipelineCosts]:
-    """The schedule of least makespan over equal ranks, with one or two stages on each.
+    """The schedule of least makespan over equal ranks, with some stages on each.
 
     Args:
         times: of one rank.
         num_ranks: ranks.
         num_microbatches: of one step.
         memory: units that each rank may hold, None without a limit.
+        most_stages: of a rank. Two, in a loop or in V placement, are always tried; more
+            of them leave shorter bubbles, and send more messages.
 
     Returns:
         The schedule and the costs in its placement.
@@ -82,7 +88,10 @@ def auto_placed(
     best: _Search | None = None
     for placement in (
         v_placement(num_ranks),
-        loop_placement(num_ranks, 2),
+        *(
+            loop_placement(num_ranks, each)
+            for each in range(2, max(2, most_stages) + 1)
+        ),
         loop_placement(num_ranks),
     ):
         search = _Search(

@@ -111,15 +111,17 @@ class PipelineCosts:
                 f"expected a time for each of {len(self.stages) - 1} links between "
                 f"stages, got {len(self.links)}"
             )
-        if not all(0 <= time < math.inf for time in self.links):
-            raise ConfigError(f"times of links must be at least 0, got {self.links}")
+        for time in self.links:
+            if not 0 <= time < math.inf:
+                raise ConfigError(f"times of links must be at least 0, got {time}")
         if len(self.memory) not in (0, self.num_ranks):
             raise ConfigError(
                 f"expected a memory limit for each of {self.num_ranks} ranks, got "
                 f"{len(self.memory)}"
             )
-        if not all(limit > 0 for limit in self.memory):
-            raise ConfigError(f"memory limits must be above 0, got {self.memory}")
+        for limit in self.memory:
+            if not limit > 0:
+                raise ConfigError(f"memory limits must be above 0, got {limit}")
 
     @property
     def limits(self) -> tuple[float, ...]:

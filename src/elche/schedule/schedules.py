@@ -74,8 +74,8 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
     Args:
         name: of `FIXED_SCHEDULES`.
         costs: of the stages in the schedule's placement (`placement_for`), with the
-            ranks in any order. The order of
-            actions depends on them only in zb-v, v-half and v-min, whose W fill gaps.
+            ranks in any order. The order of actions depends on them only in zb-v,
+            v-half and v-min, whose W fill gaps.
         num_microbatches: of one step.
 
     Raises:
@@ -98,8 +98,8 @@ def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Sch
         if peak > limit + 1e-9:
             raise ConfigError(
                 f"{name} holds up to {peak:g} units of activations on rank {rank}, "
-                f"above its memory limit of {limit:g}; use auto, v-half or v-min, or "
-                "fewer stages per rank"
+                f"above its memory limit of {limit:g}; use auto, which finds the best "
+                "schedule within the limit, or larger memory or smaller microbatches"
             )
     rows = spread(rows, order, costs.num_ranks)
     return decode(name, rows, costs.placement, num_microbatches)

@@ -1,0 +1,249 @@
+"""Measured times against those a plan was made from, and the schedule that fits them.
+
+What a plan depends on is how times compare between stages and between F, I and W; a
+larger batch makes all of them longer and changes nothing. So drift is measured on
+shares of the step's whole time. A change counts when two observations in a row show it,
+and the plan's times are then replaced by their mean: jitter below the threshold never
+changes a plan, and a change that stays does so once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import final
+
+from elche.errors import ConfigError
+from elche.schedule.actions import COMPUTE_KINDS, Action, Kind, Schedule
+from elche.schedule.auto import auto_schedule
+from elche.schedule.costs import PipelineCosts, StageCost
+from elche.schedule.layer_costs import total_of
+from elche.schedule.timing import Timing, simulate
+
+CONFIRMATIONS = 2
+LEAST_GAIN = 0.02  # of the makespan; less is not worth another order of sums
+_KINDS = (Kind.FORWARD, Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+StageTimes = tuple[float, float, float, float]
+"""Of F, B, I and W, in this order; 0.0 for one that did not run."""
+
+
+def times_of(
+    trace: Sequence[tuple[Action, float, float]], waited: Sequence[float]
+) -> dict[int, StageTimes]:
+    """What the stages of one rank took, by stage: medians over the microbatches.
+
+    A message keeps its rank busy, too; its time counts with the computation before it.
+
+    Args:
+        trace: each action with begin and end.
+        waited: the part of each in which the rank waited for others.
+    """
+    works: list[list[float]] = []
+    keys: list[tuple[int, Kind]] = []
+    for (one, begin, end), wait in zip(trace, waited, strict=True):
+        work = max(0.0, end - begin - wait)
+        if one.kind in COMPUTE_KINDS:
+            keys.append((one.stage, one.kind))
+            works.append([work])
+        elif works:
+            works[-1].append(work)
+    found: dict[tuple[int, Kind], list[float]] = {}
+    for key, parts in zip(keys, works, strict=True):
+        found.setdefault(key, []).append(sum(parts))
+    return {
+        stage: _four([median(found.get((stage, kind), [0.0])) for kind in _KINDS])
+        for stage in sorted({stage for stage, _ in keys})
+    }
+
+
+def measured_costs(
+    planned: PipelineCosts, times: Mapping[int, StageTimes]
+) -> PipelineCosts:
+    """The costs of a plan with measured times in the place of its own.
+
+    Where only B ran, I and W take the shares of it that the plan gives them; where only
+    I and W ran, B takes the plan's share of both. Links keep their proportion to the
+    whole.
+
+    Args:
+        planned: of the same stages, in any unit.
+        times: of all stages.
+
+    Raises:
+        ConfigError: a stage was not measured.
+    """
+    missing = [index for index in range(len(planned.stages)) if index not in times]
+    if missing:
+        raise ConfigError(f"expected times of all stages, got none of {missing}")
+    stages = [_measured(one, times[i]) for i, one in enumerate(planned.stages)]
+    before = sum(map(total_of, planned.stages))
+    factor = sum(map(total_of, stages)) / before if before else 1.0
+    links = tuple(one * factor for one in planned.links)
+    return replace(planned, stages=tuple(stages), links=links)
+
+
+def drift_between(planned: PipelineCosts, measured: PipelineCosts) -> float:
+    """The largest change of a stage's share of the whole, 0.5 for half as much again.
+
+    Args:
+        planned: costs of the stages.
+        measured: of the same stages; the unit may be another.
+    """
+    rows = [_parts(planned), _parts(measured)]
+    totals = [sum(map(sum, one)) for one in rows]
+    if not all(totals):
+        return 0.0
+    worst = 0.0
+    for before, now in zip(*rows, strict=True):
+        whole = sum(before) / totals[0]
+        changes = [
+            b / totals[1] - a / totals[0] for a, b in zip(before, now, strict=True)
+        ]
+        if whole:
+            worst = max(
+                worst, abs(sum(changes)) / whole, *(abs(c) / whole for c in changes)
+            )
+    return worst
+
+
+@final
+class DriftWatch:
+    """Decides when times have drifted so far that the plan should be made anew.
+
+    Args:
+        planned: what the plan was made from.
+        threshold: see `drift_between`.
+    """
+
+    def __init__(self, planned: PipelineCosts, threshold: float) -> None:
+        self.planned = planned
+        self._threshold = threshold
+        self._seen: list[PipelineCosts] = []
+
+    def observe(self, measured: PipelineCosts) -> PipelineCosts | None:
+        """Takes a step's times.
+
+        Args:
+            measured: costs of the same stages.
+
+        Returns:
+            The costs to plan for when they have drifted, and then once; else None.
+        """
+        if drift_between(self.planned, measured) <= self._threshold:
+            self._seen = []
+            return None
+        self._seen.append(measured)
+        if len(self._seen) < CONFIRMATIONS:
+            return None
+        self.planned, self._seen = _mean(self._seen), []
+        return self.planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """A schedule for the same stages on the same ranks.
+
+    Attributes:
+        schedule: compute only; None to keep the one that runs.
+        kept_makespan: predicted, of the one that runs.
+        makespan: predicted, of the one to run.
+    """
+
+    schedule: Schedule | None
+    kept_makespan: float
+    makespan: float
+
+
+def replan(running: Schedule, costs: PipelineCosts) -> Replan:
+    """Looks for a schedule that is shorter than the one that runs.
+
+    Without a limit of its own a rank gets no more activations than it holds now.
+
+    Args:
+        running: compute only or lowered.
+        costs: measured, of its stages.
+    """
+    kept = simulate(running, costs)
+    limits = costs.memory or tuple(max(one, 1e-9) for one in kept.peak_activations)
+    limited = replace(costs, memory=tuple(one * (1 + 1e-9) for one in limits))
+    made = auto_schedule(limited, running.num_microbatches)
+    makespan = simulate(made, costs).makespan
+    if makespan > kept.makespan * (1 - LEAST_GAIN):
+        return Replan(
+            schedule=None, kept_makespan=kept.makespan, makespan=kept.makespan
+        )
+    return Replan(schedule=made, kept_makespan=kept.makespan, makespan=makespan)
+
+
+def arrivals(
+    schedule: Schedule, costs: PipelineCosts
+) -> tuple[dict[Action, float], float]:
+    """When each receive of a lowered schedule has its message, from the step's begin.
+
+    Args:
+        schedule: lowered.
+        costs: of its stages.
+
+    Returns:
+        These times by the receive, and the makespan.
+    """
+    timing: Timing = simulate(schedule, costs)
+    found: dict[Action, float] = {}
+    for row, starts in zip(schedule.actions, timing.action_starts, strict=True):
+        for one, start in zip(row, starts, strict=True):
+            if one.kind is Kind.SEND_F:
+                receive = Action(one.stage + 1, Kind.RECV_F, one.microbatch)
+                found[receive] = start + costs.link(one.stage)
+            elif one.kind is Kind.SEND_B:
+                receive = Action(one.stage - 1, Kind.RECV_B, one.microbatch)
+                found[receive] = start + costs.link(one.stage - 1)
+    return found, timing.makespan
+
+
+def _four(values: Sequence[float]) -> StageTimes:
+    forward, whole, inputs, weights = values
+    return forward, whole, inputs, weights
+
+
+def _measured(planned: StageCost, times: StageTimes) -> StageCost:
+    forward, whole, inputs, weights = times
+    split = planned.input_gradient + planned.weight_gradient
+    share = planned.input_gradient / split if split else 0.5
+    if not inputs and not weights:
+        inputs, weights = whole * share, whole * (1 - share)
+    if not whole and planned.backward is not None:
+        ratio = planned.backward / split if split else 1.0
+        whole = (inputs + weights) * ratio
+    return replace(
+        planned,
+        forward=forward,
+        input_gradient=inputs,
+        weight_gradient=weights,
+        backward=whole or None,
+    )
+
+
+def _parts(costs: PipelineCosts) -> list[tuple[float, float]]:
+    """Of each stage, forward and the rest."""
+    return [(one.forward, total_of(one) - one.forward) for one in costs.stages]
+
+
+def _mean(seen: Sequence[PipelineCosts]) -> PipelineCosts:
+    def mean(values: Sequence[float | None]) -> float | None:
+        there = [one for one in values if one is not None]
+        return fmean(there) if there else None
+
+    stages = [
+        replace(
+            each[0],
+            forward=fmean(one.forward for one in each),
+            input_gradient=fmean(one.input_gradient for one in each),
+            weight_gradient=fmean(one.weight_gradient for one in each),
+            backward=mean([one.backward for one in each]),
+        )
+        for each in zip(*(one.stages for one in seen), strict=True)
+    ]
+    links = tuple(map(fmean, zip(*(one.links for one in seen), strict=True)))
+    return replace(seen[0], stages=tuple(stages), links=links)

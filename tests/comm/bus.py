@@ -52,6 +52,9 @@ class Member:
         self.world_size = bus.world_size
         self.begun = 0
 
+    def hosts(self) -> tuple[str, ...]:
+        return ()
+
     def all_reduce_async(self, tensor: torch.Tensor) -> Collective:
         if self.begun == len(self.bus.collectives):
             self.bus.collectives.append(Collective())

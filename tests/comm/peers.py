@@ -51,6 +51,7 @@ class Peer:
         self.wire = wire
         self.rank = rank
         self.world_size = wire.world_size
+        self.ranks = range(wire.world_size)
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         work = Work(memory)

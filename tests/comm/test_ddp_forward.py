@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Categorical
 
-from elche.comm.ddp_forward import on_backward, samples_in, tensors_in, unused_of
+from elche.comm.ddp_forward import (
+    on_backward,
+    outputs_in,
+    samples_in,
+    tensors_in,
+    unused_of,
+)
 
 
 @dataclass
@@ -24,6 +31,24 @@ def test_tensors_are_found_in_nested_outputs() -> None:
     assert [t.numel() for t in tensors_in(nested)] == [1, 2, 3]
 
 
+def test_outputs_are_found_in_objects_too() -> None:
+    class Held:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+            self.me = self
+            self.layer = nn.Linear(1, 1)
+
+    a, b = torch.zeros(1), torch.zeros(2)
+    output = [Categorical(logits=torch.zeros(3)), (Held(a), {"b": b}), "text", 3]
+    assert {3, 1, 2} == {t.numel() for t in outputs_in(output)}
+    assert [t.numel() for t in tensors_in(output)] == [2]
+
+
+PACKED = nn.utils.rnn.pack_padded_sequence(
+    torch.zeros(3, 5, 2), torch.tensor([5, 2, 1]), batch_first=True
+)
+
+
 @pytest.mark.parametrize(
     ("inputs", "dim", "samples"),
     [
@@ -31,6 +56,8 @@ def test_tensors_are_found_in_nested_outputs() -> None:
         (((torch.zeros(4, 2),), {}), 1, 2.0),
         (((torch.tensor(1.0),), {"x": torch.zeros(5, 2)}), 0, 5.0),
         ((("text",), {}), 0, 1.0),
+        ((("text", PACKED), {}), 0, 3.0),
+        (((), {"x": [torch.zeros(4, 2)]}), 0, 4.0),
     ],
 )
 def test_samples_are_counted_along_the_dimension(

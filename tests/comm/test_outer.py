@@ -16,19 +16,21 @@ from tests.comm.plans import plan
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.floats(0.1, 2.0),
     st.floats(0.0, 0.95),
+    st.sampled_from(["nesterov", "slowmo"]),
 )
-def test_nesterov_is_sgd_along_the_drift(
-    parts: list[int], lr: float, momentum: float
+def test_momentum_is_sgd_along_the_drift(
+    parts: list[int], lr: float, momentum: float, kind: str
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     base = torch.randn(sum(parts), dtype=torch.float64, generator=generator)
     reference = base.clone()
     if momentum:
-        sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=True)
+        nesterov = kind == "nesterov"
+        sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=nesterov)
     else:
         sgd = torch.optim.SGD([reference], lr=lr)
     outer = OuterOptimizer(base)
-    rule = OuterStep("nesterov", lr, momentum)
+    rule = OuterStep(kind, lr, momentum)
     for _ in range(4):
         drift = torch.randn(len(base), dtype=torch.float64, generator=generator)
         reference.grad = drift.clone()
@@ -41,6 +43,34 @@ def test_nesterov_is_sgd_along_the_drift(
             torch.testing.assert_close(moved, before - lr * part)
             start += len(part)
     torch.testing.assert_close(base, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "slowmo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_momentum_and_at_rate_one_it_is_the_average(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """To the bit, whatever was averaged before."""
+    generator = torch.Generator().manual_seed(2)
+    base = torch.randn(1000, dtype=dtype, generator=generator)
+    outer, plain = OuterOptimizer(base.clone()), OuterOptimizer(base.clone())
+    for _ in range(3):
+        drift = torch.randn(1000, dtype=dtype, generator=generator)
+        outer.step(0, drift.clone(), OuterStep(kind, 1.0, 0.0))
+        plain.step(0, drift.clone(), OuterStep("average", 1.0, 0.5))
+        assert torch.equal(outer._base, plain._base)
+    assert not torch.equal(outer._base, base)
+
+
+def test_slowmo_over_three_windows_in_closed_form() -> None:
+    """u is 4, then 2 + 6 = 8, then 4 − 2 = 2; the rate is 3/4."""
+    base = torch.tensor([100.0])
+    outer, rule = OuterOptimizer(base), OuterStep("slowmo", 0.75, 0.5)
+    found = []
+    for drift in (4.0, 6.0, -2.0):
+        outer.step(0, torch.tensor([drift]), rule)
+        found.append(float(base))
+    assert found == [97.0, 91.0, 89.5]
 
 
 def test_average_leaves_the_momentum_alone() -> None:

@@ -183,17 +183,54 @@ def test_a_count_that_comes_meanwhile_is_told_in_the_next_window() -> None:
     assert [each.changed() for each in held] == [(), (COUNT,)]
 
 
-def test_nobody_trained_and_nothing_is_overwritten() -> None:
-    # Once: the mean over no rank was zero, and a running variance with it.
+@pytest.mark.parametrize("travelled", [False, True])
+def test_after_a_window_that_counts_nowhere_all_is_as_before(travelled: bool) -> None:
+    # Once: statistics of rejected batches, which may be no numbers, stayed for good;
+    # and before, the mean over no rank was zero, and a running variance with it.
     models, held = ranks(2)
     for model in models:
         model.mean.fill_(3.0)
+        model.phase.fill_(complex(1, 2))
+    if travelled:
+        for each in held:
+            each.take()
+        begin(held, [True, True])
+        finish(held)
+    else:
+        for each in held:
+            each.rebase()
+    models[0].mean.fill_(float("nan"))
+    models[1].mean.fill_(5.0)
+    models[1].phase.fill_(complex(float("inf"), 0))
     for each in held:
         each.take()
     begin(held, [False, False])
     finish(held)
-    assert [model.mean[0, 0].item() for model in models] == [3.0, 3.0]
-    assert [each.changed() for each in held] == [(MEAN,), (MEAN,)]
+    for model in models:
+        assert model.mean.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+        assert model.phase.tolist() == [1 + 2j]
+    assert [each.changed() for each in held] == [(), ()]
+
+
+def test_a_large_buffer_is_kept_from_its_first_travel_on() -> None:
+    class Large(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(70_000))
+
+    model = Large()
+    held = WindowBuffers(model, Bus(1).group(0))
+    model.table.fill_(float("nan"))
+    held.average(plan(weight=0.0, active_ranks=0, buffers=(0,)))
+    assert bool(model.table.isnan().all())
+    assert held.changed() == (0,)
+    for value, weight, expected in [(1.0, 1.0, 1.0), (float("inf"), 0.0, 1.0)]:
+        model.table.fill_(value)
+        held.average(plan(weight=weight, active_ranks=int(weight), buffers=(0,)))
+        assert model.table[0].item() == expected
+        assert held.changed() == ()
 
 
 def test_a_rank_of_weight_zero_counts_nothing_and_sends_no_nan() -> None:

@@ -137,6 +137,11 @@ def simulate(script: Script) -> list[Seen]:
     base = [_wide(p) for p in trainable(models[0])]
     momentum = [torch.zeros_like(p) for p in base]
     counts = {n: b.clone() for n, b in models[0].named_buffers() if _is_count(b)}
+    floats = {
+        name: buffer.to(torch.float64, copy=True)
+        for name, buffer in models[0].named_buffers()
+        if not _is_count(buffer)
+    }
     for window, weights in enumerate(script.weights):
         for rank in ranks:
             begun = script.lag_of(rank, window - 1) if window else 0
@@ -153,12 +158,14 @@ def simulate(script: Script) -> list[Seen]:
             for total, old, own in zip(drift, base, snaps[rank], strict=True):
                 total += weights[rank] * (old - own)
         mean = [old - moved for old, moved in zip(base, drift, strict=True)]
+        momentum = [
+            script.momentum * m + d for m, d in zip(momentum, drift, strict=True)
+        ]
         if script.outer == "average":
             new = mean
+        elif script.outer == "slowmo":
+            new = [old - 0.7 * m for old, m in zip(base, momentum, strict=True)]
         else:
-            momentum = [
-                script.momentum * m + d for m, d in zip(momentum, drift, strict=True)
-            ]
             new = [
                 old - 0.7 * (d + script.momentum * m)
                 for old, d, m in zip(base, drift, momentum, strict=True)
@@ -171,7 +178,7 @@ def simulate(script: Script) -> list[Seen]:
             )
             seen[rank].norms.append(norm)
             _correct(trainable(models[rank]), new, snaps[rank])
-        _settle_buffers(models, held, counts, weights)
+        _settle_buffers(models, held, counts, floats, weights)
         base = new
     for rank in ranks:
         seen[rank].state = state_of(models[rank])
@@ -191,6 +198,7 @@ def _settle_buffers(
     models: list[nn.Module],
     held: list[dict[str, torch.Tensor]],
     counts: dict[str, torch.Tensor],
+    floats: dict[str, torch.Tensor],
     weights: Sequence[float],
 ) -> None:
     active = [rank for rank, weight in enumerate(weights) if weight > 0]
@@ -204,10 +212,12 @@ def _settle_buffers(
                 buffer = model.get_buffer(name)
                 buffer.copy_(after + buffer - held[rank][name])
             counts[name] = after
-        elif active:
-            mean = sum(held[rank][name].double() for rank in active) / len(active)
+        else:
+            if active:
+                total = sum((held[rank][name].double() for rank in active), start=0)
+                floats[name] = total / len(active)
             for model in models:
-                model.get_buffer(name).copy_(mean)
+                model.get_buffer(name).copy_(floats[name])
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:

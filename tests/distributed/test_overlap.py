@@ -41,6 +41,7 @@ THREE = Script(
 SCRIPTS = {
     "average": Script(),
     "nesterov": Script(outer="nesterov", momentum=0.9),
+    "slowmo": Script(outer="slowmo", momentum=0.6),
     "tied": Script(model="tied", outer="nesterov"),
     "frozen": Script(model="frozen"),
     "half": Script(model="half"),
@@ -84,7 +85,7 @@ def test_overlapped_averaging_keeps_the_steps_taken_meanwhile(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("outer", ["average", "nesterov", "slowmo"])
 def test_ranks_without_work_send_nothing_and_stay_with_the_others(
     ranks3: RankPool, transport: str, outer: str
 ) -> None:

@@ -7,23 +7,32 @@ until all of them are there, this rank's parameters, state and buffers and θ_k 
 untouched, so a reduction that fails can be redone (:meth:`Averager.connect`) or
 replaced by another rank's result.
 
+With ``fragments`` a window synchronises one part of the parameters, in turn
+(`fragments`); buffers travel every time.
+
 Cost: two model copies (θ_k and the message), one more for an outer momentum, one per
 averaged state tensor; from a CUDA device one more here and one there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from elche.comm.averager_state import VERSION, check_alike, misfit_of
+from elche.comm.fragments import fragments_of
 from elche.comm.optimizer_state import OptimizerStateAverager
 from elche.comm.outer import OuterStep
 from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
 from elche.comm.process_group import Group
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
+from elche.errors import ProtocolError
 
 WHAT = "averaging parameters"
 
@@ -38,6 +47,8 @@ class Averager:
         group: the process group.
         reset_state: forget the optimizer's state at every synchronisation.
         codec: how parameters travel; see :func:`open_coded_exchange`.
+        fragments: in how many of them the parameters are synchronised in turn; see
+            `fragments`.
     """
 
     is_overlapped = False
@@ -51,8 +62,11 @@ class Averager:
         *,
         reset_state: bool = False,
         codec: str = "fp32",
+        fragments: int = 1,
     ) -> None:
         self._codec = codec
+        self._num_fragments = fragments
+        self._fragments: list[list[ParameterGroup]] = []
         self._parameters = list(parameters)
         self._optimizer = optimizer
         self._group = group
@@ -69,10 +83,18 @@ class Averager:
 
     @torch.no_grad()
     def build(self) -> None:
-        """Takes the present parameters as the common ones; with all ranks."""
-        self._groups = ParameterGroup.by_dtype(
-            self._parameters, is_overlapped=self.is_overlapped, codec=self._codec
-        )
+        """Takes the present parameters as the common ones; with all ranks.
+
+        Raises:
+            ConfigError: there are fewer parameters than fragments.
+        """
+        self._fragments = [
+            ParameterGroup.by_dtype(
+                some, is_overlapped=self.is_overlapped, codec=self._codec
+            )
+            for some in fragments_of(self._parameters, self._num_fragments)
+        ]
+        self._groups = [group for some in self._fragments for group in some]
         self.connect(self._group)
         self.rebase()
 
@@ -96,6 +118,51 @@ class Averager:
             group.rebase()
         self._buffers.rebase()
 
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank's committed state holds beside model and optimizer; copies.
+
+        Of each group of parameters the outer momentum, this rank's residual of a codec,
+        and the common parameters where those trained are of less precision. Only
+        tensors, numbers, strings, lists and None. It belongs to the model as it is now:
+        all ranks hold the common one, and have taken no step since.
+
+        Raises:
+            ProtocolError: this rank's parameters are not the common ones.
+        """
+        if any(group.has_moved for group in self._groups):
+            raise ProtocolError(
+                "the parameters have moved since the last synchronisation; expected "
+                "state_dict() at a drained one, where an epoch ends"
+            )
+        return {
+            "version": VERSION,
+            "groups": [group.state_dict() for group in self._groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; with all ranks, each with its own.
+
+        The model is to hold what it held then. Ranks that were not there take a state
+        of another one with ``residual`` None; one of another world size or codec is
+        carried over (:meth:`CodedExchange.load_state_dict`).
+
+        Raises:
+            MismatchError: a rank's state does not fit its parameters, or ranks differ
+                in what must be equal; nothing has changed on any of them.
+            ProtocolError: a reduction is under way.
+        """
+        problem = misfit_of(state, [group.layout for group in self._groups])
+        if not problem:
+            for group, saved in zip(self._groups, state["groups"], strict=True):
+                if not group.is_common(saved["base"]):
+                    problem = "the model does not hold what it held then; load it first"
+        check_alike(self._group, state, problem)
+        self.rebase()
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.load_state_dict(saved)
+
     def state_layout(self) -> str:
         """Names what of the optimizer's state can be averaged; "" if it has none yet.
 
@@ -107,40 +174,91 @@ class Averager:
         """Indices of buffers that were written since they were last averaged."""
         return self._buffers.changed()
 
-    def _wait(self) -> None:
+    def _turn_of(self, plan: Reduce) -> list[ParameterGroup]:
+        """What a reduction synchronises: all, or one fragment.
+
+        Raises:
+            ProtocolError: there is no such fragment.
+        """
+        if plan.fragment is None:
+            return self._groups
+        if not 0 <= plan.fragment < len(self._fragments):
+            raise ProtocolError(
+                f"window {plan.window}: expected one of {len(self._fragments)} "
+                f"fragments, got {plan.fragment}"
+            )
+        return self._fragments[plan.fragment]
+
+    def _wait(self, groups: Sequence[ParameterGroup]) -> None:
         """Waits for all that was begun; nothing has been written before."""
-        for group in self._groups:
+        for group in groups:
             group.exchange.wait(WHAT)
         self._state.wait()
         self._buffers.wait()
 
-    def _end(self, spread: Spread, weight: float) -> SyncResult:
+    def _end(
+        self, groups: Sequence[ParameterGroup], spread: Spread, weight: float
+    ) -> SyncResult:
         """What remains when parameters and state are written."""
         self._buffers.apply()
         if self._reset_state:
-            self._optimizer.state.clear()
-        return spread.result(weight)
+            for group in groups:
+                for parameter in group.tensors:
+                    self._optimizer.state.pop(parameter, None)
+        result = spread.result(weight)
+        if len(groups) == len(self._groups):
+            return result
+        total = sum(group.squared_norm for group in self._groups)
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        return replace(result, parameter_norm=norm)
+
+    def _restore_others(self, groups: Sequence[ParameterGroup]) -> None:
+        """Of a rank that went astray, what was not synchronised is as it was."""
+        for group in self._groups:
+            if group not in groups:
+                group.restore()
 
 
 class ParameterAverager(Averager):
     """Averages at once, and waits for it (``cadence``)."""
 
     @torch.no_grad()
-    def synchronise(self, plan: Reduce) -> SyncResult:
+    def synchronise(
+        self,
+        plan: Reduce,
+        weights: Sequence[float] | None = None,
+        *,
+        is_finite: bool = True,
+    ) -> SyncResult:
         """Carries out a reduction with all ranks; afterwards all hold the same.
+
+        Args:
+            plan: the reduction, of all parameters or one fragment.
+            weights: of this rank's drift in each fragment, relative to the others';
+                None for the plan's weight.
+            is_finite: this rank's parameters are all numbers. If not, it weighs nothing
+                and loses what it has drifted in any fragment.
 
         Raises:
             CommunicationError: it failed; nothing has changed on this rank.
+            ProtocolError: there is no such fragment.
         """
-        rule, spread = OuterStep.of(plan), Spread()
+        rule, spread, groups = OuterStep.of(plan), Spread(), self._turn_of(plan)
         self._buffers.take()
-        for group in self._groups:
-            group.send(plan.weight)
+        sent = 0.0
+        for index, some in enumerate(self._fragments):
+            weight = plan.weight if weights is None else weights[index]
+            for group in some:
+                if group in groups:
+                    sent = max(sent, weight if is_finite else 0.0)
+                    group.send(weight if is_finite else 0.0)
         if plan.include_state:
             self._state.begin(plan.weight)
         self._buffers.begin(plan)
-        self._wait()
-        for group in self._groups:
+        self._wait(groups)
+        for group in groups:
             group.replace(rule, spread)
         self._state.apply()
-        return self._end(spread, plan.weight)
+        if not is_finite:
+            self._restore_others(groups)
+        return self._end(groups, spread, sent)

@@ -6,6 +6,7 @@ order on every rank, as collectives must: a rank may answer a message whenever i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary
@@ -20,6 +21,8 @@ class Peers(Protocol):
 
     rank: int
     world_size: int
+    ranks: Sequence[int]
+    """What the whole group calls them, for messages to people."""
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         """Begins to send; the memory is needed until it has been waited for."""
@@ -57,6 +60,7 @@ class GroupPeers:
         self._pending = _pending.setdefault(group, set())
         self.rank = group.rank
         self.world_size = group.world_size
+        self.ranks: Sequence[int] = range(group.world_size)
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         """See :meth:`Peers.send_async`.

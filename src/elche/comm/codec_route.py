@@ -28,7 +28,7 @@ class Transfer:
     """A message under way.
 
     Attributes:
-        peer: the rank at the other end.
+        peer: the rank at the other end, as the whole group counts it.
         message: what travels.
         work: what is waited for.
     """
@@ -49,9 +49,11 @@ class Route(ABC):
 
     Attributes:
         own: the elements that this rank owns.
+        ranks: whose contributions this rank's messages carry: its own, or its host's.
         total: what all ranks weigh, when the sum is there; NaN if it is not finite.
-        sent_bytes: sent so far.
     """
+
+    ranks = 1
 
     def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
         self._peers = peers
@@ -65,7 +67,17 @@ class Route(ABC):
         self._scratch = torch.empty(2, CHUNK_ELEMENTS)
         self.own = range(0)
         self.total = 0.0
-        self.sent_bytes = 0
+        self._sent_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Sent so far."""
+        return self._sent_bytes
+
+    @property
+    def remote_bytes(self) -> int:
+        """Of them, those to other hosts; all where each rank counts as a host."""
+        return self._sent_bytes
 
     @abstractmethod
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
@@ -179,13 +191,13 @@ class Route(ABC):
 
     def _send(self, to: int, message: CodedMessage, kind: int) -> Transfer:
         work = self._peers.send_async(message.memory, to, self._tag + kind)
-        self.sent_bytes += message.memory.numel()
-        return Transfer(to, message, work)
+        self._sent_bytes += message.memory.numel()
+        return Transfer(self._peers.ranks[to], message, work)
 
     def _receive(self, source: int, message: CodedMessage, kind: int) -> Transfer:
         message.clear()
         work = self._peers.receive_async(message.memory, source, self._tag + kind)
-        return Transfer(source, message, work)
+        return Transfer(self._peers.ranks[source], message, work)
 
     def _have_come(self, arrivals: Iterable[Transfer]) -> bool:
         return all(each.message.number != 0 for each in arrivals)

@@ -15,7 +15,9 @@ Memory: a message per side, a residual, and what travels
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, final
 
@@ -26,12 +28,14 @@ from elche.comm.codec_message import chunks_of
 from elche.comm.codec_peers import GroupPeers, Peers
 from elche.comm.codec_routes import route_over
 from elche.comm.exchange import Exchange, open_exchange
+from elche.comm.host_routes import host_route, spans_hosts
 from elche.comm.process_group import Group
 from elche.comm.shared_memory import Members
 from elche.errors import CommunicationError, ElcheError, MismatchError, ProtocolError
 
 TAGS_PER_EXCHANGE = 2
 _openings = itertools.count()
+_log = logging.getLogger(__name__)
 
 
 class _Phase(Enum):
@@ -62,12 +66,20 @@ class CodedExchange(Exchange):
         numel: elements of a message, its weight included.
         sides: independent contributions.
         tag: of its transfers; two belong to it, the same on all ranks.
+        hosts: names of the ranks' hosts, if they are known; ranks that share one are
+            summed there first.
     """
 
     keeps_contribution = True
 
     def __init__(
-        self, peers: Peers, codec: Codec, numel: int, sides: int = 1, tag: int = 0
+        self,
+        peers: Peers,
+        codec: Codec,
+        numel: int,
+        sides: int = 1,
+        tag: int = 0,
+        hosts: Sequence[str] = (),
     ) -> None:
         super().__init__(sides)
         self._peers = peers
@@ -76,7 +88,11 @@ class CodedExchange(Exchange):
         self._contributions = [torch.zeros(numel) for _ in range(sides)]
         self._results: list[torch.Tensor | None] = [None] * sides
         self._residual = torch.zeros(self._values)
-        self._route = route_over(peers, codec, self._values, tag)
+        self._route = (
+            host_route(peers, codec, self._values, tag, hosts)
+            if spans_hosts(hosts)
+            else route_over(peers, codec, self._values, tag)
+        )
         self._scratch = torch.empty(codec.block)
         self._phase = _Phase.IDLE
         self._side = 0
@@ -87,6 +103,11 @@ class CodedExchange(Exchange):
     def sent_bytes(self) -> int:
         """What this rank has sent, without what the transport adds."""
         return self._route.sent_bytes
+
+    @property
+    def remote_bytes(self) -> int:
+        """Of :attr:`sent_bytes`, those to other hosts; all if hosts are not known."""
+        return self._route.remote_bytes
 
     @property
     def extra_bytes(self) -> int:
@@ -231,6 +252,7 @@ class CodedExchange(Exchange):
             "residual": self._residual.clone(),
             "own": (own.start, own.stop),
             "world_size": self._peers.world_size,
+            "ranks": self._route.ranks,
         }
 
     @torch.no_grad()
@@ -253,11 +275,17 @@ class CodedExchange(Exchange):
                 f"{list(residual.shape)}; it belongs to other parameters"
             )
         self._residual.copy_(residual)
+        own, ranks = self._route.own, self._route.ranks
+        now = (own.start, own.stop, self._peers.world_size, ranks)
         begin, end = state["own"]
-        own, ranks = self._route.own, self._peers.world_size
-        if (begin, end, state["world_size"]) != (own.start, own.stop, ranks):
-            self._residual[begin:end].mul_(state["world_size"])
-            self._residual[own.start : own.stop].div_(ranks)
+        if (begin, end, state["world_size"], state["ranks"]) != now:
+            # From units of what was sent to those of one rank, and back.
+            scale = torch.full_like(self._residual, float(state["ranks"]))
+            scale[begin:end] = float(state["world_size"])
+            self._residual.mul_(scale)
+            scale.fill_(1.0 / ranks)
+            scale[own.start : own.stop] = 1.0 / self._peers.world_size
+            self._residual.mul_(scale)
 
     def _step(self, what: str) -> None:
         self._route.advance(what)
@@ -303,7 +331,10 @@ def open_coded_exchange(
     """Makes an exchange whose messages travel encoded, together with all ranks.
 
     A plain one (:func:`open_exchange`) where encoding is not wanted or not possible:
-    for ``"fp32"``, for elements that are not float32, and for one rank.
+    for elements that are not float32, for one rank, and for ``"fp32"``, unless the
+    ranks are on several hosts and some of them share one: then float32 elements too are
+    summed inside the hosts first (`host_routes`), and only what travels between hosts
+    is encoded.
 
     Args:
         group: the process group.
@@ -317,11 +348,21 @@ def open_coded_exchange(
         MismatchError: the ranks ask for different ones.
     """
     chosen = codec_named(codec)
-    if codec == "fp32" or dtype != torch.float32 or group.world_size == 1:
+    may_code = dtype == torch.float32 and group.world_size > 1
+    hosts = group.hosts() if may_code else ()
+    if not may_code or (codec == "fp32" and not spans_hosts(hosts)):
         return open_exchange(group, numel, dtype, torch.device("cpu"), sides)
     opening = _agree(group, chosen, numel)
     tag = TAGS_PER_EXCHANGE * opening
-    return CodedExchange(GroupPeers(group), chosen, numel, sides, tag)
+    if spans_hosts(hosts) and group.rank == 0:
+        _log.info(
+            "%d ranks on %d hosts: sums are formed inside the hosts first, and "
+            "travel between them in %s",
+            group.world_size,
+            len(set(hosts)),
+            codec,
+        )
+    return CodedExchange(GroupPeers(group), chosen, numel, sides, tag, hosts)
 
 
 def _agree(group: Members, codec: Codec, numel: int) -> int:

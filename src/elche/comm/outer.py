@@ -5,7 +5,13 @@ gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averagi
 ``nesterov`` takes a step of Nesterov momentum along the mean drift, as DiLoCo
 (arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker
 than DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
-(`docs/decisions.md`, "outer step").
+(`docs/decisions.md`, "outer step"). ``slowmo`` takes a step of heavy-ball momentum
+along it (SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} =
+θ_k − lr × u. The paper divides Δ by the rate of the local steps, and multiplies the
+outer step by it again. While that rate is constant it is the same; under a schedule
+ours keeps what earlier windows moved as they moved it, where the paper's would rescale
+it by the rate now over the rate then. That would need a rate that all ranks agree on,
+for little: momentum forgets faster than a schedule moves.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import torch
 from elche.coordination.messages import Reduce
 from elche.errors import ProtocolError
 
-KINDS = ("average", "nesterov")
+KINDS = ("average", "nesterov", "slowmo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +31,9 @@ class OuterStep:
     """How a window's mean drift moves the common parameters.
 
     Attributes:
-        kind: ``"average"`` or ``"nesterov"``.
-        lr: outer learning rate; 1 for ``average``.
-        momentum: momentum of the Nesterov step.
+        kind: ``"average"``, ``"nesterov"`` or ``"slowmo"``.
+        lr: outer learning rate (SlowMo's alpha); 1 for ``average``.
+        momentum: momentum of the step (SlowMo's beta); ``average`` has none.
 
     Raises:
         ProtocolError: there is no such kind, or its rate is another.
@@ -45,7 +51,7 @@ class OuterStep:
         if self.kind == "average" and self.lr != 1.0:
             raise ProtocolError(
                 f"plain averaging has outer rate 1, got {self.lr!r}; expected kind "
-                "'nesterov' for another"
+                "'nesterov' or 'slowmo' for another"
             )
 
     @staticmethod
@@ -65,6 +71,18 @@ class OuterOptimizer:
         self._base = base
         self._momentum: torch.Tensor | None = None
 
+    @property
+    def momentum(self) -> torch.Tensor | None:
+        """The momentum, flat; None before the first step that has one."""
+        return self._momentum
+
+    def load_momentum(self, momentum: torch.Tensor | None) -> None:
+        """Goes on from a saved momentum, which is copied; None forgets it."""
+        if momentum is None:
+            self._momentum = None
+        else:
+            self._momentum = torch.empty_like(self._base).copy_(momentum)
+
     def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
         """Moves one part of the base from θ_k to θ_{k+1}, in place.
 
@@ -75,10 +93,13 @@ class OuterOptimizer:
             rule: the step; the same for all parts of one reduction.
         """
         stop = start + mean_drift.numel()
-        if rule.kind == "nesterov":
+        if rule.kind != "average":
             if self._momentum is None:
                 self._momentum = torch.zeros_like(self._base)
             momentum = self._momentum[start:stop]
             torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)
-            mean_drift.add_(momentum, alpha=rule.momentum)
+            if rule.kind == "slowmo":
+                mean_drift.copy_(momentum)
+            else:
+                mean_drift.add_(momentum, alpha=rule.momentum)
         self._base[start:stop].sub_(mean_drift, alpha=rule.lr)

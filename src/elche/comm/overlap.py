@@ -21,13 +21,15 @@ it has adopted k + 1, which all ranks sent, each after it had adopted k.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
 from elche.comm.averaging import Averager
 from elche.comm.outer import OuterStep
-from elche.comm.parameter_group import Spread, SyncResult
+from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 from elche.errors import ProtocolError
@@ -56,6 +58,8 @@ class OverlappedAverager(Averager):
     _is_filled = False
     _counts = False
     _weight = 0.0
+    _fragment = 0
+    _turn: Sequence[ParameterGroup] = ()
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -68,6 +72,16 @@ class OverlappedAverager(Averager):
         super().rebase()
         self._phase = _Phase.IDLE
 
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`Averager.state_dict`; nothing may be under way."""
+        self._expect("state_dict", _Phase.IDLE)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`Averager.load_state_dict`; nothing may be under way."""
+        self._expect("load_state_dict", _Phase.IDLE)
+        super().load_state_dict(state)
+
     @torch.no_grad()
     def connect(self, group: Group) -> None:
         """See :meth:`Averager.connect`; what was under way may be begun again."""
@@ -77,7 +91,9 @@ class OverlappedAverager(Averager):
             self._phase = _Phase.TAKEN
 
     @torch.no_grad()
-    def snapshot(self, weight: float, *, begins: bool = True) -> bool:
+    def snapshot(
+        self, weight: float, *, begins: bool = True, fragment: int = 0
+    ) -> bool:
         """Takes parameters and buffers as they are at the window's end.
 
         Args:
@@ -85,6 +101,7 @@ class OverlappedAverager(Averager):
                 the reduction begins now; with 0 only by :meth:`begin`, because it may
                 be that nobody has anything to reduce.
             begins: False leaves the beginning to :meth:`begin` in any case.
+            fragment: whose turn it is; the same on all ranks.
 
         Returns:
             Whether all parameters are finite; otherwise they weigh nothing.
@@ -93,11 +110,14 @@ class OverlappedAverager(Averager):
             ProtocolError: the last reduction has not been adopted.
         """
         self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
-        self._is_finite = all([group.fill(weight) for group in self._groups])
+        self._fragment, self._turn = fragment, self._fragments[fragment]
+        self._is_finite = all([group.fill(weight) for group in self._turn]) and all(
+            group.is_finite for group in self._groups if group not in self._turn
+        )
         self._buffers.take()
         self._phase, self._is_filled = _Phase.TAKEN, True
         if not self._is_finite:
-            for group in self._groups:
+            for group in self._turn:
                 group.refill(0.0)
         self._counts = weight > 0.0 and self._is_finite
         self._weight = weight if self._is_finite else 0.0
@@ -106,12 +126,21 @@ class OverlappedAverager(Averager):
         return self._is_finite
 
     @torch.no_grad()
-    def begin(self, plan: Reduce) -> None:
+    def begin(self, plan: Reduce, weights: Sequence[float] | None = None) -> None:
         """The plan is there: begins what has not begun, without waiting for others.
 
+        Where it synchronises all of several fragments, nothing was trained since the
+        snapshot: the others' drifts are taken now.
+
+        Args:
+            plan: the reduction.
+            weights: of this rank's drift in each fragment, relative to the others';
+                None for one fragment, whose weight :meth:`snapshot` was told.
+
         Raises:
-            ProtocolError: there is no snapshot, the plan asks for optimizer state, or
-                it counts on a drift that this rank has not sent.
+            ProtocolError: there is no snapshot, or of another fragment, the plan asks
+                for optimizer state, or it counts on a drift that this rank has not
+                sent.
         """
         self._expect("begin", _Phase.TAKEN, _Phase.SENT)
         if plan.include_state:
@@ -119,7 +148,13 @@ class OverlappedAverager(Averager):
                 f"window {plan.window}: optimizer state cannot be averaged while "
                 "training goes on; expected include_state=False"
             )
-        if (plan.weight > 0.0) != self._counts:
+        turn = self._turn_of(plan)
+        if plan.fragment not in (None, self._fragment):
+            raise ProtocolError(
+                f"window {plan.window}: expected fragment {self._fragment}, whose "
+                f"drift was taken, got {plan.fragment}"
+            )
+        if weights is None and (plan.weight > 0.0) != self._counts:
             raise ProtocolError(
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
@@ -127,14 +162,23 @@ class OverlappedAverager(Averager):
         OuterStep.of(plan)
         if self._phase is _Phase.TAKEN:
             if not self._is_filled:
-                for group in self._groups:
-                    group.refill(self._weight)
+                for group in self._turn:
+                    group.refill()
             self._send()
+        for index, some in enumerate(self._fragments):
+            for group in some:
+                if group in turn and group not in self._turn:
+                    assert weights is not None
+                    group.fill(weights[index])
+                    if not self._is_finite:
+                        group.refill(0.0)
+                    group.begin()
+        self._turn = turn
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
 
     def _send(self) -> None:
-        for group in self._groups:
+        for group in self._turn:
             group.begin()
         self._buffers.begin_known(is_active=self._counts)
         self._phase = _Phase.SENT
@@ -146,7 +190,7 @@ class OverlappedAverager(Averager):
             ProtocolError: no reduction is under way.
         """
         self._expect("poll", _Phase.BEGUN)
-        arrived = all(group.exchange.poll() for group in self._groups)
+        arrived = all(group.exchange.poll() for group in self._turn)
         return arrived and self._buffers.poll()
 
     @torch.no_grad()
@@ -170,17 +214,19 @@ class OverlappedAverager(Averager):
             raise ProtocolError(
                 f"expected to adopt window {self._window}, got {plan.window}"
             )
-        self._wait()
+        self._wait(self._turn)
         rule, spread = OuterStep.of(plan), Spread()
         if not self._is_finite:
             spread.distance = math.nan
-        for group in self._groups:
+            self._restore_others(self._turn)
+        for group in self._turn:
             if drained or not self._is_finite:
                 group.replace(rule, spread)
             else:
                 group.correct(rule, spread)
         self._phase = _Phase.IDLE
-        return self._end(spread, plan.weight)
+        weight = plan.weight if len(self._fragments) == 1 else self._weight
+        return self._end(self._turn, spread, weight)
 
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:

@@ -6,9 +6,13 @@ gloo listens on loopback unless an address is given.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch import distributed as dist
 from elche.comm.control_channel import ControlChannel
 from elche.comm.exchange import wait_until
 from elche.errors import CommunicationError
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class _ControlStore(dist.Store):
@@ -63,6 +69,8 @@ class Group:
         self.on_failure: Callable[[str], Exception] = CommunicationError
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
+        self.host = host_name()
+        self._hosts: tuple[str, ...] | None = None
 
     @staticmethod
     def form(
@@ -103,6 +111,12 @@ class Group:
     def point_to_point(self) -> Any:
         """Torch's group: its send and recv."""
         return self._process_group
+
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the ranks' hosts; the first time with all ranks."""
+        if self._hosts is None:
+            self._hosts = tuple(gather_texts(self, self.host, "naming hosts"))
+        return self._hosts
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
@@ -156,6 +170,19 @@ class Group:
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None
+
+
+def host_name() -> str:
+    """Names the machine that this process runs on, the same in all its containers.
+
+    The environment's ``ELCHE_HOST`` stands for it if it is set: ranks of one name are
+    summed among themselves before anything travels to those of another.
+    """
+    if named := os.environ.get("ELCHE_HOST"):
+        return named
+    with contextlib.suppress(OSError):
+        return Path(_BOOT_ID).read_text().strip()
+    return platform.node()
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from elche.coordination.messages import Reduce
 from elche.coordination.window_book import Part, Reduction
 
 SETTLED_WINDOWS = 8
-FEW_WINDOWS = 100
+FEW_WINDOWS = 25
 
 
 def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
@@ -53,9 +53,15 @@ class ReductionPlanner:
         self._epochs = epochs
         self._windows = 0
         self._outer = config.outer
+        self.is_owed = False
+        """Whether some fragments have drifts that no reduction has brought in."""
 
     def settings(
-        self, parts: Mapping[int, Part], epoch_batches: int, window_batches: int
+        self,
+        parts: Mapping[int, Part],
+        epoch_batches: int,
+        window_batches: int,
+        turn: int | None = None,
     ) -> dict[str, Any]:
         """How a window is reduced, but for the weights.
 
@@ -63,7 +69,10 @@ class ReductionPlanner:
             parts: what each rank did in it, and said when it closed it.
             epoch_batches: batches of the epoch.
             window_batches: batches that El Che plans for a window now.
+            turn: the window's number in its epoch, whose fragment is synchronised;
+                None synchronises all, because nothing of the epoch is left.
         """
+        fragments = self._config.fragments
         closed = [part.closed for part in parts.values() if part.closed is not None]
         layouts = {report.state for report in closed}
         averages = self._config.averages_state and len(layouts) == 1
@@ -72,7 +81,7 @@ class ReductionPlanner:
         else:
             kind = self._outer_kind(epoch_batches, window_batches)
             self._windows += 1
-        lr = self._config.outer_lr or default_outer_lr(len(parts))
+        lr = self._config.outer_lr or default_outer_lr(len(parts), kind)
         return {
             "include_state": averages and "" not in layouts,
             "buffers": tuple(
@@ -81,6 +90,7 @@ class ReductionPlanner:
             "outer": kind,
             "outer_lr": 1.0 if kind == "average" else lr,
             "outer_momentum": self._config.outer_momentum,
+            "fragment": None if turn is None or fragments == 1 else turn % fragments,
         }
 
     def plan(
@@ -102,6 +112,7 @@ class ReductionPlanner:
         weights = drift_weights(self._config.drift_weights, samples)
         active = sum(count > 0 for count in samples)
         shared: dict[str, Any] = dict(settings)
+        self.is_owed = shared.get("fragment") is not None
         return [
             Reduce(
                 rank=rank,

@@ -1,0 +1,119 @@
+"""What averaging holds of a run beside the model, as values to save and to load.
+
+A *committed state* is that of a rank at a synchronisation: it holds the common model,
+and nothing is under way. Beside model and optimizer there are the outer momentum, which
+is equal on all ranks, and the residual of a codec, which is each rank's own. With them
+a run goes on to the bit as if it had not been interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elche.comm.process_group import Group, gather_texts
+from elche.errors import MismatchError
+
+VERSION = 1
+_GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
+_RESIDUAL_KEYS = {"residual", "own", "world_size", "ranks"}
+
+
+def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
+    """Refuses a state that does not fit, or differs between ranks; with all ranks.
+
+    Nobody waits for a rank that was refused: all ranks are.
+
+    Args:
+        group: the process group.
+        state: what this rank is to load.
+        problem: why it cannot; "" if it can.
+
+    Raises:
+        MismatchError: names the first rank that cannot go on, and why.
+    """
+    word = f"!{problem}" if problem else _digest(state)
+    if group.world_size == 1:
+        words = [word]
+    else:
+        words = gather_texts(group, word, "comparing what ranks load")
+    for rank, each in enumerate(words):
+        if each.startswith("!"):
+            raise MismatchError(f"rank {rank} cannot load its state: {each[1:]}")
+        if each != words[0]:
+            raise MismatchError(
+                f"rank {rank} loads another outer momentum, or other common "
+                "parameters, than rank 0; expected states that were saved together"
+            )
+
+
+def misfit_of(state: dict[str, Any], layouts: Sequence[tuple[str, int]]) -> str:
+    """What is wrong with a state; "" if it fits.
+
+    Args:
+        state: what is to be loaded.
+        layouts: dtype and elements of each group of parameters.
+    """
+    if state.get("version") != VERSION:
+        return f"expected version {VERSION}, got {state.get('version')!r}"
+    groups = state.get("groups")
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(layouts):
+        return (
+            f"expected {len(layouts)} groups of parameters, of "
+            f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model, "
+            "or to other fragments"
+        )
+    for (dtype, numel), each in zip(layouts, groups, strict=True):
+        if set(each) != _GROUP_KEYS:
+            return f"expected entries {sorted(_GROUP_KEYS)}, got {sorted(each)}"
+        if (each["dtype"], each["numel"]) != (dtype, numel):
+            return (
+                f"expected {numel} elements of {dtype}, got {each['numel']} of "
+                f"{each['dtype']}; it belongs to other parameters"
+            )
+        residual = each["residual"]
+        if residual is not None and set(residual) != _RESIDUAL_KEYS:
+            return f"expected entries {sorted(_RESIDUAL_KEYS)}, got {sorted(residual)}"
+        vectors = {
+            "momentum": (each["momentum"], dtype),
+            "base": (each["base"], dtype),
+            "residual": (residual and residual["residual"], "float32"),
+        }
+        for name, (value, kind) in vectors.items():
+            wrong = _misfit(value, kind, numel)
+            if wrong:
+                return f"expected a {name} of {numel} elements of {kind}, got {wrong}"
+    return ""
+
+
+def _misfit(value: Any, dtype: str, numel: int) -> str:
+    """What a value is instead of a vector; "" for one, and for None."""
+    if value is None:
+        return ""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    found = dtype_name(value.dtype)
+    if found == dtype and value.shape == (numel,):
+        return ""
+    return f"{list(value.shape)} of {found}"
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Of what must be equal on all ranks; no momentum is the same as one of zeros."""
+    digest = hashlib.sha256()
+    for each in state["groups"]:
+        for name in ("momentum", "base"):
+            value = each[name]
+            digest.update(name.encode())
+            if value is not None and bool(value.count_nonzero()):
+                raw = value.detach().cpu().contiguous().view(torch.uint8)
+                digest.update(raw.numpy())
+    return digest.hexdigest()[:16]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

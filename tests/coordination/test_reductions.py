@@ -1,0 +1,76 @@
+"""How reductions are planned: the outer step and its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig, default_outer_lr
+from elche.coordination.messages import WindowClosed
+from elche.coordination.reductions import ReductionPlanner
+from elche.coordination.window_book import Part, Reduction
+
+
+def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
+    """What ranks did in a window that all of them have closed."""
+    return {
+        rank: Part(
+            samples=count,
+            closed=WindowClosed(
+                rank=rank, epoch=0, window=0, state="", changed_buffers=()
+            ),
+        )
+        for rank, count in enumerate(samples)
+    }
+
+
+def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    planner = ReductionPlanner(RunConfig(policy="cadence", **options), None)
+    return planner.settings(parts_of(samples), 1000, 10)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "expected"),
+    [
+        ((8, 8), {"outer": "slowmo"}, ("slowmo", 1.0, 0.5)),
+        ((8,) * 8, {"outer": "slowmo"}, ("slowmo", 1.0, 0.5)),
+        (
+            (8, 0),
+            {"outer": "slowmo", "outer_lr": 0.8, "outer_momentum": 0.7},
+            ("slowmo", 0.8, 0.7),
+        ),
+        ((8, 8), {"outer": "nesterov"}, ("nesterov", 0.7, 0.5)),
+        ((8,) * 4, {}, ("nesterov", 1.0, 0.5)),
+        ((8, 8), {"outer": "average"}, ("average", 1.0, 0.5)),
+        # Nobody trained: momentum must not move what all hold.
+        ((0, 0), {"outer": "slowmo"}, ("average", 1.0, 0.5)),
+    ],
+)
+def test_the_outer_step_and_its_defaults(
+    samples: tuple[int, ...], options: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    found = settings_of(samples, **options)
+    names = ("outer", "outer_lr", "outer_momentum")
+    assert tuple(found[name] for name in names) == expected
+
+
+def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
+    assert [default_outer_lr(ranks, "slowmo") for ranks in (2, 3, 8)] == [1.0] * 3
+    assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
+
+
+def test_state_is_averaged_only_where_all_is_synchronised() -> None:
+    config = RunConfig(policy="cadence")
+    assert config.averages_state
+    assert not RunConfig(policy="cadence", fragments=2).averages_state
+
+
+def test_a_turn_names_its_fragment_until_nothing_is_left() -> None:
+    planner = ReductionPlanner(RunConfig(policy="async", fragments=3), None)
+    parts = parts_of((8, 8))
+    for turn, fragment in ((0, 0), (4, 1), (5, 2), (None, None)):
+        settings = planner.settings(parts, 1000, 10, turn)
+        plans = planner.plan(parts, settings, 0, Reduction(0, parts))
+        assert [plan.fragment for plan in plans] == [fragment] * 2
+        assert planner.is_owed is (fragment is not None)

@@ -26,6 +26,21 @@ from elche.errors import ConfigError
             {"policy": "cadence", "update": "gradients", "codec": "bf16"},
             "leave codec out, or choose",
         ),
+        ({"policy": "sync", "outer": "slowmo"}, "leave outer out, or choose"),
+        (
+            {"policy": "cadence", "update": "gradients", "outer": "nesterov"},
+            "outer 'nesterov' steps along averaged parameters",
+        ),
+        ({"policy": "async", "outer": "adam"}, "unknown outer 'adam'"),
+        ({"policy": "auto", "fragments": 2}, "leave fragments out"),
+        ({"policy": "sync", "fragments": 2}, "leave fragments out"),
+        (
+            {"policy": "cadence", "fragments": 2, "optimizer_state": "average"},
+            "choose optimizer_state 'local' or 'reset'",
+        ),
+        ({"policy": "async", "fragments": 0}, "expected fragments to be an int >= 1"),
+        ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer_momentum < 1"),
+        ({"outer": "slowmo", "outer_lr": 0.0}, "outer_lr to be a positive"),
         ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),
         (
             {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},

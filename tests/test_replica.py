@@ -106,6 +106,13 @@ def test_what_cannot_be_reduced_is_refused_by_name() -> None:
     lazy = nn.Sequential(nn.LazyLinear(2))
     with pytest.raises(ConfigError, match=r"0\.weight is lazy and has no shape yet"):
         Replica.wrap(lazy)
+    far = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match="weight is on the meta device"):
+        Replica.wrap(far)
+    rows = nn.Linear(2, 2)
+    rows.register_buffer("rows", torch.zeros(3).expand(2, 3))
+    with pytest.raises(ConfigError, match="rows has elements that share memory"):
+        Replica.wrap(rows)
     rotation = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match="weight: complex gradients cannot be"):
         Replica.wrap(rotation).all_reduce_gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -13,7 +14,8 @@ UPDATES = ("auto", "gradients", "parameters")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
 OPTIMIZER_STATES = ("auto", "average", "local", "reset")
 TRANSPORTS = ("auto", "gloo")
-OUTER_OPTIMIZERS = ("auto", "nesterov", "average")
+LOSS_REDUCTIONS = ("mean", "sum")
+OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
 CODECS = ("auto", "fp32", "bf16", "int8", "int4")
 
 
@@ -30,6 +32,10 @@ class RunConfig:
         update: what a window of ``cadence`` reduces: ``"parameters"``, or
             ``"gradients"`` (summed over the window, one common optimizer step at
             its end). ``"auto"`` is what the policy usually does.
+        loss_reduction: what the loop's loss is over the samples of a batch: their
+            ``"mean"`` or their ``"sum"``. Where gradients are reduced they are those of
+            the mean, or of the sum, over the samples of all ranks (under ``sync`` and
+            ``update="gradients"``); averaged parameters do not depend on it.
         max_grad_norm: under gradient windows the reduced gradient is clipped to
             this norm; elsewhere the loop clips for itself.
         deterministic: plans depend on these settings alone, not on time: two runs
@@ -49,14 +55,31 @@ class RunConfig:
         max_batch_diff: most batches that a rank may run beyond the slowest rank's
             planned count in a window, and the most a count moves per report.
         speed_hints: relative speeds per rank until the first measurement.
+        max_samples: most samples that a rank's device holds at once, as ``{rank:
+            samples}`` or a sequence of one number (or None) per rank. Under ``sync`` no
+            share is larger; a loop of the `Trainer` runs larger ones in micro-batches,
+            and learns of limits by itself. Kept as a tuple of one value per rank.
+        micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
+            parts, so that shares need not keep within it. The `Trainer` sets it; a loop
+            that the user owns is handed each batch whole, and must leave it out.
         drift_weights: how parameter drifts are weighted in the mean.
         optimizer_state: whether optimizer state is averaged with the parameters,
             stays local, or is reset at each synchronisation; ``"auto"`` averages
-            it under ``cadence`` and leaves it local under ``async``.
-        outer: outer optimizer of ``cadence``; ``"auto"`` is Nesterov, or plain
-            averaging in a run that is known to have fewer than 100 windows.
-        outer_lr: outer learning rate; None picks it by world size.
-        outer_momentum: momentum of the outer Nesterov step.
+            it under ``cadence`` and leaves it local under ``async`` and with
+            ``fragments``.
+        outer: outer optimizer of averaged parameters: ``"average"`` (none),
+            ``"nesterov"``, or ``"slowmo"`` (heavy-ball momentum, arXiv:1910.00643);
+            ``"auto"`` is Nesterov, or plain averaging in a run that is known to have
+            fewer than 25 windows.
+        outer_lr: outer learning rate; None is 1 for ``"slowmo"`` (its paper's) and
+            picks Nesterov's by world size (0.7 at two ranks, 1 beyond).
+        outer_momentum: momentum of the outer step; the default, 0.5, is measured for
+            Nesterov and within the 0.4 to 0.8 that SlowMo's paper uses.
+        fragments: under averaged parameters, into how many parts they are divided that
+            are synchronised in turn, a window each (Streaming DiLoCo,
+            arXiv:2501.18512): the most that travels at once falls as many times. All
+            are synchronised when an epoch ends. Every sample counts exactly once only
+            while nobody dies and no rank's parameters become no numbers.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
         transport: ``"auto"`` lets ranks of one host that compute on the CPU sum in
             memory they share, and the others through gloo; ``"gloo"`` is gloo always.
@@ -70,6 +93,7 @@ class RunConfig:
 
     policy: str = "auto"
     update: str = "auto"
+    loss_reduction: str = "mean"
     max_grad_norm: float | None = None
     deterministic: bool = False
     record: str | None = None
@@ -82,11 +106,14 @@ class RunConfig:
     overhead_target: float = 0.03
     max_batch_diff: int | None = None
     speed_hints: tuple[float, ...] | None = None
+    max_samples: Mapping[int, int] | Sequence[int | None] = ()
+    micro_batches: bool = False
     drift_weights: str = "equal"
     optimizer_state: str = "auto"
     outer: str = "auto"
     outer_lr: float | None = None
     outer_momentum: float = 0.5
+    fragments: int = 1
     bucket_cap_mb: float = 1.0
     transport: str = "auto"
     codec: str = "fp32"
@@ -95,6 +122,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _choice("policy", self.policy, POLICIES)
         _choice("update", self.update, UPDATES)
+        _choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         _choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
         _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("outer", self.outer, OUTER_OPTIMIZERS)
@@ -103,6 +131,7 @@ class RunConfig:
         _whole("anchor", self.anchor, 1)
         _whole("min_anchor", self.min_anchor, 1)
         _whole("max_anchor", self.max_anchor, 0)
+        _whole("fragments", self.fragments, 1)
         if self.max_batch_diff is not None:
             _whole("max_batch_diff", self.max_batch_diff, 0)
         if self.seed is not None:
@@ -112,7 +141,8 @@ class RunConfig:
         for name in ("outer_lr", "max_grad_norm"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("deterministic", "guard"):
+        object.__setattr__(self, "max_samples", _caps(self.max_samples))
+        for name in ("deterministic", "guard", "micro_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"expected {name} to be True or False, got {getattr(self, name)!r}"
@@ -130,6 +160,11 @@ class RunConfig:
 
     def _check_together(self) -> None:
         """Refuses settings that contradict each other."""
+        if self.outer == "average" and self.outer_lr not in (None, 1.0):
+            raise ConfigError(
+                f"outer 'average' has rate 1, got outer_lr={self.outer_lr!r}; leave it "
+                "out, or choose outer 'nesterov' or 'slowmo'"
+            )
         planned = self.deterministic or self.replay is not None
         if planned and self.policy == "auto":
             raise ConfigError(
@@ -171,8 +206,25 @@ class RunConfig:
                 "policy 'sync' reduces gradients; averaging parameters needs policy "
                 "'cadence' or 'async'"
             )
+        reduces_gradients = self.policy == "sync" or self.sums_gradients
+        if self.outer in ("nesterov", "slowmo") and reduces_gradients:
+            raise ConfigError(
+                f"outer {self.outer!r} steps along averaged parameters, and gradients "
+                "are reduced here; leave outer out, or choose policy 'cadence' or "
+                "'async'"
+            )
+        if self.fragments > 1 and (reduces_gradients or self.policy == "auto"):
+            raise ConfigError(
+                "fragments are of averaged parameters; leave fragments out, or choose "
+                "policy 'cadence' or 'async'"
+            )
+        if self.fragments > 1 and self.optimizer_state == "average":
+            raise ConfigError(
+                "fragments are synchronised in turn, and optimizer state would be "
+                "averaged as a whole; choose optimizer_state 'local' or 'reset'"
+            )
         is_lossy = self.codec not in ("auto", "fp32")
-        if is_lossy and (self.policy == "sync" or self.sums_gradients):
+        if is_lossy and reduces_gradients:
             raise ConfigError(
                 f"codec {self.codec!r} is for averaged parameters, and gradients are "
                 "reduced here; leave codec out, or choose policy 'cadence' or 'async'"
@@ -184,6 +236,16 @@ class RunConfig:
             )
 
     @property
+    def caps(self) -> tuple[int | None, ...]:
+        """`max_samples` per rank; ranks at the end may be missing."""
+        assert isinstance(self.max_samples, tuple)
+        return self.max_samples
+
+    def cap_of(self, rank: int) -> int | None:
+        """Samples that a rank's device holds at once; None if that is not said."""
+        return self.caps[rank] if rank < len(self.caps) else None
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether a window reduces gradients."""
         return self.policy == "cadence" and self.update == "gradients"
@@ -192,7 +254,8 @@ class RunConfig:
     def averages_state(self) -> bool:
         """Whether optimizer state is averaged with the parameters."""
         if self.optimizer_state == "auto":
-            return self.policy == "cadence" and not self.sums_gradients
+            in_full = self.policy == "cadence" and self.fragments == 1
+            return in_full and not self.sums_gradients
         return self.optimizer_state == "average" and not self.sums_gradients
 
     def as_dict(self) -> dict[str, Any]:
@@ -215,15 +278,37 @@ class RunConfig:
         return cls(**options)
 
 
-def default_outer_lr(world_size: int) -> float:
-    """Outer learning rate of the Nesterov step by world size.
+def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:
+    """Outer learning rate of a step with momentum.
 
-    Equal drift weights shrink the step of the mean, the more so the more ranks;
-    these rates restore it (measured: `docs/decisions.md`, "outer step").
+    Equal drift weights shrink the step of the mean, the more so the more ranks.
+    Nesterov's rates restore it, up to about 1.5 for rate times (1 + momentum)
+    (measured: `docs/convergence.md`); SlowMo's is its paper's 1.
+
+    Args:
+        world_size: ranks.
+        outer: ``"nesterov"`` or ``"slowmo"``.
     """
-    if world_size <= 2:
-        return 0.7
-    return 1.0 if world_size == 3 else 1.4
+    return 0.7 if outer == "nesterov" and world_size <= 2 else 1.0
+
+
+def _caps(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, ...]:
+    """One cap per rank, from a mapping or a sequence."""
+    if isinstance(given, Mapping):
+        for rank in given:
+            _whole("a rank in max_samples", rank, 0)
+        caps = tuple(given.get(rank) for rank in range(max(given, default=-1) + 1))
+    elif isinstance(given, (list, tuple)):
+        caps = tuple(given)
+    else:
+        raise ConfigError(
+            "expected max_samples to be {rank: samples}, or a number or None per rank, "
+            f"got {given!r}"
+        )
+    for rank, cap in enumerate(caps):
+        if cap is not None:
+            _whole(f"max_samples[{rank}]", cap, 1)
+    return caps
 
 
 def _choice(name: str, value: object, known: tuple[str, ...]) -> None:

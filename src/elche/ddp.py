@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, final
 
 import torch
@@ -33,8 +33,9 @@ from elche.comm.ddp_agreement import (
     tensors_of,
 )
 from elche.comm.ddp_buffers import BufferSpreader
-from elche.comm.ddp_forward import on_backward, samples_in, tensors_in, unused_of
+from elche.comm.ddp_forward import on_backward, outputs_in, samples_in, unused_of
 from elche.comm.ddp_group import TorchGroup, as_group
+from elche.comm.ddp_norms import WrappedNorms
 from elche.comm.ddp_options import (
     DdpOptions,
     cap_bytes,
@@ -43,6 +44,8 @@ from elche.comm.ddp_options import (
     refuse_unsupported,
 )
 from elche.comm.ddp_reducer import LossReduction, Reduction, WeightedReducer
+from elche.comm.process_group import Group
+from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -143,8 +146,9 @@ class DistributedDataParallel(nn.Module):
         )
         self.module = module
         self._timeout_s = timeout_s
-        self._group = as_group(process_group, timeout_s)
+        self._group: Group | None = as_group(process_group, timeout_s)
         self._reducer: WeightedReducer | None = None
+        self._norms: WrappedNorms | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._order: list[int] | None = None
         begins_equal = keeps_buffers or forward_sync_buffers is not None
@@ -184,9 +188,30 @@ class DistributedDataParallel(nn.Module):
     def _built(self) -> WeightedReducer:
         if self._reducer is None:
             raise CommunicationError(
-                "this wrapper has no working group: set_group() failed before"
+                "this wrapper has no working group: it is a copy, or set_group() "
+                "failed before; call set_group() on every rank to train it"
             )
         return self._reducer
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """As given."""
+        return self._options.find_unused_parameters
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are kept equal."""
+        return self._options.broadcast_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """As given, or set by ``_set_static_graph()``."""
+        return self._options.static_graph
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next(self.module.parameters()).device
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model; where gradients are enabled, expects its backward.
@@ -197,7 +222,11 @@ class DistributedDataParallel(nn.Module):
         """
         if self.device_ids:
             inputs, kwargs = moved(inputs, kwargs, self.device_ids[0])
-        if not torch.is_grad_enabled() or self._options.strategy == "none":
+        evaluates = self._reducer is None and not self.training
+        reduces_nothing = self._options.strategy == "none" or evaluates
+        if self._norms is not None:
+            self._norms.weigh(None)
+        if reduces_nothing or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         reducer = self._built
         reducer.begin_forward()
@@ -207,10 +236,13 @@ class DistributedDataParallel(nn.Module):
                     f"{name} was frozen when the model was wrapped and is not any more;"
                     " call set_group() on every rank after unfreezing"
                 )
-        output = self.module(*inputs, **kwargs)
         by_samples = self._options.weight_by == "samples"
         weight = samples_in((inputs, kwargs), self.dim) if by_samples else 1.0
-        self._expect(reducer, tensors_in(output), weight)
+        if self._norms is not None:
+            given = reducer.weight_set
+            self._norms.weigh(weight if given is None else given)
+        output = self.module(*inputs, **kwargs)
+        self._expect(reducer, outputs_in(output), weight)
         return output
 
     def _expect(
@@ -225,11 +257,14 @@ class DistributedDataParallel(nn.Module):
             else:
                 reducer.count(weight)
 
-        if not on_backward(outputs, begin):  # an opaque output
+        if on_backward(outputs, begin):
+            reducer.expect_backward(weight if arms else None)
+            if arms and self._searches_graph:
+                reducer.expect_unused(unused_of(outputs, reducer.parameters))
+        elif arms:  # an opaque output
+            reducer.expect_backward(weight, adds=True)
+        else:
             reducer.count(weight)
-            reducer.is_armed |= arms
-        elif arms and self._searches_graph:
-            reducer.expect_unused(unused_of(outputs, reducer.parameters))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -248,14 +283,22 @@ class DistributedDataParallel(nn.Module):
 
         Args:
             weight: of all that has been accumulated by then; the unit is the same on
-                all ranks. Without it samples are counted.
+                all ranks. Without it samples are counted. With `elche.SyncBatchNorm`
+                layers it must be set before the step's first forward pass, in which
+                they weigh.
 
         Raises:
             ConfigError: it is negative or not finite.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
-        self._built.set_weight(float(weight))
+        reducer = self._built
+        if self._norms is not None and reducer.has_counted:
+            raise ConfigError(
+                "set_weight() came after a forward pass in which SyncBatchNorm layers "
+                "have weighed this batch; call it before"
+            )
+        reducer.set_weight(float(weight))
 
     def join_step(self) -> Reduction | None:
         """Takes part in this step's reduction without a batch.
@@ -272,6 +315,7 @@ class DistributedDataParallel(nn.Module):
         """
         if self._options.strategy == "none":
             return None
+        self._refuse_absence()
         self._built.begin_forward()
         return self._built.run_empty()
 
@@ -299,6 +343,7 @@ class DistributedDataParallel(nn.Module):
         if not enable or self._options.strategy == "none":
             yield
             return
+        self._refuse_absence()
         reducer = self._built
         reducer.divides_by_world = divide_by_initial_world_size
         reducer.refuses_joined = throw_on_early_termination
@@ -308,16 +353,27 @@ class DistributedDataParallel(nn.Module):
         finally:
             reducer.divides_by_world = reducer.refuses_joined = False
 
+    def _refuse_absence(self) -> None:
+        """A rank without a batch cannot meet others in the middle of the model."""
+        if self._norms is not None:
+            raise ConfigError(
+                "a rank without a batch takes part in SyncBatchNorm layers by an empty "
+                "one: run the model on x[:0] and backward from out.sum(), on the same "
+                "number of steps everywhere, in place of join_step() and join()"
+            )
+
     def _shadow(self, reducer: WeightedReducer) -> None:
         """Takes part until every rank does only that."""
         last = reducer.last
         while True:
             done = reducer.run_empty(joined=True)
-            if len(done.joined) == self._group.world_size:
+            if len(done.joined) == len(done.weights):
                 break
             last = done
+        assert self._group is not None
         source = last.source if last is not None else None
-        tensors = tensors_of(self.module, self._ignored, with_buffers=True)
+        with_buffers = self._options.broadcast_buffers
+        tensors = tensors_of(self.module, self._ignored, with_buffers=with_buffers)
         spread(self._group, tensors, source or 0)
 
     def set_group(self, process_group: Any = None, *, sync: bool = True) -> None:
@@ -327,7 +383,8 @@ class DistributedDataParallel(nn.Module):
         and redo the step. Also for parameters that were frozen or unfrozen.
 
         Args:
-            process_group: the new group; None: the present one.
+            process_group: the new group; None: the present one, for a copy the
+                default one.
             sync: parameters and buffers become those of the new rank 0.
 
         Raises:
@@ -339,14 +396,20 @@ class DistributedDataParallel(nn.Module):
             self._order = self._reducer.order or self._order
             self._reducer.detach()
             self._reducer = None
-        if process_group is not None:
+        if self._norms is not None:
+            self._norms.release()
+            self._norms = None
+        if process_group is not None or self._group is None:
             self._group = as_group(process_group, self._timeout_s)
         self._build(sync, sync and self._options.broadcast_buffers)
 
     def _build(self, sync_parameters: bool, sync_buffers: bool) -> None:
         """Compares ranks, spreads the model, allocates buckets; all ranks together."""
         group, options, ignored = self._group, self._options, self._ignored
-        peers = agree(group, describe(self.module, ignored, asdict(options)))
+        assert group is not None
+        norms = list(sync_batchnorm_layers(self.module))
+        settings = {**asdict(options), "SyncBatchNorm": norms}
+        peers = agree(group, describe(self.module, ignored, settings))
         devices = [peer.device for peer in peers]
         if isinstance(group, TorchGroup):
             share_host(group, peers if options.transport == "auto" else [])
@@ -374,6 +437,7 @@ class DistributedDataParallel(nn.Module):
             options.loss_reduction,
             buffers,
         )
+        self._norms = WrappedNorms.bind(self.module, group, options)
         reducer.attach(agreed_order(group, self._order, len(trained)))
         self._reducer = reducer
 
@@ -398,8 +462,11 @@ class DistributedDataParallel(nn.Module):
         """
         raise ConfigError("communication hooks of torch's DDP cannot be registered")
 
+    def _set_static_graph(self) -> None:
+        """As torch's: ``static_graph=True`` from now on; before the first backward."""
+        self._built.make_static()
+        self._options = replace(self._options, static_graph=True)
+
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(
-            "a wrapper cannot be pickled or copied, it holds a process group; save "
-            "state_dict(), or copy .module"
-        )
+        """A copy is in no group: it evaluates, and trains after :meth:`set_group`."""
+        return {**self.__dict__, "_group": None, "_reducer": None, "_norms": None}

@@ -306,6 +306,8 @@ UNKNOWN = -1.0
 def _checked_counts(
     batch_counts: Sequence[float] | float, rank: int, world_size: int
 ) -> list[float]:
+    if isinstance(batch_counts, torch.Tensor):
+        batch_counts = batch_counts.tolist()
     if isinstance(batch_counts, (int, float)):
         counts = [UNKNOWN] * world_size
         given: list[float] = [batch_counts]

@@ -45,7 +45,8 @@ class ScheduleConfig:
         times: F, I, W of one rank's part of the model; None where a file says them.
         communication: time of a message between ranks.
         memory: units of activations that a rank may hold; None without a limit.
-        virtual_stages: stages per rank of an interleaved schedule.
+        virtual_stages: stages per rank of an interleaved schedule, and the most that
+            auto tries.
         stages_path: TOML file of the stages.
         json_path: where the figures go; "-" is standard output.
         csv_path: where the schedule goes.
@@ -72,12 +73,10 @@ class ScheduleConfig:
             raise ConfigError(
                 f"expected --virtual-stages of at least 1, got {self.virtual_stages}"
             )
-        if self.virtual_stages is not None and (
-            self.name == "auto" or self.stages_path is not None
-        ):
+        if self.virtual_stages is not None and self.stages_path is not None:
             raise ConfigError(
-                "--virtual-stages is for published schedules of equal stages; auto "
-                "chooses the stages per rank, and --stages FILE says them"
+                "--virtual-stages is for equal stages; --stages FILE says how many "
+                "stages each rank has"
             )
         if self.times is None and self.stages_path is None:
             raise ConfigError("give --times F,I,W, or the stages' with --stages FILE")
@@ -144,7 +143,11 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
             return auto_schedule(costs, config.microbatches), costs
         assert config.ranks is not None
         return auto_placed(
-            _rank_times(config), config.ranks, config.microbatches, config.memory
+            _rank_times(config),
+            config.ranks,
+            config.microbatches,
+            config.memory,
+            config.virtual_stages or 2,
         )
     placement: tuple[int, ...] = ()
     if config.stages_path is None:
@@ -277,7 +280,8 @@ def _times(
 @click.option(
     "--virtual-stages",
     type=int,
-    help="Stages per rank of the interleaved schedules and gpipe; default: 2 and 1.",
+    help="Stages per rank of the interleaved schedules and gpipe (default: 2 and 1);"
+    " the most that auto tries (default: 2).",
 )
 @click.option(
     "--stages",

@@ -27,6 +27,7 @@ from elche.runtime.environment import Placement, read_placement
 from elche.runtime.farewell import watch_process
 from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
+from elche.runtime.memory_limits import memory_hint
 from elche.runtime.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.seeding import seed_rank
@@ -66,8 +67,9 @@ def setup(
 ) -> tuple[Model, Optimizer, Any]:
     """Shares the training of ``model`` among the ranks of this run.
 
-    The loop below it stays plain PyTorch; the loss is the mean over the batch, and its
-    backward runs before the next batch is asked for. On one device nothing changes but
+    The loop below it stays plain PyTorch; the loss is the mean over the batch (or with
+    ``loss_reduction="sum"`` the sum), and its backward runs before the next batch is
+    asked for. On one device nothing changes but
     the placement: the model is moved to the device, the loader moves batches there. On
     several, parameters and buffers are broadcast from rank 0, and the loader hands out
     this rank's share of the data.
@@ -111,7 +113,9 @@ def setup(
         _process.emulation = emulate(
             model,
             EmulationConfig(
-                speed=placement.speed, ms_per_sample=placement.ms_per_sample
+                speed=placement.speed,
+                ms_per_sample=placement.ms_per_sample,
+                memory_samples=placement.memory_samples,
             ),
         )
     positions = by_position(
@@ -354,5 +358,9 @@ def _tell_failure(error: BaseException) -> None:
         return
     text = "".join(traceback.format_exception(error))
     summary = traceback.format_exception_only(error)[-1].strip()
+    hint = memory_hint(error, run.worker.rank, run.last_samples)
+    if hint:
+        _say(f"elche: {hint}")
+        summary = f"{summary}; {hint}"
     with contextlib.suppress(ElcheError):
         run.close(Failed(rank=run.worker.rank, error=summary, traceback=text))

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from elche import session
 from elche.coordination.metrics import EpochMetrics
 from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
+from elche.runtime.agreement import min_share_samples
+from elche.runtime.micro_batches import MicroBatches, PartsConfig, meets_in_batches
 from elche.runtime.transfer import to_device
 from elche.trainer_config import (
     EpochRecord,
@@ -39,7 +42,8 @@ class Trainer:
         optimizer_fn: makes the optimizer from the model's parameters.
         loss_fn: ``loss_fn(output, target)`` of a batch ``(input, target)``, such as
             ``nn.CrossEntropyLoss()``; or ``loss_fn(model, batch)`` if its first
-            parameter is called ``model``. Returns a scalar: the mean over the batch.
+            parameter is called ``model``. Returns a scalar: the mean over the batch
+            (with ``loss_reduction="sum"``, the sum).
         **options: fields of `TrainerConfig`, and of `elche.RunConfig` such as
             ``policy="cadence"``.
 
@@ -138,11 +142,12 @@ class _Fitting:
         self._trainer = trainer
         self._config = trainer.config
         model, optimizer, loader = trainer.build()
+        run = replace(self._config.run, micro_batches=not meets_in_batches(model))
         self._model, self._optimizer, self._loader = session.setup(
             model,
             optimizer,
             loader,
-            config=self._config.run,
+            config=run,
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
         )
@@ -159,6 +164,18 @@ class _Fitting:
         )
         self._clip_norm = None if run_clips else self._config.max_grad_norm
         self._schedule = self._rates(optimizer, length * self._config.epochs)
+        current = session.current_run()
+        self._parts = MicroBatches(
+            self._model,
+            session.device(),
+            PartsConfig(
+                max_samples=run.cap_of(session.rank()),
+                least_samples=min_share_samples(model),
+                is_sum=run.loss_reduction == "sum",
+            ),
+            None if current is None else current.host,
+            metrics.run_part,
+        )
 
     def run(self) -> TrainResult:
         """Trains, evaluates, and collects."""
@@ -199,12 +216,17 @@ class _Fitting:
         )
 
     def _step(self, batch: Any) -> None:
-        loss = self._trainer.loss(self._model, batch)
-        loss.backward()
+        loss = self._parts.backward(
+            batch,
+            self._metrics.samples_in_hand,
+            lambda part: self._trainer.loss(self._model, part),
+        )
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._config.run.loss_reduction == "sum":
+            loss = loss.detach() / max(1, self._metrics.samples_in_hand)
         self._metrics.log("loss", loss)
 
     def _rates(
@@ -257,7 +279,8 @@ class _Fitting:
                 items = [dataset[index] for index in range(at, min(stop, at + size))]
                 batch = to_device(collate(items), session.device())
                 loss = self._trainer.loss(self._model, batch)
-                loss_sum += float(loss) * len(items)
+                is_sum = self._config.run.loss_reduction == "sum"
+                loss_sum += float(loss) * (1 if is_sum else len(items))
         self._model.train()
         total_loss, total = _summed([loss_sum, float(stop - start)])
         return total_loss / max(total, 1.0)

@@ -263,6 +263,29 @@ def test_the_loop_reaches_the_best_split_despite_fixed_costs(seed: int) -> None:
     assert makespan(ranks.sizes(128), cost_s, fixed) <= 1.05 * best
 
 
+@pytest.mark.parametrize("ratio", [4, 50])
+def test_a_run_that_begins_unknown_delivers_nearly_what_the_best_split_would(
+    ratio: int,
+) -> None:
+    """No calibration phase, no least share of 5 %, no wait for the 50th step.
+
+    A step is run by the shares of three steps before, as a loader draws ahead.
+    """
+    cost_s, rng, ranks = [0.001, 0.001 * ratio], random.Random(ratio), balancer(2)
+    best_s = makespan(split_for_makespan(128, cost_s, [0.0] * 2, 1), cost_s, [0.0] * 2)
+    drawn, spent_s = [ranks.sizes(128)] * 3, 0.0
+    for _ in range(200):
+        drawn.append(ranks.sizes(128))
+        sizes = drawn.pop(0)
+        busy_s = [
+            c * n * rng.uniform(0.95, 1.05) for c, n in zip(cost_s, sizes, strict=True)
+        ]
+        ranks.report(sizes, busy_s)
+        spent_s += max(busy_s)
+    unknown_s = 4 * 64 * cost_s[1]
+    assert spent_s - unknown_s <= 1.06 * 200 * best_s
+
+
 def test_varied_batches_teach_the_fixed_cost() -> None:
     """A tail of another size is split right, where proportions would not be."""
     cost_s, fixed_s = [0.001, 0.001], [0.0, 0.020]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 from typing import Any
@@ -77,25 +78,29 @@ def unreduced(strategy: str) -> tuple[Any, Any]:
 
 def buffers(kind: str, **options: Any) -> list[Any]:
     """Running means after the start, a step, an accumulated step and an evaluation."""
-    place, found = this_place(), []
     with torch_world():
-        model = build("cnn", seed=3)
-        norm = model[2]
-        norm.running_mean += place.rank
-        ddp = KINDS[kind](model, **options)
-        found.append(norm.running_mean.clone())
-        backward(ddp, 1)
-        ddp.eval()
-        ddp(data(1)[0])
-        ddp.train()
-        found.append(norm.running_mean.clone())
-        with ddp.no_sync():
-            backward(ddp, 2)
-        backward(ddp, 3)
-        ddp.eval()
-        ddp(data(1)[0])
-        found.append(norm.running_mean.clone())
-        found.append(norm.num_batches_tracked.clone())
+        # torch's wrapper may deadlock if it outlives its group: it ends with the call.
+        return _buffers(KINDS[kind], options)
+
+
+def _buffers(wrapper: Any, options: dict[str, Any]) -> list[Any]:
+    found, model = [], build("cnn", seed=3)
+    norm = model[2]
+    norm.running_mean += this_place().rank
+    ddp = wrapper(model, **options)
+    found.append(norm.running_mean.clone())
+    backward(ddp, 1)
+    ddp.eval()
+    ddp(data(1)[0])
+    ddp.train()
+    found.append(norm.running_mean.clone())
+    with ddp.no_sync():
+        backward(ddp, 2)
+    backward(ddp, 3)
+    ddp.eval()
+    ddp(data(1)[0])
+    found.append(norm.running_mean.clone())
+    found.append(norm.num_batches_tracked.clone())
     return found
 
 
@@ -266,6 +271,12 @@ def refused(case: str) -> str:
         options["static_graph"] = odd
     elif case == "sparse" and odd:
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+    elif case == "meta" and odd:
+        model.to("meta")
+    elif case == "expanded" and odd:
+        model.register_buffer("row", torch.zeros(3).expand(2, 3))
+    elif case == "sparse tensor" and odd:
+        model.register_buffer("eye", torch.eye(2).to_sparse())
     elif case == "nothing":
         model.requires_grad_(False)
     elif case == "lazy":
@@ -312,8 +323,8 @@ def misused(case: str) -> str:
                 with contextlib.suppress(ZeroDivisionError):
                     loss_value.backward()
                 ddp(x)
-            elif case == "pickle":
-                ddp.__getstate__()
+            elif case == "a copy":
+                copy.deepcopy(ddp)(x)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -45,8 +45,8 @@ def main() -> None:
         line = f"loss {loss.item():.5f} state {total:.4f} keys {keys}"
         with open(os.environ["OUT"], "w", encoding="utf-8") as out:
             out.write(line)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # torch's wrapper may abort if it outlives its group

@@ -161,8 +161,11 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("plan", r"option bucket_cap_mb: rank 0 has 1\.0, rank 1 has 2\.0"),
         ("static", r"option static_graph: rank 0 has False, rank 1 has True"),
         ("sparse", r"ConfigError: on rank 1: 0: sparse gradients cannot be reduced"),
+        ("meta", r"ConfigError: on rank 1: 0\.weight is on the meta device"),
+        ("expanded", r"ConfigError: on rank 1: row has elements that share memory"),
+        ("sparse tensor", r"ConfigError: on rank 1: eye is torch\.sparse_coo"),
         ("nothing", r"ConfigError: .* doesn't have any parameter that requires a grad"),
-        ("lazy", r"ConfigError: on rank 0: bias is not initialised"),
+        ("lazy", r"ConfigError: on rank 0: weight is lazy and has no shape"),
         ("hook", r"has no argument comm_hook"),
         ("strategy", r"expected strategy to be one of overlapped, synchronous, none"),
         ("device_ids", r"device_ids and output_device are for a module on one CUDA"),
@@ -183,7 +186,7 @@ def test_what_cannot_be_wrapped_is_refused(
         ("twice summed", r"loss_reduction='sum' cannot add to a gradient"),
         ("weight", r"expected a weight of at least 0, got -1\.0"),
         ("broken", r"CommunicationError: the backward pass before was broken off"),
-        ("pickle", r"cannot be pickled or copied"),
+        ("a copy", r"no working group: it is a copy, or set_group\(\) failed before"),
     ],
 )
 def test_what_cannot_go_on_is_refused(ranks2: RankPool, case: str, says: str) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import elche
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import (
     Task,
     Trace,
+    build,
     difference,
     identical,
     plain,
@@ -181,6 +184,26 @@ def test_deterministic_runs_are_equal_to_the_bit(ranks2: RankPool, policy: str) 
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_slowmo_is_averaging_until_it_has_momentum(
+    ranks2: RankPool, policy: str
+) -> None:
+    task = Task(samples=200, batch_size=8, epochs=1, options={"seed": 5})
+    task = _with(task, policy=policy, deterministic=True)
+    average, plain, momentum = (
+        ranks2.run(shared, _with(task, **outer), case_setup=serve_in_thread)
+        for outer in (
+            {"outer": "average"},
+            {"outer": "slowmo", "outer_momentum": 0.0, "outer_lr": 1.0},
+            {"outer": "slowmo"},
+        )
+    )
+    assert average[0].windows[0] > 3
+    assert identical([trace.state for trace in (*average, *plain)])
+    assert identical([trace.state for trace in momentum])
+    assert difference(momentum[0].state, average[0].state) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=640, batch_size=8, epochs=1)
     task = _with(task, policy=policy, max_batch_diff=0)
@@ -206,6 +229,33 @@ def test_a_poisoned_batch_is_tried_twice_and_named(
     assert set(range(400)) == set(seen)
     assert identical([rank.state for rank in ranks])
     assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
+
+
+def train_on_bad_beginning(task: Task) -> dict[str, torch.Tensor]:
+    """An epoch whose first two batches are no numbers, BatchNorm in the way of them."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    for x, y, index, _ in loader:
+        x[index < 2 * task.batch_size] = float("nan")
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    elche.shutdown()
+    return state
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_statistics_outlive_a_window_that_is_rejected_whole(
+    ranks2: RankPool, policy: str
+) -> None:
+    task = Task(samples=160, batch_size=8, model="norm", shuffle=False)
+    task = _with(task, policy=policy, deterministic=True)
+    states = ranks2.run(train_on_bad_beginning, task, case_setup=serve_in_thread)
+    assert identical(states)
+    assert all(torch.isfinite(value).all() for value in states[0].values())
+    # Eighteen of twenty batches count.
+    assert int(states[0]["1.num_batches_tracked"]) == 18
 
 
 @pytest.mark.parametrize("sync_s", [0.0, 0.03])

@@ -37,10 +37,10 @@ def check_all(sim: Simulation) -> None:
         check_shares(sim)
     else:
         check_windows(sim)
-        batches = frozenset(range(BatchSizes(run.sizes).num_batches))
-        for number in range(run.runs):
-            for epoch in range(run.epochs):
-                assert history.committed[number, epoch] == batches
+    batches = frozenset(range(BatchSizes(run.sizes).num_batches))
+    for number in range(run.runs):
+        for epoch in range(run.epochs):
+            assert history.committed[number, epoch] == batches
 
 
 def positions(sizes: tuple[tuple[int, int], ...]) -> Counter[tuple[int, int]]:

@@ -90,10 +90,11 @@ def test_the_timeline_is_a_trace_as_of_a_real_run(tmp_path: Path) -> None:
     assert {span["pid"] for span in batches} == {0, 1, 2, 3}
 
 
-def test_sync_does_not_outlive_a_rank_and_says_so(tmp_path: Path) -> None:
-    result = simulate(tmp_path, CLUSTER + KILL, "--policy", "sync")
+def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
+    fault = KILL.replace("kill_rank", "fail_rank")
+    result = simulate(tmp_path, CLUSTER + fault, "--policy", "sync")
     assert result.exit_code == 1
-    assert "the run was aborted: rank 1 is gone" in result.output
+    assert "the run was aborted: rank 1 failed: ValueError" in result.output
 
 
 @pytest.mark.parametrize(

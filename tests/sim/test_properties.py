@@ -58,7 +58,7 @@ def test_a_break_on_any_rank_ends_the_epoch_for_all_with_a_commit(
             assert trained == everything
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @given(data=st.data())
 @settings(max_examples=150)
 def test_deaths_and_joins_lose_nothing_and_count_nothing_twice(

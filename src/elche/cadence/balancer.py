@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from elche.cadence.split import passes_of, split_in_micro_batches
+from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
     SpeedHints,
@@ -35,6 +35,11 @@ class BalancerConfig:
             Kept as a tuple of one speed per rank.
         rebalance_gain: by which part the predicted time of a step must fall for
             the split to change; 0.02 is 2 %.
+        max_samples: most samples that the device of each rank holds at once, None
+            where that is not known to be limited; ranks at the end may be left out.
+            Kept as a tuple of one cap per rank.
+        accumulates: a rank runs a part above its cap in micro-batches, so that caps
+            make parts slower but limit none.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -44,6 +49,8 @@ class BalancerConfig:
     min_share_samples: int = 1
     speed_hints: SpeedHints = None
     rebalance_gain: float = 0.02
+    max_samples: Sequence[int | None] = ()
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         check_int("world_size", self.world_size, 1)
@@ -56,54 +63,17 @@ class BalancerConfig:
         if self.speed_hints is not None:
             speeds = relative_speeds(self.speed_hints, self.world_size)
             object.__setattr__(self, "speed_hints", speeds)
-
-
-def split_for_makespan(
-    total: int, cost: Sequence[float], fixed_samples: Sequence[float], minimum: int
-) -> tuple[int, ...]:
-    """Integer parts that minimise ``max(cost[r] * (fixed_samples[r] + n[r]))``.
-
-    Giving one sample after the other to the rank that would finish it first is
-    optimal, as each rank's time only grows. The real-valued solution with every
-    part rounded down is a state which that passes, so only the fewer than W last
-    samples are given that way: O(W log W), whatever the total.
-
-    Args:
-        total: samples to distribute, at least ``minimum`` for every rank.
-        cost: time per sample of each rank, positive.
-        fixed_samples: fixed cost of each rank in samples, not negative.
-        minimum: smallest part of a rank.
-
-    Returns:
-        One part per rank, together ``total``; of equal choices the lowest ranks.
-    """
-    ranks = range(len(cost))
-    start = [cost[r] * (fixed_samples[r] + minimum) for r in ranks]
-    order = sorted(ranks, key=start.__getitem__)
-    load, rate, level = float(total - minimum * len(cost)), 0.0, 0.0
-    parts = [minimum] * len(cost)
-    for place, rank in enumerate(order, start=1):
-        load += fixed_samples[rank] + minimum
-        rate += 1.0 / cost[rank]
-        level = load / rate
-        if place == len(order) or level <= start[order[place]]:
-            break
-    for rank in order[:place]:
-        parts[rank] = max(minimum, math.floor(level / cost[rank] - fixed_samples[rank]))
-    while sum(parts) > total:
-        late = max(
-            (r for r in ranks if parts[r] > minimum),
-            key=lambda r: cost[r] * (fixed_samples[r] + parts[r]),
-        )
-        parts[late] -= 1
-    ends = [(cost[r] * (fixed_samples[r] + parts[r] + 1), r) for r in ranks]
-    heapq.heapify(ends)
-    for _ in range(total - sum(parts)):
-        rank = ends[0][1]
-        parts[rank] += 1
-        end = cost[rank] * (fixed_samples[rank] + parts[rank] + 1)
-        heapq.heapreplace(ends, (end, rank))
-    return tuple(parts)
+        if len(self.max_samples) > self.world_size:
+            raise ConfigError(
+                f"max_samples must name at most {self.world_size} ranks, got "
+                f"{len(self.max_samples)}"
+            )
+        for rank, cap in enumerate(self.max_samples):
+            if cap is not None:
+                check_int(f"max_samples of rank {rank}", cap, 1)
+        missing = self.world_size - len(self.max_samples)
+        caps = (*self.max_samples, *[None] * missing)
+        object.__setattr__(self, "max_samples", caps)
 
 
 @final
@@ -114,7 +84,15 @@ class Balancer:
         config: the settings.
     """
 
-    __slots__ = ("_config", "_kept", "_left_out", "_models", "_speeds")
+    __slots__ = (
+        "_caps",
+        "_config",
+        "_is_capped",
+        "_kept",
+        "_left_out",
+        "_models",
+        "_speeds",
+    )
 
     def __init__(self, config: BalancerConfig) -> None:
         self._config = config
@@ -122,6 +100,12 @@ class Balancer:
         self._models = [TimeModel() for _ in range(config.world_size)]
         self._kept: dict[int, tuple[int, ...]] = {}
         self._left_out: frozenset[int] = frozenset()
+        self._set_caps(config.max_samples)
+
+    @property
+    def max_samples(self) -> tuple[int | None, ...]:
+        """Samples that each rank's device holds at once, as far as is known."""
+        return tuple(self._caps)
 
     @property
     def world_size(self) -> int:
@@ -136,7 +120,9 @@ class Balancer:
     def report(self, samples: Sequence[int], busy_s: Sequence[float]) -> None:
         """Takes in one measured step of all ranks.
 
-        A rank without samples or without a time keeps its model.
+        A rank without samples or without a time keeps its model. Of a part that was
+        run in micro-batches one of these is taken in, so that the fixed cost stays
+        that of one.
 
         Args:
             samples: samples of each rank in the step.
@@ -149,6 +135,9 @@ class Balancer:
         """
         reports = check_reports("samples", samples, "busy_s", busy_s, self.world_size)
         for rank, done, spent_s in reports:
+            passes = self._passes(rank, done) if self._is_capped else 1
+            if passes > 1:
+                done, spent_s = max(1, round(done / passes)), spent_s / passes
             self._models[rank].observe(done, spent_s)
 
     def sizes(self, batch_samples: int) -> tuple[int, ...]:
@@ -165,19 +154,28 @@ class Balancer:
             One size per rank, together ``batch_samples``. Each is at least
             ``min_share_samples``; where the batch is too small for that, the
             fastest ranks get at least as much (the fastest one of all whatever
-            there is) and the others 0.
+            there is) and the others 0. None is above its rank's cap, unless the
+            ranks accumulate. Ranks left out serve where the others cannot hold it.
 
         Raises:
-            ConfigError: ``batch_samples`` is negative or no integer.
+            ConfigError: ``batch_samples`` is negative or no integer, or more than
+                the devices hold together.
         """
         total = check_int("batch_samples", batch_samples, 0)
+        if total == 0:
+            return (0,) * self.world_size
         cost, fixed_samples = self._times()
         split = self._shortest(total, cost, fixed_samples)
         kept = self._kept.pop(total, split)
 
         def makespan(parts: tuple[int, ...]) -> float:
             ends = zip(cost, fixed_samples, parts, strict=True)
-            return max(c * (f + n) if n else 0.0 for c, f, n in ends)
+            if not self._is_capped:
+                return max(c * (f + n) if n else 0.0 for c, f, n in ends)
+            return max(
+                c * (f * self._passes(rank, n) + n) if n else 0.0
+                for rank, (c, f, n) in enumerate(ends)
+            )
 
         gain = self._config.rebalance_gain
         if makespan(split) >= (1.0 - gain) * makespan(kept):
@@ -199,6 +197,21 @@ class Balancer:
         self._left_out = left_out
         self._kept.clear()
 
+    def limit(self, rank: int, samples: int) -> None:
+        """A rank's device holds no more samples at once; a cap never rises again.
+
+        Raises:
+            ConfigError: there is no such rank, or not one sample fits.
+        """
+        check_int("the cap of a rank", samples, 1)
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"expected a rank below {self.world_size}, got {rank}")
+        known = self._caps[rank]
+        if known is None or samples < known:
+            self._caps[rank] = samples
+            self._is_capped = True
+            self._kept.clear()
+
     def costs_s(self) -> tuple[list[float], list[float]]:
         """Seconds per sample, and fixed seconds per step, of each rank.
 
@@ -217,6 +230,7 @@ class Balancer:
             "world_size": self.world_size,
             "models": [model.state_dict() for model in self._models],
             "kept": [list(parts) for parts in self._kept.values()],
+            "max_samples": list(self._caps),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,14 +255,30 @@ class Balancer:
                 tuple(check_int("a part", part, 0) for part in parts)
                 for parts in state["kept"]
             ]
+            caps = [
+                cap if cap is None else check_int("a cap", cap, 1)
+                for cap in state["max_samples"]
+            ]
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"the balancer's state cannot be read: {error!r}"
             ) from error
-        if any(len(values) != size for values in (models, *kept)):
+        if {size, *map(len, kept), len(models), len(caps)} != {size}:
             raise ConfigError(f"the balancer's state does not describe {size} ranks")
         self._models = models
         self._kept = {sum(parts): parts for parts in kept}
+        self._set_caps(caps)
+
+    def _set_caps(self, caps: Iterable[int | None]) -> None:
+        """Also notes whether there are any: most runs need not ask each rank."""
+        self._caps = list(caps)
+        self._is_capped = any(cap is not None for cap in self._caps)
+
+    def _passes(self, rank: int, samples: int) -> int:
+        """In how many micro-batches a rank runs its part."""
+        return passes_of(
+            samples, self._caps[rank] if self._config.accumulates else None
+        )
 
     def _times(self) -> tuple[list[float], list[float]]:
         """Cost per sample relative to the cheapest, and fixed cost in samples."""
@@ -260,22 +290,65 @@ class Balancer:
     def _shortest(
         self, total: int, cost: Sequence[float], fixed_samples: Sequence[float]
     ) -> tuple[int, ...]:
-        minimum = self._config.min_share_samples
-        ranks = [r for r in range(self.world_size) if r not in self._left_out]
-        served = max(1, min(len(ranks), total // minimum))
-        minimum = min(minimum, total)
-        by_speed = sorted(
-            ranks,
-            key=lambda r: cost[r] * (fixed_samples[r] + minimum),
-        )
-        chosen = sorted(by_speed[:served])
-        parts = split_for_makespan(
-            total,
-            [cost[r] for r in chosen],
-            [fixed_samples[r] for r in chosen],
-            minimum,
-        )
+        minimum = min(self._config.min_share_samples, total)
+        chosen = self._serving(total, minimum, cost, fixed_samples)
+        costs = [cost[r] for r in chosen]
+        fixed = [fixed_samples[r] for r in chosen]
+        caps = [self._caps[r] for r in chosen] if self._is_capped else None
+        if caps is not None and self._config.accumulates:
+            parts = split_in_micro_batches(total, costs, fixed, minimum, caps)
+        else:
+            parts = split_for_makespan(total, costs, fixed, minimum, caps)
         split = [0] * self.world_size
         for rank, part in zip(chosen, parts, strict=True):
             split[rank] = part
         return tuple(split)
+
+    def _room(self, cap: int | None, total: int, minimum: int) -> int:
+        """The largest part that a rank can have; 0 where the least one does not fit."""
+        if cap is None:
+            return total
+        if cap < minimum:
+            return 0
+        return total if self._config.accumulates else min(cap, total)
+
+    def _serving(
+        self,
+        total: int,
+        minimum: int,
+        cost: Sequence[float],
+        fixed_samples: Sequence[float],
+    ) -> list[int]:
+        """The ranks that get a part: as many as can have the least one.
+
+        Where they are fewer than all, the fastest, or if these cannot hold the batch
+        those that hold most.
+        """
+        most = max(1, total // minimum)
+
+        def start(rank: int) -> float:
+            return cost[rank] * (fixed_samples[rank] + minimum)
+
+        if not self._is_capped:
+            free = [r for r in range(self.world_size) if r not in self._left_out]
+            return free if most >= len(free) else sorted(sorted(free, key=start)[:most])
+        rooms = [self._room(cap, total, minimum) for cap in self._caps]
+        able = [r for r in range(self.world_size) if rooms[r]]
+        wanted = [r for r in able if r not in self._left_out]
+
+        def by_room(rank: int) -> tuple[int, float]:
+            return -rooms[rank], start(rank)
+
+        orders: list[tuple[list[int], Callable[[int], Any]]]
+        orders = [(wanted, start), (wanted, by_room), (able, by_room)]
+        for ranks, key in orders:
+            chosen = sorted(ranks, key=key)[:most]
+            if sum(rooms[r] for r in chosen) >= total:
+                return sorted(chosen)
+        held = {r: cap for r, cap in enumerate(self._caps) if cap is not None}
+        raise ConfigError(
+            f"a batch of {total} samples does not fit the devices of all ranks "
+            f"together (most samples by rank: {held}, at least {minimum} each); lower "
+            "batch_size, raise max_samples where a device holds more, or train with "
+            "elche.Trainer, which runs a large share in micro-batches"
+        )

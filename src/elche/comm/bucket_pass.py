@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -148,6 +149,16 @@ class BucketPass:
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
 
+    def make_static(self) -> None:
+        """Takes every backward for one like the first, which has not been yet.
+
+        Raises:
+            ConfigError: there was one.
+        """
+        if self.passes:
+            raise ConfigError("a graph is declared static before the first backward")
+        self._options = replace(self._options, static_graph=True)
+
     def expect_unused(self, indices: frozenset[int]) -> None:
         """Says which parameters get no gradient from one of the pass's forwards."""
         self._unused = indices if self._unused is None else self._unused & indices
@@ -173,6 +184,16 @@ class BucketPass:
         given = self._given.get(id(parameter))
         return given is not None and given is parameter.grad
 
+    def rewind(self) -> None:
+        """A backward pass was broken off, and its gradients will all come again.
+
+        Buckets that were sent stay sent: their gradients were complete.
+        """
+        self._awaits_end = False
+        self._problem, self._counts = "", {}
+        for bucket in self.buckets:
+            bucket.pending = self._expected_in(bucket)
+
     def abandon(self) -> bool:
         """Gives up a pass that an error broke off; whether there was one."""
         was_open, self._is_open, self._awaits_end = self._is_open, False, False
@@ -187,7 +208,7 @@ class BucketPass:
             self._refuse_gradient(parameter, index)
             if not self._is_open:
                 self._open()
-                self.await_end()
+            self.await_end()
             if self._observed is not None:
                 self._observed.setdefault(index)
             self._count(index, *self._place[id(parameter)])
@@ -196,7 +217,11 @@ class BucketPass:
 
     def _refuse_gradient(self, parameter: torch.Tensor, index: int) -> None:
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise ConfigError(
+                f"{self._names[index]}: a hook took its gradient away before it was "
+                "reduced; step after the backward pass"
+            )
         if gradient.is_sparse or gradient.layout is not torch.strided:
             raise ConfigError(
                 f"{self._names[index]}: its gradient is sparse, which cannot be "
@@ -237,16 +262,20 @@ class BucketPass:
         self._is_open = True
         self.passes += 1
         for bucket in self.buckets:
-            bucket.pending = {
-                place
-                for place, parameter in enumerate(bucket.parameters)
-                if not self._is_unused(self._index[id(parameter)])
-            }
+            bucket.pending = self._expected_in(bucket)
         try:
             self._scale = owner.open_pass(self._side)
         except CommunicationError as error:
             self._fail(error)
             raise
+
+    def _expected_in(self, bucket: Bucket) -> set[int]:
+        """Places in a bucket that get a gradient in this pass."""
+        return {
+            place
+            for place, parameter in enumerate(bucket.parameters)
+            if not self._is_unused(self._index[id(parameter)])
+        }
 
     def _is_unused(self, index: int) -> bool:
         if self._expected is not None:

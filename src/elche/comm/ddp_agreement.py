@@ -14,6 +14,7 @@ from torch import nn
 from elche.comm.ddp_group import TorchGroup
 from elche.comm.exchange import may_share
 from elche.comm.process_group import Group, gather_texts
+from elche.comm.unshareable import why_unshareable
 from elche.errors import ConfigError, MismatchError
 
 SHOWN_DIFFERENCES = 5
@@ -50,24 +51,19 @@ def describe(
         options: the wrapper's settings.
     """
     found = {f"option {name}": repr(value) for name, value in options.items()}
+    found[DEVICE], found[PROCESS] = "none", str(os.getpid())
+    problem = _problem(model, ignored, with_buffers=options["broadcast_buffers"])
+    if problem:
+        return {**found, PROBLEM: problem}
     devices = set()
     for at, (name, parameter) in enumerate(kept(model.named_parameters(), ignored)):
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            found[PROBLEM] = (
-                f"{name} is not initialised; run a batch through the model first"
-            )
-            continue
         trained = "trained" if parameter.requires_grad else "frozen"
         found[f"parameter {name}"] = f"{_layout(parameter)} {trained}"
         found[f"place {at}"] = name
         devices.add(parameter.device.type)
     for name, buffer in kept(model.named_buffers(), ignored):
         found[f"buffer {name}"] = _layout(buffer)
-    found[DEVICE] = " and ".join(sorted(devices)) or "none"
-    found[PROCESS] = str(os.getpid())
-    problem = _problem(model, ignored)
-    if problem:
-        found[PROBLEM] = problem
+    found[DEVICE] = " and ".join(sorted(devices))
     return found
 
 
@@ -172,7 +168,7 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {dtype}{strides}"
 
 
-def _problem(model: nn.Module, ignored: frozenset[str]) -> str:
+def _problem(model: nn.Module, ignored: frozenset[str], *, with_buffers: bool) -> str:
     """Why the model cannot be reduced, or ""."""
     parameters = kept(model.named_parameters(), ignored)
     if not any(parameter.requires_grad for _, parameter in parameters):
@@ -186,7 +182,7 @@ def _problem(model: nn.Module, ignored: frozenset[str]) -> str:
                 f"{name or 'the model'}: sparse gradients cannot be reduced; use "
                 + ("sparse=False")
             )
-    for name, parameter in parameters:
-        if type(parameter.data).__name__ == "DTensor":
-            return f"{name} is a DTensor, which is already distributed"
-    return ""
+    buffers = kept(model.named_buffers(), ignored) if with_buffers else []
+    tensors = [*parameters, *buffers]
+    found = (f"{name} {why}" for name, t in tensors if (why := why_unshareable(t)))
+    return next(found, "")

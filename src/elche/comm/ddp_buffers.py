@@ -4,10 +4,14 @@ torch's DistributedDataParallel broadcasts all buffers of rank 0 before every fo
 Here they travel after a backward, when they have changed, so that an evaluation on one
 rank waits for nobody, and only those that some rank has written, so that a mask never
 travels. The rank whose values count is the lowest one that had a batch.
+
+A buffer that is added, removed or resized on any rank after the start (a cache that
+grows with the longest sequence seen) is each rank's own from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +23,10 @@ from elche.comm.ddp_agreement import kept
 from elche.comm.ddp_group import control_device
 from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
-from elche.errors import ConfigError
 
 ALIGN_BYTES = 16
+
+_log = logging.getLogger(__name__)
 
 
 class BufferSpreader:
@@ -33,53 +38,69 @@ class BufferSpreader:
         group: the process group.
 
     Attributes:
-        count: buffers of the model.
+        count: buffers that the model has at the start and that are not ignored.
     """
 
     def __init__(self, model: nn.Module, ignored: frozenset[str], group: Group) -> None:
         self._model = model
         self._group = group
-        named = list(model.named_buffers())
-        shared = {name for name, _ in kept(named, ignored)}
-        self._shared = {at for at, (name, _) in enumerate(named) if name in shared}
-        self._shapes = [buffer.shape for _, buffer in named]
+        shared = kept(model.named_buffers(), ignored)
+        self._names = [name for name, _ in shared]
+        self._kinds = [_kind(buffer) for _, buffer in shared]
+        self._own: set[int] = set()
+        self._left_out: set[int] = set()
         self._watch = BufferWatch(model)
         self._travelling: list[int] = []
         self._exchange: Exchange | None = None
         self._views: list[list[torch.Tensor]] = []
-        self.count = len(named)
+        self.count = len(shared)
 
     def written(self) -> list[int]:
-        """Indices of shared buffers that this rank wrote since they were spread."""
-        return sorted(self._shared.intersection(self._watch.written()))
+        """Indices of buffers that this rank wrote since they were spread."""
+        names = [name for name, _ in self._model.named_buffers()]
+        written = {names[at] for at in self._watch.written()}
+        return [
+            at
+            for at, name in enumerate(self._names)
+            if name in written and at not in self._own
+        ]
+
+    def changed(self) -> list[int]:
+        """Indices of buffers that are not what they were at the start: each rank's own.
+
+        Once one was among them, it stays.
+        """
+        present = dict(self._model.named_buffers())
+        for at, (name, kind) in enumerate(zip(self._names, self._kinds, strict=True)):
+            if name not in present or _kind(present[name]) != kind:
+                self._own.add(at)
+        return sorted(self._own)
 
     @torch.no_grad()
-    def spread(self, written: Sequence[int], source: int, side: int) -> None:
+    def spread(
+        self, written: Sequence[int], own: Sequence[int], source: int, side: int
+    ) -> None:
         """Copies ``source``'s values to all ranks.
 
         Args:
             written: buffers that any rank has written; the same on all ranks.
+            own: buffers that any rank has added, removed or resized; likewise.
             source: the rank whose values count.
             side: which of the two message buffers has its turn.
 
         Raises:
             CommunicationError: it failed, or not everybody came in time.
-            ConfigError: a buffer has another shape than at the start.
         """
-        if not written:
+        self._leave_out(own)
+        spread = set(written) - self._own
+        if not spread:
             return
-        buffers = list(self._model.buffers())
-        shapes = [buffer.shape for buffer in buffers]
-        if shapes != self._shapes:
-            raise ConfigError(
-                "buffers of the model were added, removed or resized after it was "
-                "wrapped; call set_group() on every rank when that has been done"
-            )
-        if not set(written) <= set(self._travelling):
-            self._travelling = sorted({*self._travelling, *written})
-            self._open([buffers[at] for at in self._travelling])
-        assert self._exchange is not None
-        mine = [buffers[at] for at in self._travelling]
+        present = dict(self._model.named_buffers())
+        if self._exchange is None or not spread <= set(self._travelling):
+            self._travelling = sorted({*self._travelling, *spread})
+            self._open([present[self._names[at]] for at in self._travelling])
+            assert self._exchange is not None
+        mine = [present[self._names[at]] for at in self._travelling]
         message = self._exchange.contribution(side)
         if self._group.rank == source:
             torch._foreach_copy_(self._views[side], mine)
@@ -91,6 +112,20 @@ class BufferSpreader:
             torch._foreach_copy_(mine, _typed(total, mine))
         self._watch.mark()
 
+    def _leave_out(self, own: Sequence[int]) -> None:
+        """These are each rank's own from now on."""
+        new = sorted(set(own) - self._left_out)
+        if not new:
+            return
+        _log.info(
+            "buffers %s were added, removed or resized: each rank keeps its own",
+            ", ".join(self._names[at] for at in new),
+        )
+        self._own.update(new)
+        self._left_out.update(new)
+        self._travelling = [at for at in self._travelling if at not in self._own]
+        self._exchange = None  # made anew, with all ranks, when one is written
+
     def _open(self, buffers: Sequence[torch.Tensor]) -> None:
         numel = sum(_aligned(size_bytes(buffer)) for buffer in buffers)
         where = control_device(self._group)
@@ -98,6 +133,10 @@ class BufferSpreader:
         self._views = [
             _typed(self._exchange.contribution(side), buffers) for side in range(2)
         ]
+
+
+def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return buffer.shape, buffer.dtype
 
 
 def _typed(raw: torch.Tensor, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,21 +14,47 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors in nested lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    items: Iterable[Any] = ()
+    return [tensor for item in _items(value) or () for tensor in tensors_in(item)]
+
+
+def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+    """As :func:`tensors_in`, and in attributes of objects (a distribution, say)."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    seen = set() if seen is None else seen
+    items = _items(value)
+    if items is None:
+        held = None if isinstance(value, nn.Module | type) else value
+        items = list(getattr(held, "__dict__", {}).values())
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    return [tensor for item in items for tensor in outputs_in(item, seen)]
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """What a container holds; None for anything else."""
     if isinstance(value, list | tuple):
-        items = value
-    elif isinstance(value, Mapping):
-        items = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = (getattr(value, each.name) for each in dataclasses.fields(value))
-    return [tensor for item in items for tensor in tensors_in(item)]
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name) for each in dataclasses.fields(value)]
+    return None
 
 
 def samples_in(inputs: Any, dim: int) -> float:
-    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one."""
-    for tensor in tensors_in(inputs):
-        if tensor.dim() > dim:
-            return float(tensor.shape[dim])
+    """Samples of a batch: the size of its first tensor along ``dim``; 1 without one.
+
+    Of packed sequences their number.
+    """
+    if isinstance(inputs, nn.utils.rnn.PackedSequence):
+        return float(inputs.batch_sizes[0]) if len(inputs.batch_sizes) else 0.0
+    if isinstance(inputs, torch.Tensor):
+        return float(inputs.shape[dim]) if inputs.dim() > dim else 1.0
+    for item in _items(inputs) or ():
+        if any(tensor.dim() > dim for tensor in tensors_in(item)):
+            return samples_in(item, dim)
     return 1.0
 
 

@@ -75,6 +75,31 @@ class TorchGroup(Group):
         if near is not tensor:
             tensor.copy_(near)
 
+    def sibling(self) -> TorchGroup:
+        """Forms another group of the same ranks, together with all of them.
+
+        Its collectives are ordered for themselves: they may run inside a backward pass
+        beside this group's. To be ended with :meth:`end`.
+        """
+        made = dist.new_group(
+            dist.get_process_group_ranks(self.torch_group),
+            timeout=self._options.timeout,
+            backend=dist.get_backend(self.torch_group),
+            use_local_synchronization=True,
+        )
+        sibling = TorchGroup(made, self._timeout_s)
+        sibling.shares_host = self.shares_host
+        sibling.watch(self._pids)
+        return sibling
+
+    def end(self) -> None:
+        """Ends a group that was made here, unless torch has ended all of them."""
+        if (
+            dist.is_initialized()
+            and self.torch_group in dist.distributed_c10d._world.pg_map
+        ):
+            dist.destroy_process_group(self.torch_group)
+
     def close(self) -> None:
         """Leaves the group as it is: it is the user's."""
 

@@ -73,7 +73,6 @@ class WeightedReducer:
         buffers: keeps buffers equal, or None.
 
     Attributes:
-        is_armed: whether gradients that appear now are reduced.
         last: what came of the last reduction.
         divides_by_world: the mean is divided by all ranks, not only by those that
             contributed.
@@ -105,7 +104,8 @@ class WeightedReducer:
         self._reference = 0.0
         self._agreed: list[float] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.is_armed = False
+        self._is_armed = False
+        self._pending: float | None = None
         self.divides_by_world = False
         self.refuses_joined = False
         self.last: Reduction | None = None
@@ -126,6 +126,17 @@ class WeightedReducer:
         return self._pass.extra_bytes
 
     @property
+    def is_armed(self) -> bool:
+        """Whether a gradient that appears now is reduced.
+
+        In a backward pass that comes to the parameters by another way than what the
+        last forward returned (a loss kept on the module), it is that forward's.
+        """
+        if not self._is_armed and self._pending is not None:
+            self.enter_backward(self._pending)
+        return self._is_armed
+
+    @property
     def order(self) -> list[int] | None:
         """The observed order of the parameters, if there was a backward."""
         return self._pass.order if self._pass.is_ordered else None
@@ -137,7 +148,7 @@ class WeightedReducer:
             order: of the parameters, if one was observed before.
         """
         extra = self._buffers.count if self._buffers is not None else 0
-        numel = 2 * self._group.world_size + extra
+        numel = 2 * (self._group.world_size + extra)
         where = control_device(self._group)
         self._control = open_exchange(self._group, numel, torch.float64, where, sides=2)
         self._pass.attach(order)
@@ -161,10 +172,16 @@ class WeightedReducer:
     def begin_forward(self) -> None:
         """Refuses to go on where a backward was broken off.
 
+        One that had no gradient yet is forgotten. A forward inside a backward (a
+        recomputation) begins nothing.
+
         Raises:
             CommunicationError: its reduction cannot be completed any more.
         """
-        self._is_entered = False
+        if is_in_backward():
+            return
+        if self._is_entered:
+            self._leave_backward()
         if self._pass.abandon():
             raise CommunicationError(
                 "the backward pass before was broken off by an error, so its reduction "
@@ -183,19 +200,40 @@ class WeightedReducer:
             self._pass.await_end()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._leave_backward)
-        self.is_armed = True
+        self._is_armed, self._pending = True, None
         self._counted += weight
 
     def _leave_backward(self) -> None:
         """After the pass: takes back what a backward without gradients has set."""
-        self._is_entered = False
+        self._is_entered, self._pending = False, None
         counted, passes = self._before
         if passes == self._pass.passes:
-            self._counted, self.is_armed = counted, False
+            self._counted, self._is_armed = counted, False
+
+    def expect_backward(self, weight: float | None, *, adds: bool = False) -> None:
+        """Says what the last forward weighs, wherever its backward will begin.
+
+        Args:
+            weight: None: the next gradients are not to be reduced.
+            adds: to what was expected already: its outputs tell nothing of backwards.
+        """
+        if not is_in_backward():
+            before = self._pending or 0.0 if adds else 0.0
+            self._pending = None if weight is None else before + weight
 
     def count(self, weight: float) -> None:
         """Adds to this rank's weight in the next reduction."""
         self._counted += weight
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether a forward pass weighs in the next reduction already."""
+        return self._counted > 0.0 or self._pending is not None
+
+    @property
+    def weight_set(self) -> float | None:
+        """What :meth:`set_weight` has set for the next reduction."""
+        return self._set
 
     def set_weight(self, weight: float) -> None:
         """Sets this rank's weight in the next reduction, whatever was counted."""
@@ -226,8 +264,11 @@ class WeightedReducer:
         values = [0.0] * self._control.contribution(side).numel()
         values[rank] = self._weight
         values[world_size + rank] = float(self._is_joined)
-        if self._buffers is not None and self._weight > 0:
-            for index in self._buffers.written():
+        if self._buffers is not None:
+            own = 2 * world_size + self._buffers.count
+            for index in self._buffers.changed():
+                values[own + index] = 1.0
+            for index in self._buffers.written() if self._weight > 0 else ():
                 values[2 * world_size + index] = 1.0
         message = self._control.contribution(side)
         message.copy_(torch.tensor(values, dtype=torch.float64))
@@ -255,9 +296,10 @@ class WeightedReducer:
         )
         source, total = self.last.source, self.last.total_weight
         if self._buffers is not None and source is not None:
-            flags = values[2 * world_size :]
-            written = [index for index, flag in enumerate(flags) if flag]
-            self._buffers.spread(written, source, side)
+            flags, count = values[2 * world_size :], self._buffers.count
+            written = [index for index in range(count) if flags[index]]
+            own = [index for index in range(count) if flags[count + index]]
+            self._buffers.spread(written, own, source, side)
         factor = 1.0
         if self._is_mean and source is not None:
             factor = self._reference / total
@@ -265,13 +307,18 @@ class WeightedReducer:
             if self.divides_by_world:
                 factor *= sum(weight > 0 for weight in weights) / world_size
         hand_out = not self._is_joined
-        self._counted, self._set, self.is_armed = 0.0, None, False
+        self._counted, self._set = 0.0, None
+        self._is_armed, self._pending = False, None
         if self.refuses_joined and self.last.joined:
             raise ElcheError(
                 f"ranks {list(self.last.joined)} have exhausted their inputs, and "
                 "throw_on_early_termination is set"
             )
         return Closed(source=source, factor=factor, hand_out=hand_out)
+
+    def make_static(self) -> None:
+        """See :meth:`elche.comm.bucket_pass.BucketPass.make_static`."""
+        self._pass.make_static()
 
     def _agree(self) -> list[float]:
         """The sum of what all ranks said in this pass."""
@@ -299,3 +346,8 @@ class WeightedReducer:
                     )
 
         return refuse
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -9,18 +9,23 @@ drift to θ_{k+1}. Nothing is written before the sum is complete.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from elche.comm.averager_state import dtype_name
 from elche.comm.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.exchange import Exchange
-from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
+from elche.comm.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.outer import OuterOptimizer, OuterStep
 from elche.comm.process_group import Group
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,29 @@ class ParameterGroup:
         self._side = self._messages_sent = 0
         self._lay_messages()
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return self._layout.tensors
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The parameters become θ_k again: what they have drifted since is lost."""
+        for index in range(len(self._layout.segments)):
+            self._layout.write(index, self._base)
+        self._layout.flush(self._base)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers; waits for them."""
+        return all(bool(t.isfinite().all()) for t in self._layout.tensors)
+
+    @property
+    def squared_norm(self) -> float:
+        """Σ θ_k²."""
+        parts = self._base.parts
+        return sum(float(torch.vdot(part, part).real) for part in parts)
+
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
         layout = self._layout
@@ -148,6 +176,60 @@ class ParameterGroup:
         self._layout.settle()
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
+
+    @property
+    def layout(self) -> tuple[str, int]:
+        """Dtype and elements of what is averaged."""
+        return dtype_name(self._layout.dtype), self._layout.numel
+
+    def is_common(self, base: torch.Tensor | None) -> bool:
+        """Whether the parameters are these, in their own precision; waits for them.
+
+        Args:
+            base: common parameters, flat; None if the present ones count as that.
+        """
+        if base is None:
+            return True
+        tensors = self._layout.tensors
+        views = shaped(base, tensors)
+        return all(
+            _same(tensor.detach().cpu(), view.to(tensor.dtype))
+            for tensor, view in zip(tensors, views, strict=True)
+        )
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameters are no longer θ_k; waits for them."""
+        return not self.is_common(self._base_memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
+        dtype, numel = self.layout
+        momentum, exchange = self._outer.momentum, self.exchange
+        is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
+        coded = exchange if isinstance(exchange, CodedExchange) else None
+        return {
+            "dtype": dtype,
+            "numel": numel,
+            "momentum": None if momentum is None else momentum.clone(),
+            "base": self._base_memory.clone() if is_wider else None,
+            "residual": None if coded is None else coded.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After :meth:`rebase`: goes on from a saved state that fits."""
+        self._outer.load_momentum(state["momentum"])
+        if state["base"] is not None:
+            self._base_memory.copy_(state["base"])
+        if state["residual"] is None:
+            return
+        if isinstance(self.exchange, CodedExchange):
+            self.exchange.load_state_dict(state["residual"])
+        else:
+            _log.warning(
+                "a codec's residual is dropped: parameters travel as they are now, and "
+                "what encoding has left out until here stays left out"
+            )
 
     def fill(self, weight: float) -> bool:
         """Overlapped: puts weight × (θ_k − θ_r) into the next message; 0 puts zeros.
@@ -174,8 +256,13 @@ class ParameterGroup:
         self._set_weight(weight)
         return math.isfinite(total)
 
-    def refill(self, weight: float) -> None:
-        """Puts weight × what was filled in last into the message of a new group."""
+    def refill(self, weight: float | None = None) -> None:
+        """Puts weight × what was filled in last into the message of a new group.
+
+        Args:
+            weight: None for the one it was filled in with.
+        """
+        weight = self._weight if weight is None else weight
         message = self._messages[self._side]
         for part, sent in zip(self._drift.parts, message.parts, strict=True):
             _weigh(part, weight, sent)
@@ -279,6 +366,11 @@ class ParameterGroup:
             self._layout.over(exchange.contribution(side))
             for side in range(exchange.sides)
         ]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, in the same places none."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _weigh(drift: torch.Tensor, weight: float, message: torch.Tensor) -> None:

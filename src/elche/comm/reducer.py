@@ -53,6 +53,8 @@ class GradientReducer:
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._scale: float | None = None
         self._active_ranks = 0
+        self._holds = False
+        self._passes_before = 0
 
     @property
     def bucket_sizes_bytes(self) -> list[int]:
@@ -76,8 +78,8 @@ class GradientReducer:
 
     @property
     def is_armed(self) -> bool:
-        """Whether a step is under way."""
-        return self._scale is not None
+        """Whether a step is under way whose gradients are complete."""
+        return self._scale is not None and not self._holds
 
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter.
@@ -104,6 +106,7 @@ class GradientReducer:
             CommunicationError: the backward pass before was broken off.
         """
         self._refuse_broken_backward()
+        self._passes_before = self._pass.passes
         self._scale = scale
         self._active_ranks = active_ranks
         if self._norms is not None:
@@ -117,9 +120,34 @@ class GradientReducer:
             CommunicationError: the step's backward pass was broken off.
         """
         self._scale = None
+        self._holds = False
         if self._norms is not None:
             self._norms.weigh(None)
         self._refuse_broken_backward()
+
+    def hold(self, holds: bool) -> None:
+        """Keeps gradients for a later backward pass of the step, which sends them all.
+
+        Args:
+            holds: from now on; False: the next pass is the last one.
+        """
+        self._holds = holds
+
+    def rewind(self) -> None:
+        """The step's forward or backward pass was broken off and will be run again.
+
+        What was sent of it stays sent, so it must be run on the same samples.
+
+        Raises:
+            CommunicationError: the step had been reduced.
+        """
+        is_over = self._pass.passes > self._passes_before and not self._pass.is_open
+        if is_over:
+            raise CommunicationError(
+                "a step was broken off after its gradients had been reduced, so it "
+                "cannot be run again"
+            )
+        self._pass.rewind()
 
     def _refuse_broken_backward(self) -> None:
         if self._pass.abandon():

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elche.comm.process_group import Group, gather_texts
+from elche.comm.unshareable import why_unshareable
 from elche.coordination.agreement import what_differs
 from elche.coordination.messages import Join
 from elche.errors import ConfigError, MismatchError, ProtocolError
@@ -166,13 +167,8 @@ def _described(model: nn.Module) -> list[tuple[str, str, str]]:
     """(name, shape, dtype and role) of parameters and buffers, in order."""
     described = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"{name} is lazy and has no shape yet; run one batch through the model "
-                "first"
-            )
-        if tensor.layout != torch.strided:
-            raise ConfigError(f"{name} is {tensor.layout}; expected a dense tensor")
+        if why := why_unshareable(tensor):
+            raise ConfigError(f"{name} {why}")
         kind = str(tensor.dtype).removeprefix("torch.")
         if isinstance(tensor, nn.Parameter):
             kind += "" if tensor.requires_grad else " (frozen)"

@@ -28,6 +28,7 @@ from typing import TypeVar, cast, final
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from elche.comm.norm_function import Normalise, UnionStatistics
@@ -104,6 +105,11 @@ class SyncBatchNorm(_BatchNorm):
         """Whether other ranks take part in training mode."""
         return self._scope.world_size > 1
 
+    @property
+    def has_own_scope(self) -> bool:
+        """Whether it was made for a group of its own, which nothing replaces."""
+        return self._has_own_scope
+
     def _attach(self, scope: NormScope, name: str, *, is_own: bool) -> None:
         self._scope = scope
         self._name = name
@@ -128,6 +134,11 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
+        return self._normalised(input)
+
+    @_disable_dynamo  # torch.compiler.disable would import all of dynamo here
+    def _normalised(self, input: torch.Tensor) -> torch.Tensor:
+        """In training mode; a compiled graph ends before other ranks are met."""
         is_again = torch._C._current_graph_task_id() != -1
         if self._scope.world_size == 1:
             return self._normalised_again(input) if is_again else super().forward(input)
@@ -237,9 +248,9 @@ def convert_sync_batchnorm(module: Layers, group: Members | None = None) -> Laye
 
     Args:
         module: the model, or a part of it.
-        group: who normalises together. None: the ranks of the run, once `elche.setup`
-            or `elche.Replica` has taken the model; until then, and on one device, the
-            layers are plain BatchNorm.
+        group: who normalises together. None: the ranks of the run, once `elche.setup`,
+            `elche.Replica` or `elche.DistributedDataParallel` has taken the model;
+            until then, and on one device, the layers are plain BatchNorm.
 
     Returns:
         The module; another one only if it is itself a BatchNorm layer.

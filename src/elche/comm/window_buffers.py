@@ -4,7 +4,9 @@ Float buffers (BatchNorm statistics) are overwritten by their plain mean over th
 that trained, never through a drift or an outer step. Counters
 (``num_batches_tracked``) become the common value plus the sum of all ranks'
 increments. All of it travels in float64, which holds counters up to 2⁵³ and rounds a
-mean once.
+mean once. After a window in which no rank's contribution counts (all were rejected,
+say: then their statistics may be no numbers) float buffers become again what they were
+after the last one.
 
 What is sent is taken at the window's end. Increments that come later stay, and count
 in the next window; a float buffer that is written meanwhile is overwritten all the
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.buffers import BufferWatch
+from elche.comm.buffers import SNAPSHOT_ELEMENTS, BufferWatch
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 
@@ -50,6 +52,7 @@ class WindowBuffers:
         self._group = group
         self._watch = BufferWatch(model)
         self._common: dict[int, torch.Tensor] = {}
+        self._common_floats: dict[int, torch.Tensor] = {}
         self._taken: dict[int, torch.Tensor] | None = None
         self._waiting: set[int] = set()
         self._ever: set[int] = set()
@@ -74,6 +77,12 @@ class WindowBuffers:
             index: _counted(buffer)
             for index, buffer in enumerate(self._model.buffers())
             if _is_counter(buffer)
+        }
+        # A large one that never changes (a mask) is not worth a copy.
+        self._common_floats = {
+            index: _exact(buffer)
+            for index, buffer in enumerate(self._model.buffers())
+            if _is_float(buffer) and buffer.numel() <= SNAPSHOT_ELEMENTS
         }
 
     def changed(self) -> tuple[int, ...]:
@@ -161,7 +170,11 @@ class WindowBuffers:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """After :meth:`wait`: writes means and sums of what the plan names."""
+        """After :meth:`wait`: writes means and sums of what the plan names.
+
+        Where no rank has trained usably, the last common floats are written again. Only
+        a large buffer that has never travelled stays as it is then.
+        """
         plan = self._plan
         assert self._taken is not None
         assert plan is not None
@@ -169,10 +182,10 @@ class WindowBuffers:
         settled = set()
         for sent in self._sent:
             for index, part in self._parts_of(sent):
-                is_counter = index in self._common
-                if index in plan.buffers and (is_counter or plan.active_ranks > 0):
+                if index not in plan.buffers:
+                    continue
+                if self._write(index, part, plan.active_ranks):
                     settled.add(index)
-                    self._write(index, part, plan.active_ranks)
         self._waiting -= settled
         self._waiting |= late.difference(settled - self._common.keys())
         self._watch.mark()
@@ -186,16 +199,22 @@ class WindowBuffers:
             yield index, sent.message[at : at + size]
             at += size
 
-    def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> None:
+    def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> bool:
+        """Writes what all ranks hold now; False where nobody knows that."""
         buffer = list(self._model.buffers())[index]
         if index in self._common:
             self._count(index, buffer, total)
-            return
-        mean = total / active_ranks
+            return True
+        if active_ranks > 0:
+            self._common_floats[index] = total / active_ranks
+        mean = self._common_floats.get(index)
+        if mean is None:
+            return False
         if buffer.is_complex():
             buffer.copy_(torch.view_as_complex(mean.view(*buffer.shape, 2)))
         else:
             buffer.copy_(mean.view(buffer.shape))
+        return True
 
     def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
         assert self._taken is not None

@@ -7,7 +7,12 @@ with ``sync`` or goes on with windows of averaged parameters; after that the upd
 is fixed. It goes on measuring. Windows change between ``cadence`` and ``async``, and
 leave out ranks or take them back, when an epoch begins. ``sync`` is left only where the
 fastest device would be faster alone: it then trains in windows of its own, which is no
-other rule, and the others follow it. Pure.
+other rule, and the others follow it.
+
+A rank that is left out is timed again now and then, at a cost of at most a hundredth:
+under windows of averaged parameters by a batch of its own; where the fastest device
+trains alone in place of ``sync``, by some steps of ``sync`` when an epoch begins. So
+are ways back found. Pure.
 """
 
 from __future__ import annotations
@@ -51,6 +56,10 @@ ANOTHER_ANCHOR = 2
 """Overlapped windows that should be longer or shorter by this factor are rebuilt."""
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
+TRIAL_COST = 0.01
+"""Part of the time that timing left out ranks again may take."""
+TRIAL_GRANTS = 4
+"""Grants of steps after which it is decided whether ``sync`` stays this time."""
 
 
 class AutoPolicy(Policy):
@@ -75,9 +84,15 @@ class AutoPolicy(Policy):
         self._choice: Choice | None = None
         self._running: Choice | None = None
         horizon = max(member.horizon_batches for member in members)
-        self._calibration_grants = horizon + 2 + 2 * EXPLORING_GRANTS
+        self._ahead_steps = horizon + 2
+        self._calibration_grants = self._ahead_steps + 2 * EXPLORING_GRANTS
         self._is_gradients = False
         self._is_final = len(members) == 1
+        self._now_s = self._tried_s = 0.0
+        self._next_tried = 0
+        self._trial = 0
+        self._first_window = 0
+        self._state_from: int | None = None
         self._probe_s = 0.0
         self._variants: list[tuple[int, ...]] = []
         self._reports: dict[int, dict[int, StepsDone]] = {}
@@ -101,13 +116,33 @@ class AutoPolicy(Policy):
         return self._current.first_window
 
     @property
+    def is_elastic(self) -> bool:
+        """See :meth:`Policy.is_elastic`."""
+        return self._current.is_elastic
+
+    def make_room(self, wanted: bool) -> list[Instruction]:
+        """See :meth:`Policy.make_room`."""
+        return self._current.make_room(wanted)
+
+    @property
     def is_quiet(self) -> bool:
         """See :meth:`Policy.is_quiet`."""
         return self._current.is_quiet
 
-    def prepare_epoch(self, sync_s: float) -> None:
+    @property
+    def state_from(self) -> int | None:
+        """See :meth:`Policy.state_from`."""
+        return self._state_from
+
+    def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:
         """See :meth:`Policy.prepare_epoch`."""
         self._probe_s = self._probe_s or sync_s
+        self._state_from = None
+        if self._windows is not None and self._is_gradients and not self._is_final:
+            # In steps ranks must do the same, so their optimizers must be the same.
+            if alike and (self._is_outdated or self._is_trial_due()):
+                self._return_to_steps()
+            return
         if not self._wants_windows:
             return
         if self._windows is None or (self._is_outdated and not self._is_final):
@@ -126,6 +161,7 @@ class AutoPolicy(Policy):
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way; chooses when enough is measured."""
         told = Outcome()
+        self._now_s = now_s
         if self._windows is None:
             self._handle_steps(event, told)
         outcome = self._current.handle(event, now_s)
@@ -145,19 +181,30 @@ class AutoPolicy(Policy):
 
     def remove(self, rank: int) -> None:
         """A rank is gone: what was measured is of another membership."""
-        self._is_final = True
+        self._stay()
         del self._members[rank]
         self._current.remove(rank)
 
     def add(self, member: Member) -> None:
         """A rank joins: what was measured is of another membership."""
-        self._is_final = True
+        self._stay()
         self._members[member.rank] = member
         self._current.add(member)
 
+    def _stay(self) -> None:
+        """What runs now stays to the end; steps are shared among all again."""
+        self._is_final = True
+        if self._windows is None:
+            self._choice, self._trial, self._variants = None, 0, []
+            self._sync.grant_again()
+            self._sync.leave_out(())
+
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """See :meth:`Policy.regrouped`."""
-        return self._current.regrouped(reduced, now_s)
+        outcome = self._current.regrouped(reduced, now_s)
+        if outcome.epoch_over:
+            self._samples_before += self._committed(outcome, None)
+        return outcome
 
     def patience_s(self) -> float:
         """See :meth:`Policy.patience_s`."""
@@ -182,7 +229,9 @@ class AutoPolicy(Policy):
     @property
     def _wants_windows(self) -> bool:
         choice = self._choice
-        return choice is not None and (choice.policy != "sync" or _is_alone(choice))
+        if choice is None or self._trial:
+            return False
+        return choice.policy != "sync" or _is_alone(choice)
 
     @property
     def _is_outdated(self) -> bool:
@@ -195,7 +244,7 @@ class AutoPolicy(Policy):
         anchors = sorted((now.anchor, then.anchor))
         return _name_of(now) == "async" and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
 
-    def _committed(self, outcome: Outcome, event: Event) -> int:
+    def _committed(self, outcome: Outcome, event: Event | None) -> int:
         """Samples of the epoch that are in the model at its end."""
         for told in outcome.instructions:
             if isinstance(told, EndEpoch):
@@ -219,6 +268,9 @@ class AutoPolicy(Policy):
         if self._choice is None:
             if self._gauge.grants > before:
                 self._calibrate(told)
+        elif self._trial:
+            if self._gauge.grants > before:
+                self._try_steps(told)
         elif self._gauge.grants >= OBSERVED_GRANTS:
             self._gauge.grants = 0
             self._observe(told)
@@ -229,10 +281,61 @@ class AutoPolicy(Policy):
         if isinstance(event, BatchesDone):
             self._gauge.trained(event)
         elif isinstance(event, WindowReduced):
+            before = self._gauge.windows
             self._gauge.reduced(event, self._batch_size)
+            if self._gauge.windows == before:
+                return
+            self._try_out(told)
             if self._gauge.windows >= OBSERVED_WINDOWS:
                 self._gauge.windows = 0
                 self._observe(told)
+
+    def _try_out(self, told: Outcome) -> None:
+        """Times a rank that is left out again, one after the other."""
+        running, windows = self._running, self._windows
+        assert running is not None
+        assert windows is not None
+        if self._is_gradients or not running.left_out:
+            return
+        rank = running.left_out[self._next_tried % len(running.left_out)]
+        batch_s = self._gauge.batch_s(rank, self._batch_size)
+        # Others may wait for it, and its drift weighs in the mean of one window.
+        cost_s = batch_s + running.prediction.window_s
+        if (self._now_s - self._tried_s) * TRIAL_COST < cost_s:
+            return
+        leased = windows.try_out(rank, batch_s)
+        if leased:
+            told.instructions += leased
+            self._tried_s = self._now_s
+            self._next_tried += 1
+
+    def _is_trial_due(self) -> bool:
+        """Whether steps of all ranks would cost little of the time without them."""
+        step_s = predict("sync", self._gauge.cluster(self._batch_size)).window_s
+        steps = TRIAL_GRANTS + 2 * self._ahead_steps
+        return (self._now_s - self._tried_s) * TRIAL_COST >= steps * step_s
+
+    def _return_to_steps(self) -> None:
+        """The epoch begins under ``sync``; a few grants tell whether it stays."""
+        assert self._windows is not None
+        assert self._running is not None
+        (alone,) = self._members.keys() - set(self._running.left_out)
+        self._state_from = alone
+        self._first_window = self._windows.first_window
+        self._windows = self._running = None
+        self._trial = TRIAL_GRANTS
+        self._gauge.grants = 0
+        self._reports.clear()
+        self._sync.grant_again()
+        self.name = "sync"
+
+    def _try_steps(self, told: Outcome) -> None:
+        """A grant of a trial was measured."""
+        self._trial -= 1
+        self._gauge.grants = 0
+        self._observe(told)
+        if self._wants_windows:
+            self._sync.stop_granting()
 
     def _calibrate(self, told: Outcome) -> None:
         """A further grant was measured while nothing is chosen yet."""
@@ -320,17 +423,18 @@ class AutoPolicy(Policy):
             lowest = max(config.anchor, min(config.min_anchor, most))
             config = replace(config, min_anchor=lowest)
         if _is_alone(choice):  # its windows only keep the others up to date
-            config = replace(config, outer="average")
-            # The update rule stays as it was: what has gone this way does not return.
-            self._is_final = self._is_gradients
+            config = replace(config, outer="average", outer_lr=None)
+        if self._running is None or self._running.left_out != choice.left_out:
+            self._tried_s, self._next_tried = self._now_s, 0
         self.name, self._running = config.policy, choice
-        self.is_elastic = True
         return WindowPolicy(
             config,
             list(self._members.values()),
             self._epochs,
             idle=frozenset(choice.left_out),
-            first_window=0 if self._windows is None else self._windows.first_window,
+            first_window=self._first_window
+            if self._windows is None
+            else self._windows.first_window,
         )
 
     def _speeds(self, choice: Choice) -> tuple[float, ...]:

@@ -78,6 +78,11 @@ class Leasing:
     def _lookahead_s(self) -> float:
         return max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
 
+    @property
+    def left_s(self) -> float:
+        """How long the pooled work lasts; 0.0 while speeds are not known."""
+        return self._ledger.pooled / self._rate if self._is_timed else 0.0
+
     def set_costs(self, batch_s: Mapping[int, float]) -> None:
         """Takes seconds per batch of each rank; 0.0 where nothing is known yet."""
         known = [cost for cost in batch_s.values() if cost > 0]
@@ -96,14 +101,18 @@ class Leasing:
 
     def remove(self, rank: int) -> None:
         """A rank is gone."""
-        self._forget(self._paces.pop(rank))
         self.hungry.discard(rank)
+        pace = self._paces.pop(rank, None)
+        if pace is None:
+            return  # it was given no work
+        self._forget(pace)
         self._rate = sum(1.0 / (pace.batch_s or 1.0) for pace in self._paces.values())
 
     def trained(self, rank: int, now_s: float) -> None:
         """A rank has trained on what it reported."""
-        self._paces[rank].since_s = now_s
-        self._moved(rank)
+        if rank in self._paces:
+            self._paces[rank].since_s = now_s
+            self._moved(rank)
 
     def returned(self, rank: int) -> None:
         """A rank's leases went back to the pool."""

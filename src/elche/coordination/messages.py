@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -43,7 +43,8 @@ class EpochOpened:
     ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
     ``layout`` names what is trained now and whether that has changed since the last
     epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
-    round differently): both must agree.
+    round differently): both must agree. ``rates`` names what the optimizer steps with
+    (learning rate and so on, but not a rate that follows the run's progress).
     """
 
     rank: int
@@ -53,6 +54,7 @@ class EpochOpened:
     checksum: str = ""
     plan: str = ""
     probe_s: float = 0.0
+    rates: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class StepsDone:
     ``parameter_norm`` is said once per epoch, by the first rank, and 0.0 otherwise.
     ``warm`` is False when the steps held a first batch, which is not timed.
     ``backward_passes`` of the run so far were reduced: as many on every rank.
+    ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
+    was met).
     """
 
     rank: int
@@ -78,6 +82,7 @@ class StepsDone:
     backward_passes: int
     transfer_s: float = 0.0
     parameter_norm: float = 0.0
+    max_samples: int = 0
     scalars: Scalars = ()
 
 
@@ -143,7 +148,10 @@ class WindowReduced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """A rank is in the group of this generation; it holds the result of ``reduced``."""
+    """A rank is in the group of this generation; it holds the result of ``reduced``.
+
+    Which is a window, or under ``sync`` a step of the epoch (-1 for none).
+    """
 
     rank: int
     generation: int
@@ -212,6 +220,8 @@ class BeginEpoch:
     """All ranks have opened the epoch; rank 0 now sends its positions.
 
     ``policy`` is the one that the epoch begins with, ``window`` the first one of it.
+    Where ``state_from`` names a rank, it has trained alone: all take its optimizer's
+    state first.
     """
 
     rank: int
@@ -219,6 +229,7 @@ class BeginEpoch:
     sizes: Runs
     policy: str
     window: int
+    state_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +328,8 @@ class Reduce:
 
     ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
     of weight zero sends zeros. ``active_ranks`` had samples. ``attempt`` counts the
-    generations that have tried.
+    generations that have tried. ``fragment`` is the part of the parameters whose turn
+    it is, None for all.
     """
 
     rank: int
@@ -331,6 +343,7 @@ class Reduce:
     outer: str
     outer_lr: float
     outer_momentum: float
+    fragment: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +361,11 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Take the common model after ``window`` from rank ``source``, with all ranks."""
+    """Take the common model after ``window`` from rank ``source``, with all ranks.
+
+    Under ``sync`` it is that after a step, and the optimizer's state belongs to it. The
+    answer is a `WindowReduced`.
+    """
 
     rank: int
     epoch: int

@@ -107,13 +107,24 @@ class Pacing:
         self._ranks = list(ranks)
 
     def measure(
-        self, parts: Mapping[int, Part], last: Reduction | None, *, is_tail: bool
+        self,
+        parts: Mapping[int, Part],
+        last: Reduction | None,
+        *,
+        is_tail: bool,
+        idle: frozenset[int] = frozenset(),
     ) -> str:
         """Feeds El Che with the delivered times of a closed window.
 
         What a window costs beside its batches is the reduction, and the wait at its
         end as far as it is more than whole batches explain. The end of an epoch tells
         nothing about either.
+
+        Args:
+            parts: what each rank did in the window.
+            last: the reduction before it, if there was one.
+            is_tail: the window is the last of its epoch, or shortened.
+            idle: ranks that windows are not paced by, whatever they did.
 
         Returns:
             What changed, in words, or "".
@@ -123,10 +134,10 @@ class Pacing:
         sync_s = 0.0
         if last is not None and not is_tail and self._may_grow:
             window_s = self.el_che.anchor_wall_ms / 1e3
-            busy = [rank for rank, part in parts.items() if part.batches]
+            busy = [r for r, part in parts.items() if part.batches and r not in idle]
             cost_s, wait_s = last.cost_s(busy)
             sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
-        ordered = [parts[rank] for rank in self._ranks]
+        ordered = [Part() if rank in idle else parts[rank] for rank in self._ranks]
         self.el_che.report_timing(
             [part.timed_s * 1e3 for part in ordered],
             [part.timed for part in ordered],

@@ -146,18 +146,30 @@ class Outcome:
 class Policy(ABC):
     """When the ranks of one run come together, and who trains on what."""
 
-    is_elastic = False
-    """Whether the membership may change inside an epoch."""
-
     name = "sync"
     """What it runs now."""
 
-    def prepare_epoch(self, sync_s: float) -> None:  # noqa: B027
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the membership may change now."""
+        return True
+
+    def make_room(self, wanted: bool) -> list[Instruction]:
+        """Ranks wait to be taken in, or no more: what is begun, or not, for that."""
+        return []
+
+    def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:  # noqa: B027
         """An epoch is about to begin.
 
         Args:
             sync_s: what one reduction of the model takes, where ranks measured it.
+            alike: all ranks' optimizers would take the same step.
         """
+
+    @property
+    def state_from(self) -> int | None:
+        """Whose optimizer state all take before the epoch; None: each has its own."""
+        return None
 
     @property
     def first_window(self) -> int:

@@ -114,8 +114,10 @@ class Coordinator:
             handler = self._handlers.get(type(event), self._in_policy)
             instructions = self._ending.heard(event)
             instructions += handler(event, now_s)
+            instructions += self._make_room()
             if self._roster.newcomers:
                 instructions += self._admit(now_s)
+                instructions += self._make_room()
         except Exception as error:
             what = str(error) if isinstance(error, ElcheError) else repr(error)
             wrapped = TransitionError(what, self.story(event.rank)[-12:])
@@ -232,13 +234,17 @@ class Coordinator:
             if self._has_changed:
                 return []  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
-        policy.prepare_epoch(max(opened.probe_s for opened in self._opened.values()))
+        policy.prepare_epoch(
+            max(opened.probe_s for opened in self._opened.values()),
+            alike=len({opened.rates for opened in self._opened.values()}) == 1,
+        )
         self._opened = {}
         self._epoch += 1
         self._in_epoch = True
         self._sizes = BatchSizes(speaker.sizes)
         begin: list[Instruction] = [
-            self._begin_epoch_for(rank) for rank in sorted(self._members)
+            replace(self._begin_epoch_for(rank), state_from=policy.state_from)
+            for rank in sorted(self._members)
         ]
         outcome = policy.begin_epoch(self._epoch, self._sizes, now_s, speaker.plan)
         return begin + self._settle(outcome, now_s)
@@ -334,6 +340,12 @@ class Coordinator:
         self._roster.change(self._members)
         told = self._ending.confirm(rank)
         return [*told, *self._roster.regroup(self._members, left=(rank,))]
+
+    def _make_room(self) -> list[Instruction]:
+        """Says whether ranks wait to be taken in, which may take some preparation."""
+        if self._policy is None or not self._is_elastic:
+            return []
+        return self._policy.make_room(bool(self._roster.newcomers))
 
     def _admit(self, now_s: float) -> list[Instruction]:
         """Takes in ranks that have come, when nothing is under way with the others."""

@@ -3,30 +3,38 @@
 Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
 waits for a message and a change of shares names a step that nobody has drawn yet
 (loop contract 8). Early grants are one step long, so that the first measurements count
-at once; later ones cover about ``GRANT_S`` seconds. Pure.
+at once; later ones cover about ``GRANT_S`` seconds.
+
+When a rank is gone, the others form a new group and say how many steps each has taken:
+one at most is in the models of some of them only, and these hand theirs over. Every
+later step that was granted is granted anew, divided among who is there. A rank that
+joins does so when all granted steps are done. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.config import RunConfig
 from elche.coordination.epoch_plan import EpochPlan
 from elche.coordination.ledger import BatchSizes, EpochLedger
 from elche.coordination.messages import (
+    Adopt,
     EpochLeft,
     Event,
     GrantSteps,
     Instruction,
     MetricsReported,
     StepsDone,
+    WindowReduced,
 )
-from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
-from elche.errors import ProtocolError
+from elche.coordination.step_book import Granted, StepBook
+from elche.errors import ProtocolError, TransitionError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
@@ -47,44 +55,71 @@ class SyncPolicy(Policy):
     def __init__(
         self, config: RunConfig, members: Sequence[Member], min_share_samples: int
     ) -> None:
-        self._world_size = len(members)
-        self._ahead_steps = max(member.horizon_batches for member in members) + 2
+        self._members = {member.rank: member.horizon_batches for member in members}
+        self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
+        self._accumulates = config.micro_batches
         self._balancer = Balancer(
             BalancerConfig(
-                world_size=self._world_size,
+                world_size=len(members),
                 min_share_samples=min_share_samples,
                 speed_hints=config.speed_hints,
+                max_samples=self._member_caps(),
+                accumulates=self._accumulates,
             )
         )
+        self._min_share_samples = min_share_samples
         self._is_deterministic = config.deterministic
-        self._is_stopping = False
+        self._is_stopping = self._makes_room = self._is_paused = False
         self.measured_steps = 0
         self._step_s = math.inf
         self._epoch = -1
         self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
         self._totals = EpochTotals(-1, self._world_size, 0.0)
-        self._grants: deque[GrantSteps] = deque()
-        self._reports: dict[int, deque[StepsDone]] = {}
-        self._granted_until = 0
+        self._record: EpochPlan | None = None
+        self._planned: deque[tuple[int, int, list[int]]] | None = None
+        self._grants = StepBook()
+        self._granted_until = self._committed_until = 0
+        self._joining: set[int] = set()
+        self._adopting: set[int] = set()
         self._left: dict[int, int] = {}
+        self._ahead_steps = max(self._members.values()) + 2
+
+    @property
+    def is_elastic(self) -> bool:
+        """See :meth:`Policy.is_elastic`; not while loops leave an epoch early."""
+        return not self._left
+
+    @property
+    def is_quiet(self) -> bool:
+        """See :meth:`Policy.is_quiet`: for that, steps end (:meth:`make_room`)."""
+        busy = self._grants or self._is_paused or self._adopting or self._left
+        return self._makes_room and not busy and self._ledger.pooled > 0
+
+    @property
+    def _world_size(self) -> int:
+        """Ranks that there are numbers for, also of those that are gone."""
+        return max(self._members) + 1
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
         """Grants the first steps."""
         self._epoch = epoch
+        world_size = self._world_size
         self._record = EpochPlan(
-            policy="sync", world_size=self._world_size, sizes=list(sizes.runs)
+            policy="sync", world_size=world_size, sizes=list(sizes.runs)
         )
-        self._planned: deque[tuple[int, int, list[int]]] | None = None
+        self._planned = None
         if plan:
-            recorded = EpochPlan.from_text(plan, "sync", self._world_size, sizes)
+            recorded = EpochPlan.from_text(plan, "sync", world_size, sizes)
             self._planned = deque(recorded.steps)
         self._ledger = EpochLedger(sizes, [ALL_RANKS])
-        self._totals = EpochTotals(epoch, self._world_size, now_s)
+        self._totals = EpochTotals(epoch, world_size, now_s)
         self._grants.clear()
-        self._reports = {rank: deque() for rank in range(self._world_size)}
-        self._granted_until = 0
+        self._granted_until = self._committed_until = 0
+        self._is_paused = False
+        self._joining.clear()
+        self._adopting.clear()
         self._left = {}
         return Outcome(self._top_up())
 
@@ -92,21 +127,28 @@ class SyncPolicy(Policy):
         """Takes a report of steps, or a rank's early end of the epoch."""
         if isinstance(event, EpochLeft):
             return self._leave(event)
-        if not isinstance(event, StepsDone):
+        if isinstance(event, WindowReduced):
+            self._adopted(event)
+        elif isinstance(event, StepsDone):
+            self._take(event)
+        else:
             raise ProtocolError(f"sync: unexpected {type(event).__name__}")
-        self._take(event)
+        return Outcome() if self._is_paused else self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> Outcome:
+        """Completes what all have done, grants more, and ends the epoch."""
         outcome = Outcome()
-        while all(self._reports.values()):
-            outcome.instructions.append(self._complete_grant(now_s))
+        while (oldest := self._grants.oldest) and self._is_complete(oldest):
+            outcome.instructions.append(self._complete(self._grants.pop(), now_s))
         if self._left:
             return outcome
         outcome.instructions += self._top_up()
         if self._ledger.is_done:
             outcome.instructions += self._totals.end_epoch(
-                range(self._world_size),
+                sorted(self._members),
                 now_s,
                 anchor=1,
-                plan=self._record.to_text(),
+                plan=self._record.to_text() if self._record is not None else "",
             )
             outcome.epoch_over = True
         return outcome
@@ -124,25 +166,132 @@ class SyncPolicy(Policy):
     @property
     def is_drained(self) -> bool:
         """Whether every granted step has been run by all ranks."""
-        return not self._grants
+        return not (self._grants or self._is_paused or self._adopting)
 
     def stop_granting(self) -> None:
         """Grants no more steps in this epoch: another policy takes over."""
         self._is_stopping = True
 
+    def grant_again(self) -> None:
+        """From the next event or epoch on grants steps again."""
+        self._is_stopping = False
+
+    def make_room(self, wanted: bool) -> list[Instruction]:
+        """See :meth:`Policy.make_room`: no steps are granted meanwhile."""
+        was_wanted, self._makes_room = self._makes_room, wanted
+        return self._top_up() if was_wanted and not wanted else []
+
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Gives these ranks no share of later steps: they cost more than they bring."""
-        self._balancer.leave_out(ranks)
+        places = {rank: place for place, rank in enumerate(sorted(self._members))}
+        self._balancer.leave_out([places[rank] for rank in ranks])
 
     def costs_s(self) -> tuple[list[float], list[float]]:
         """Seconds per sample, and fixed seconds per step, of each rank."""
         return self._balancer.costs_s()
 
+    def remove(self, rank: int) -> None:
+        """A rank is gone; nothing is granted until :meth:`regrouped`."""
+        self._is_paused = True
+        speeds = self._speeds()
+        del self._members[rank]
+        self._joining.discard(rank)
+        self._adopting.discard(rank)
+        self._grants.remove(rank)
+        self._balance_anew(speeds)
+
+    def add(self, member: Member) -> None:
+        """A rank joins; it takes part once it holds the model."""
+        self._is_paused = True
+        speeds = self._speeds()
+        self._members[member.rank] = member.horizon_batches
+        self._joining.add(member.rank)
+        self._balance_anew(speeds)
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """All members have formed their group; says how many steps each has taken.
+
+        Args:
+            reduced: the last step of the epoch that is in each member's model.
+            now_s: the time.
+        """
+        self._is_paused = False
+        held = {r: step for r, step in reduced.items() if r not in self._joining}
+        if not held:
+            raise TransitionError("nobody who is left holds the model")
+        last = max(held.values())
+        self._settle(last + 1)
+        told: list[Instruction] = []
+        self._adopting.clear()
+        if self._joining or min(held.values()) < last:
+            self._adopting.update(self._members)
+            source = min(rank for rank, step in held.items() if step == last)
+            told = [
+                Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
+                for rank in sorted(self._members)
+            ]
+        outcome = self._go_on(now_s)
+        outcome.instructions[:0] = told
+        return outcome
+
+    def _settle(self, done: int) -> None:
+        """So many steps are in the model that is handed on; others are granted anew."""
+        self._grants.settle(done)
+        self._ledger.give_back(ALL_RANKS)
+        if done > self._committed_until:
+            self._ledger.lease_range(ALL_RANKS, self._committed_until, done)
+        self._granted_until = done
+        self._record = self._planned = None  # of another membership
+
+    def _adopted(self, event: WindowReduced) -> None:
+        if event.rank not in self._adopting or event.epoch != self._epoch:
+            raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+        self._adopting.discard(event.rank)
+        self._joining.discard(event.rank)
+
+    def _speeds(self) -> dict[int, float]:
+        """Relative speeds of the members, as far as they are known."""
+        costs, _ = self._balancer.costs_s()
+        return {
+            rank: 1.0 / cost
+            for rank, cost in zip(sorted(self._members), costs, strict=True)
+        }
+
+    def _balance_anew(self, speeds: Mapping[int, float]) -> None:
+        """Shares for the present members; a new one counts as a usual one."""
+        self._ahead_steps = max(self._members.values()) + 2
+        usual = sum(speeds.values()) / len(speeds)
+        self._balancer = Balancer(
+            BalancerConfig(
+                world_size=len(self._members),
+                min_share_samples=self._min_share_samples,
+                speed_hints=[speeds.get(rank, usual) for rank in sorted(self._members)],
+                max_samples=self._member_caps(),
+                accumulates=self._accumulates,
+            )
+        )
+
+    def _member_caps(self) -> list[int | None]:
+        """Samples that each member's device holds at once, as far as is known."""
+        return [self._caps.get(rank) for rank in sorted(self._members)]
+
+    def _limit(self, rank: int, samples: int) -> None:
+        """A rank's device turned out to hold no more: later grants heed it."""
+        if not 0 < samples < self._caps.get(rank, samples + 1):
+            return
+        self._caps[rank] = samples
+        if not self._is_deterministic:
+            self._balancer.limit(sorted(self._members).index(rank), samples)
+
     def check(self) -> None:
-        """Asserts that every step is in one place and reports match grants."""
+        """Asserts that every step is in one place, and who owes what."""
         self._ledger.check()
-        for rank, reports in self._reports.items():
-            assert len(reports) <= len(self._grants), f"rank {rank} reports too much"
+        assert self._joining | self._adopting <= self._members.keys()
+        oldest = self._grants.oldest
+        if oldest is not None:
+            assert oldest.start == self._committed_until
+            silent = self._grants.silent(self._members)
+            assert oldest.is_settled or len(silent) == oldest.missing, oldest
 
     def patience_s(self) -> float:
         """Ranks that left the epoch wait for the others only so long."""
@@ -158,54 +307,53 @@ class SyncPolicy(Policy):
 
     def waiting_for(self) -> str:
         """Ranks that have not reported the oldest grant, or not left the epoch."""
+        if self._is_paused:
+            return "the ranks that stay to form their new group"
         if self._left:
-            others = sorted(set(range(self._world_size)) - set(self._left))
+            others = sorted(self._members.keys() - self._left.keys())
             return (
                 f"ranks {others} to leave epoch {self._epoch}, as ranks "
                 f"{sorted(self._left)} did after step {min(self._left.values())}; "
                 "under policy 'sync' a loop must be left at the same step on every rank"
             )
-        silent = [rank for rank, reports in self._reports.items() if not reports]
+        if self._adopting:
+            return f"ranks {sorted(self._adopting)} to take over the model"
+        silent = self._grants.silent(self._members)
         return f"steps of ranks {silent} in epoch {self._epoch}"
 
     def _take(self, event: StepsDone) -> None:
-        reports = self._reports[event.rank]
-        if event.epoch != self._epoch or len(reports) >= len(self._grants):
+        if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
-        grant = self._grants[len(reports)]
-        if (event.start, event.stop) != (grant.start, grant.stop):
-            raise ProtocolError(
-                f"rank {event.rank} reports steps {event.start}..{event.stop - 1}, "
-                f"granted were {grant.start}..{grant.stop - 1}"
-            )
-        samples = grant.shares[event.rank] * (grant.stop - grant.start)
-        if event.samples != samples:
-            raise ProtocolError(
-                f"rank {event.rank} claims {event.samples} samples, granted {samples}"
-            )
-        reports.append(event)
-        self._totals.add(
-            event.stop - 1,
-            RankReport(
-                rank=event.rank,
-                samples=event.samples,
-                busy_s=event.busy_s,
-                data_wait_s=event.data_wait_s,
-                transfer_s=event.transfer_s,
-                sync_wait_s=event.sync_wait_s,
-                parameter_norm=event.parameter_norm or None,
-                scalars=event.scalars,
-            ),
-        )
+        self._grants.take(event)
+        self._limit(event.rank, event.max_samples)
 
-    def _complete_grant(self, now_s: float) -> MetricsReported:
+    def _is_complete(self, grant: Granted) -> bool:
+        return not (self._adopting if grant.is_settled else grant.missing)
+
+    def _complete(self, grant: Granted, now_s: float) -> MetricsReported:
         """All ranks have run the oldest grant: measure and commit it."""
-        grant = self._grants.popleft()
-        reports = [self._reports[rank].popleft() for rank in range(self._world_size)]
         self._ledger.train(ALL_RANKS, grant.start, grant.stop)
         self._ledger.close(ALL_RANKS)
         self._ledger.stage()
         self._ledger.commit()
+        self._committed_until = grant.stop
+        for work in grant.work():
+            self._totals.add(grant.stop - 1, work)
+        reports = [grant.reports[rank] for rank in sorted(grant.reports)]
+        if not grant.is_settled:
+            self._measure(grant, reports)
+        sync_s = max((report.sync_wait_s for report in reports), default=0.0)
+        reader = min(self._members)
+        return self._totals.close_window(
+            grant.stop - 1, now_s, reader, sync_s, grant.steps
+        )
+
+    def _measure(self, grant: Granted, reports: Sequence[StepsDone]) -> None:
+        """Takes in what steps of all members took.
+
+        Raises:
+            ProtocolError: they ran different numbers of backward passes.
+        """
         passes = [report.backward_passes for report in reports]
         if len(set(passes)) > 1:
             raise ProtocolError(
@@ -213,16 +361,15 @@ class SyncPolicy(Policy):
                 f"{grant.stop - 1}: {passes}; under policy 'sync' a batch may only be "
                 "skipped on every rank, because their gradients are summed step by step"
             )
-        steps = grant.stop - grant.start
+        of_members = [report for report in reports if report.rank in self._members]
         if all(report.warm for report in reports) and not self._is_deterministic:
+            steps = grant.steps
             self._balancer.report(
-                [report.samples // steps for report in reports],
-                [report.busy_s / steps for report in reports],
+                [report.samples // steps for report in of_members],
+                [report.busy_s / steps for report in of_members],
             )
             self._step_s = max(report.busy_s for report in reports) / steps
             self.measured_steps += steps
-        sync_s = max(report.sync_wait_s for report in reports)
-        return self._totals.close_window(grant.stop - 1, now_s, 0, sync_s, steps)
 
     def _top_up(self) -> list[Instruction]:
         """Grants steps until the loaders' horizon and two grants are covered."""
@@ -230,40 +377,49 @@ class SyncPolicy(Policy):
         steps = 1
         if self._step_s > 0 and math.isfinite(self._step_s):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
-        while self._ledger.pooled and not self._is_stopping:
+        holds = self._is_stopping or self._makes_room or self._is_paused
+        while self._ledger.pooled and not holds:
             ahead = self._ledger.leased(ALL_RANKS)
-            oldest = self._grants[0].stop - self._grants[0].start if ahead else 1
+            under_way = self._grants.oldest
+            oldest = under_way.steps if under_way is not None else 1
             if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
                 break
             start, stop, shares = self._next_steps(steps)
-            self._record.steps.append((start, stop, list(shares)))
+            if self._record is not None:
+                self._record.steps.append((start, stop, list(shares)))
             self._granted_until = stop
-            for rank in range(self._world_size):
-                grant = GrantSteps(
-                    rank=rank,
-                    epoch=self._epoch,
-                    start=start,
-                    stop=stop,
-                    shares=tuple(shares),
-                )
-                instructions.append(grant)
-            self._grants.append(grant)
+            first = GrantSteps(
+                rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
+            )
+            instructions += [
+                replace(first, rank=rank) for rank in sorted(self._members)
+            ]
+            self._grants.grant(start, stop, shares, len(self._members))
         return instructions
 
-    def _next_steps(self, most: int) -> tuple[int, int, Sequence[int]]:
+    def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
         """The next steps and their shares: as planned, or as speeds are now."""
         if self._planned:
-            start, stop, shares = self._planned.popleft()
+            start, stop, planned = self._planned.popleft()
             self._ledger.lease_range(ALL_RANKS, start, stop)
-            return start, stop, shares
+            return start, stop, tuple(planned)
         start, stop = self._ledger.lease(ALL_RANKS, most, equal_sizes=True)
         samples, _ = self._ledger.sizes.run_of(start)
-        return start, stop, self._balancer.sizes(samples)
+        shares = [0] * self._world_size
+        for rank, share in zip(
+            sorted(self._members), self._balancer.sizes(samples), strict=True
+        ):
+            shares[rank] = share
+        return start, stop, tuple(shares)
 
     def _leave(self, event: EpochLeft) -> Outcome:
         """A loop's early end; it must come at the same step on every rank."""
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+        if self._is_paused or self._adopting:
+            raise ProtocolError(
+                f"rank {event.rank} left epoch {event.epoch} while the group changed"
+            )
         self._left[event.rank] = event.step
         steps = set(self._left.values())
         if len(steps) > 1:
@@ -272,4 +428,4 @@ class SyncPolicy(Policy):
                 f"every rank, but the ranks left after steps {self._left}; decide the "
                 "break from values that all ranks share"
             )
-        return Outcome(epoch_over=len(self._left) == self._world_size)
+        return Outcome(epoch_over=self._left.keys() >= self._members.keys())

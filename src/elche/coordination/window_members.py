@@ -17,6 +17,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.is_paused = True
     del state.members[rank]
     state.left.discard(rank)
+    _give_work_to_all(state)
     if rank in state.joining:
         state.joining.remove(rank)
     state.ledger.remove(rank)
@@ -34,12 +35,20 @@ def remove_member(state: WindowState, rank: int) -> None:
 def add_member(state: WindowState, member: Member) -> None:
     """A rank joins; it takes part once it holds the common model."""
     state.is_paused = True
+    _give_work_to_all(state)
     state.members[member.rank] = member
     state.joining.append(member.rank)
     state.ledger.add(member.rank)
     state.leasing.add(member.rank, member.horizon_batches)
     state.book.add(member.rank)
     state.pacing.change(sorted(state.members))
+
+
+def _give_work_to_all(state: WindowState) -> None:
+    """Who was not worth any work may be all that is left."""
+    idle, state.idle = state.idle, frozenset()
+    for rank in sorted(idle.intersection(state.members)):
+        state.leasing.add(rank, state.members[rank].horizon_batches)
 
 
 def settle(

@@ -17,6 +17,8 @@ from elche.coordination.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
 """Most batches of a rank in the window in which speeds are measured."""
+TRIAL_TAIL = 10.0
+"""A batch on trial must be over when a tenth of what is left of the epoch is."""
 
 
 def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
@@ -67,6 +69,21 @@ def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instru
     instructions += state.leasing.feed_first(now_s)
     ran_out = had and not state.ledger.pooled
     return instructions + close_idle(state, state.members if ran_out else told)
+
+
+def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
+    """Leases one batch to a rank that is given no work, if that delays no end.
+
+    Args:
+        state: of the epoch.
+        rank: one of `WindowState.idle`.
+        batch_s: what a batch took it last.
+    """
+    busy = state.is_paused or state.is_draining or state.ledger.leased(rank)
+    if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
+        return []
+    start, stop = state.ledger.lease(rank, 1)
+    return [GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)]
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:

@@ -40,6 +40,7 @@ from elche.coordination.window_opening import (
     lease,
     open_windows,
     permits,
+    try_out,
 )
 from elche.coordination.window_state import WindowState
 from elche.errors import ConfigError, ProtocolError
@@ -71,8 +72,6 @@ class WindowPolicy(Policy):
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
     """
-
-    is_elastic = True
 
     def __init__(
         self,
@@ -129,6 +128,15 @@ class WindowPolicy(Policy):
         ranks = list(state.members)
         told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
         return self._outcome(told + close_idle(state, ranks))
+
+    def try_out(self, rank: int, batch_s: float) -> list[Instruction]:
+        """Leases a batch to an idle rank, so that it is timed again.
+
+        Args:
+            rank: which.
+            batch_s: what a batch took it last.
+        """
+        return try_out(self._state, rank, batch_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
@@ -277,11 +285,12 @@ class WindowPolicy(Policy):
         touched = any(part.batches for part in state.book.parts.values())
         if not touched:
             self._end_plan()
-        over = not state.has_work
+        is_last = not state.has_work and state.book.is_untouched
+        reduces = touched or (is_last and self._planner.is_owed)
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.source is not None and touched
-        state.is_final = over and state.book.is_untouched and not follows
-        if not touched and (state.is_final or not state.is_overlapped):
+        follows = state.is_overlapped and state.source is not None and reduces
+        state.is_final = is_last and not follows
+        if not reduces and (state.is_final or not state.is_overlapped):
             self._advance()
             if state.is_final:
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)
@@ -290,7 +299,10 @@ class WindowPolicy(Policy):
         if state.source is None:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
-                    state.book.parts, state.last_reduction, is_tail=is_tail
+                    state.book.parts,
+                    state.last_reduction,
+                    is_tail=is_tail,
+                    idle=state.idle,
                 )
             )
         told = begin_reduction(state, self._planner, trained)
@@ -370,8 +382,8 @@ class WindowPolicy(Policy):
                 done.window, now_s, min(state.members), done.sync_s
             )
         ]
-        counts = [part.batches for part in state.reduced_parts.values()]
-        active = [count for count in counts if count]
+        parts = state.reduced_parts.items()
+        active = [p.batches for r, p in parts if p.batches and r not in state.idle]
         if state.source is None:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.is_final:

@@ -42,9 +42,9 @@ def describe(
             **{
                 name if index == 0 else f"group {index}.{name}": value
                 for index, group in enumerate(optimizer.param_groups)
-                for name, value in _plain_settings(group)
+                for name, value in plain_settings(group)
             },
-            "state": _state_layout(optimizer),
+            "state": state_layout(optimizer),
         },
         min_share_samples=min_share_samples(model),
         epochs=epochs,
@@ -158,7 +158,7 @@ def min_share_samples(model: nn.Module) -> int:
     return 2 if any(alone) else 1
 
 
-def _plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     """A parameter group's settings that can be compared, and its size."""
     plain = [
         (name, float(value) if isinstance(value, torch.Tensor) else value)
@@ -169,8 +169,8 @@ def _plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return [*plain, ("parameters", len(group["params"]))]
 
 
-def _state_layout(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names and shapes of the state that the optimizer already has."""
+def state_layout(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names and shapes of the state that the optimizer already has, in one order."""
     return [f"{key} {list(value.shape)}" for value, key in _state_tensors(optimizer)]
 
 

@@ -41,6 +41,8 @@ class EmulationConfig:
             slower. Positive and finite.
         ms_per_sample: time of one sample, forward and backward, on the
             reference device, in milliseconds. Positive and finite.
+        memory_samples: samples that fit the device in one forward pass of training;
+            a larger one raises torch's OutOfMemoryError. At least 1; None: any.
 
     Raises:
         ConfigError: if a value is not a positive finite number.
@@ -48,6 +50,7 @@ class EmulationConfig:
 
     speed: float
     ms_per_sample: float = 1.25
+    memory_samples: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("speed", "ms_per_sample"):
@@ -58,6 +61,12 @@ class EmulationConfig:
                     f"{name} of an emulated device must be a positive finite number,"
                     f" got {value!r}; write for example --speeds 1,0.25"
                 )
+        memory = self.memory_samples
+        if memory is not None and (not isinstance(memory, int) or memory < 1):
+            raise ConfigError(
+                "memory_samples of an emulated device must be an int of at least 1,"
+                f" or None, got {memory!r}"
+            )
 
     @property
     def sample_time_s(self) -> float:
@@ -153,6 +162,12 @@ class EmulationHandle:
         # An exception in a backward pass skips its end: start afresh here.
         self._backward = _BackwardPass()
         self._forward_samples = _num_samples(args, kwargs)
+        memory = self.config.memory_samples
+        if memory is not None and self._forward_samples > memory:
+            raise torch.cuda.OutOfMemoryError(
+                f"the emulated device holds {memory} samples, not"
+                f" {self._forward_samples}"
+            )
         self._forward_begin_s = time.perf_counter()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

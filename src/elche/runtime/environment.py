@@ -29,6 +29,7 @@ class Placement:
         listen: address that this process listens on for other ranks.
         speed: relative speed of an emulated device; None for a real one.
         ms_per_sample: an emulated device's time per sample at speed 1.
+        memory_samples: samples of a batch that an emulated device holds; None: any.
     """
 
     rank: int = 0
@@ -39,6 +40,7 @@ class Placement:
     listen: str = "127.0.0.1"
     speed: float | None = None
     ms_per_sample: float = 1.25
+    memory_samples: int | None = None
 
     @property
     def device_name(self) -> str:
@@ -89,6 +91,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
             speed=float(speed) if speed is not None else None,
             ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
+            memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
         )
     except ValueError as error:
         raise ConfigError(

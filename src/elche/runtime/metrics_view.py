@@ -46,11 +46,13 @@ class MetricsView:
     Attributes:
         on_window: called in the training thread with each window that has ended.
         reserved: names under which users may not log.
+        part: of the batch in hand that is run now, where it is run in micro-batches.
     """
 
     def __init__(self, source: MetricsSource) -> None:
         self.on_window: Callable[[WindowMetrics], None] | None = None
         self.reserved: frozenset[str] = frozenset()
+        self.part = 1.0
         self._source: MetricsSource | None = source
         self._windows = source.window_metrics
         self._epochs = source.epoch_metrics
@@ -61,7 +63,17 @@ class MetricsView:
     def log(self, name: str, value: float | torch.Tensor) -> None:
         """Adds a value with the weight of the samples in hand."""
         if self._source is not None:
-            self._source.scalars.log(name, value, self._source.samples_in_hand)
+            weight = self._source.samples_in_hand * self.part
+            self._source.scalars.log(name, value, weight)
+
+    def run_part(self, part: float) -> None:
+        """What is logged now stands for this part of the batch in hand, 0 to 1."""
+        self.part = part
+
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand that count for this rank, 0 outside the loop."""
+        return 0 if self._source is None else self._source.samples_in_hand
 
     def take_windows(self) -> None:
         """Takes windows that have ended and calls `on_window`; cheap if there are none.

@@ -41,11 +41,13 @@ from elche.runtime.agreement import (
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.news import RunNews
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.scalars import ScalarLog
 from elche.runtime.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.succession import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
@@ -65,6 +67,9 @@ class Run:
         loader: the user's loader.
         devices: device names of all ranks.
         plans: what is recorded or replayed.
+
+    Attributes:
+        last_samples: of the batch that the last epoch ended with, under ``sync``.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Run:
         self.news = RunNews(worker.rank)
         worker.on_news = self.news.take
         self._model = model
+        self._optimizer = optimizer
         self._loader = loader
         self._devices = devices
         self._synchroniser = Synchroniser(
@@ -96,6 +102,7 @@ class Run:
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._under_way: SyncEpoch | WindowEpoch | None = None
         self._samples_before = 0
+        self.last_samples = 0
         self._pending_error: ElcheError | None = None
         self._closed = False
 
@@ -120,6 +127,9 @@ class Run:
                 f"expected a speed hint per rank ({placement.world_size}), got "
                 f"{len(hints)}"
             )
+        check_caps(
+            config, loader.batch_size, placement.world_size, min_share_samples(model)
+        )
         plans = PlanFile.for_rank(config, placement.rank)
         settings = describe(config, model, optimizer, loader, epochs)
         placement, channel = connect(placement, config.timeout_s)
@@ -148,6 +158,11 @@ class Run:
             return self._under_way.progress_samples
         done = self._under_way.samples_done if self._under_way is not None else 0
         return float(self._samples_before + done)
+
+    @property
+    def host(self) -> RankHost:
+        """What this rank does about a batch that is run in micro-batches."""
+        return RankHost(self._synchroniser, self.worker)
 
     @property
     def scalars(self) -> ScalarLog:
@@ -295,6 +310,7 @@ class Run:
             if not self._closed:
                 batches.finish()
                 self._under_way = None
+                self.last_samples = run.samples_in_hand
                 if run.end is not None:
                     self._samples_before += sum(run.end.samples)
                 elif isinstance(run, SyncEpoch):
@@ -322,6 +338,7 @@ class Run:
                 checksum="" if changed or self._is_mixed else checksum(self._model),
                 plan=self._plans.epoch(self._epoch),
                 probe_s=self._probe_s,
+                rates=rates(self._optimizer, worker.rank),
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
@@ -332,6 +349,8 @@ class Run:
             )
         if changed or begin.policy != self._synchroniser.policy:
             self._synchroniser.build(begin.policy)
+        if begin.state_from is not None:
+            take_over(worker.group, self._model, self._optimizer, begin.state_from)
         shared = share_keys(worker.group, keys)
         positions = EpochPositions(
             shared, BatchSizes(begin.sizes), self._epoch, self.config.seed

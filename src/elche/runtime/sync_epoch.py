@@ -21,6 +21,7 @@ from elche.coordination.messages import (
 from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
+from elche.runtime.summed_loss import SummedReducer
 from elche.runtime.window_epoch import EpochHooks
 from elche.runtime.worker import Worker
 
@@ -71,7 +72,7 @@ class SyncEpoch:
         worker: Worker,
         batches: LeasedBatches,
         positions: EpochPositions,
-        reducer: GradientReducer,
+        reducer: GradientReducer | SummedReducer,
         min_share_samples: int,
         hooks: EpochHooks,
     ) -> None:
@@ -204,6 +205,7 @@ class SyncEpoch:
                     sync_wait_s=measured.sync_wait_s,
                     warm=measured.warm,
                     backward_passes=self._reducer.backward_passes,
+                    max_samples=self._worker.max_samples,
                     transfer_s=measured.transfer_s,
                     parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
                     scalars=self._hooks.scalars(is_last),

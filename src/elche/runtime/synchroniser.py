@@ -16,6 +16,7 @@ from elche.comm.reducer import GradientReducer
 from elche.comm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.summed_loss import SummedReducer
 from elche.runtime.window_sync import WindowSync, make_window_sync
 
 
@@ -51,7 +52,7 @@ class Synchroniser:
         self._norm_group: Group | None = None
         self._signature: list[tuple[int, bool]] = []
         self.policy = "sync" if config.policy == "auto" else config.policy
-        self.reducer: GradientReducer | None = None
+        self.reducer: GradientReducer | SummedReducer | None = None
         self.windows: WindowSync | None = None
 
     @property
@@ -80,13 +81,16 @@ class Synchroniser:
             if self._norm_group is None and sync_batchnorm_layers(self._model):
                 self._norm_group = self._side_group()
             norms = bind_sync_batchnorm(self._model, self._norm_group)
-            self.reducer = GradientReducer(
+            reducer = GradientReducer(
                 self._trainable,
                 self._group,
                 int(self._config.bucket_cap_mb * 2**20),
                 BufferAverager.for_model(self._model, self._group),
                 norms,
             )
+            self.reducer = reducer
+            if self._config.loss_reduction == "sum":
+                self.reducer = SummedReducer(reducer, self._trainable)
             self.reducer.attach()
         else:
             config = replace(self._config, policy=self.policy)

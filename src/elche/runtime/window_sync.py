@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.comm.averaging import ParameterAverager
 from elche.comm.codec_choice import measured_codec
+from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
@@ -19,7 +20,6 @@ from elche.comm.process_group import Group
 from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.coordination.messages import Reduce
-from elche.coordination.reductions import drift_weight
 from elche.errors import ProtocolError
 
 
@@ -42,6 +42,12 @@ class WindowSync(ABC):
 
     def batch_done(self) -> None:  # noqa: B027
         """The loop body has run."""
+
+    def hold(self, holds: bool) -> None:  # noqa: B027
+        """Gradients that appear now are kept for a later pass through the batch."""
+
+    def rewind(self) -> None:  # noqa: B027
+        """A pass through the batch was broken off, and all of it will be run again."""
 
     def detach(self) -> None:  # noqa: B027
         """Takes every hook off the parameters."""
@@ -92,7 +98,12 @@ def make_window_sync(
         window.build()
         buffers = WindowBuffers(model, group)
         sync = GradientSync(
-            parameters, optimizer, window, buffers, config.max_grad_norm
+            parameters,
+            optimizer,
+            window,
+            buffers,
+            config.max_grad_norm,
+            is_sum=config.loss_reduction == "sum",
         )
         sync.attach()
         return sync
@@ -102,15 +113,29 @@ def make_window_sync(
         codec = measured_codec(group, sum(p.numel() for p in parameters))
     if config.policy == "async":
         overlapped = OverlappedAverager(
-            parameters, model, optimizer, group, reset_state=reset_state, codec=codec
+            parameters,
+            model,
+            optimizer,
+            group,
+            reset_state=reset_state,
+            codec=codec,
+            fragments=config.fragments,
         )
         overlapped.build()
-        return OverlappedSync(overlapped, optimizer, config.drift_weights)
+        drifts = DriftSamples(config.drift_weights, config.fragments)
+        return OverlappedSync(overlapped, optimizer, drifts)
     averager = ParameterAverager(
-        parameters, model, optimizer, group, reset_state=reset_state, codec=codec
+        parameters,
+        model,
+        optimizer,
+        group,
+        reset_state=reset_state,
+        codec=codec,
+        fragments=config.fragments,
     )
     averager.build()
-    return ParameterSync(averager, parameters, optimizer)
+    drifts = DriftSamples(config.drift_weights, config.fragments)
+    return ParameterSync(averager, parameters, optimizer, drifts)
 
 
 @final
@@ -122,11 +147,14 @@ class ParameterSync(WindowSync):
         averager: ParameterAverager,
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        drifts: DriftSamples,
     ) -> None:
         self._averager = averager
         self._parameters = list(parameters)
         self._optimizer = optimizer
+        self._drifts = drifts
         self._is_finite = True
+        self._in_hand = self._samples = 0
 
     @property
     def extra_bytes(self) -> int:
@@ -136,6 +164,7 @@ class ParameterSync(WindowSync):
     def rebase(self) -> None:
         """See :meth:`WindowSync.rebase`."""
         self._averager.rebase()
+        self._drifts.synchronised(None)
 
     def state_layout(self) -> str:
         """See :meth:`WindowSync.state_layout`."""
@@ -145,14 +174,31 @@ class ParameterSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._in_hand = samples
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._samples += self._in_hand
+        self._in_hand = 0
+
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`."""
         self._is_finite = all_finite(self._parameters)
+        self._drifts.add(self._samples)
+        self._samples = 0
         return self._is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
-        result = self._averager.synchronise(plan)
+        if self._drifts.fragments == 1:
+            result = self._averager.synchronise(plan)
+        else:
+            result = self._averager.synchronise(
+                plan, self._drifts.weights(), is_finite=self._is_finite
+            )
+        self._drifts.synchronised(plan.fragment if self._is_finite else None)
         if not self._is_finite and not plan.include_state:
             self._optimizer.state.clear()
         return result
@@ -165,7 +211,7 @@ class OverlappedSync(WindowSync):
     Args:
         averager: averages them.
         optimizer: loses its state if this rank went astray.
-        weights: how drifts are weighted.
+        drifts: counts what they weigh.
     """
 
     is_overlapped = True
@@ -174,13 +220,13 @@ class OverlappedSync(WindowSync):
         self,
         averager: OverlappedAverager,
         optimizer: torch.optim.Optimizer,
-        weights: str,
+        drifts: DriftSamples,
     ) -> None:
         self._averager = averager
         self._optimizer = optimizer
-        self._weights = weights
+        self._drifts = drifts
         self._is_finite = True
-        self._in_hand = self._samples = 0
+        self._in_hand = self._samples = self._windows = 0
 
     @property
     def extra_bytes(self) -> int:
@@ -188,8 +234,10 @@ class OverlappedSync(WindowSync):
         return self._averager.extra_bytes
 
     def rebase(self) -> None:
-        """See :meth:`WindowSync.rebase`."""
+        """See :meth:`WindowSync.rebase`; the first fragment's turn comes next."""
         self._averager.rebase()
+        self._drifts.synchronised(None)
+        self._windows = 0
 
     def changed_buffers(self) -> tuple[int, ...]:
         """See :meth:`WindowSync.changed_buffers`."""
@@ -206,14 +254,23 @@ class OverlappedSync(WindowSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
-        weight = drift_weight(self._weights, self._samples)
+        self._drifts.add(self._samples)
         self._samples = 0
-        self._is_finite = self._averager.snapshot(weight, begins=begins)
+        fragment = self._windows % self._drifts.fragments
+        self._windows += 1
+        weight = self._drifts.weights()[fragment]
+        self._is_finite = self._averager.snapshot(
+            weight, begins=begins, fragment=fragment
+        )
         return self._is_finite
 
     def begin(self, plan: Reduce) -> None:
         """See :meth:`WindowSync.begin`."""
-        self._averager.begin(plan)
+        if self._drifts.fragments == 1:
+            self._averager.begin(plan)
+        else:
+            self._averager.begin(plan, self._drifts.weights())
+        self._drifts.synchronised(plan.fragment if self._is_finite else None)
 
     def poll(self) -> bool:
         """See :meth:`WindowSync.poll`."""
@@ -240,6 +297,8 @@ class GradientSync(WindowSync):
         window: sums the gradients.
         buffers: averages what changed of the model's buffers.
         max_grad_norm: clip the reduced gradient to this norm.
+        is_sum: the loss is a sum over the samples of a batch, and the gradient to be
+            that of the sum over all samples of the window; else both are means.
     """
 
     def __init__(
@@ -249,7 +308,10 @@ class GradientSync(WindowSync):
         window: GradientWindow,
         buffers: WindowBuffers,
         max_grad_norm: float | None,
+        *,
+        is_sum: bool = False,
     ) -> None:
+        self._is_sum = is_sum
         self._parameters = list(parameters)
         self._optimizer = optimizer
         self._window = window
@@ -257,6 +319,7 @@ class GradientSync(WindowSync):
         self._max_grad_norm = max_grad_norm
         self._samples = 0
         self._in_backward = False
+        self._holds = False
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -272,14 +335,27 @@ class GradientSync(WindowSync):
         self._handles.clear()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if not self._in_backward:
+        if not self._in_backward and not self._holds:
             self._in_backward = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
+    def hold(self, holds: bool) -> None:
+        """See :meth:`WindowSync.hold`."""
+        self._holds = holds
+
+    def rewind(self) -> None:
+        """See :meth:`WindowSync.rewind`; nothing was added of a pass without an end."""
+        self._in_backward = False
+
     def _end_backward(self) -> None:
         self._in_backward = False
-        self._window.add(self._samples, is_whole=False)
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """Adds ``p.grad`` as what it is: a sum over samples, or times their number."""
+        weight = float(self._samples > 0) if self._is_sum else self._samples
+        self._window.add(weight, is_whole=False)
 
     @property
     def extra_bytes(self) -> int:
@@ -297,18 +373,22 @@ class GradientSync(WindowSync):
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._samples = samples
-        self._in_backward = False
+        self._in_backward = self._holds = False
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
+        if self._is_sum:  # before their samples are counted
+            self._add_gradients()
         self._window.add(self._samples)
         self._samples = 0
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`."""
         samples = self._window.samples
-        self._window.reduce()
+        total = self._window.reduce()
         self._buffers.average(plan)
+        if self._is_sum:
+            self._multiply(total)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         own = self._share_rates(samples)
@@ -316,6 +396,13 @@ class GradientSync(WindowSync):
         self._set_rates(own)
         self._optimizer.zero_grad(set_to_none=True)
         return SyncResult(divergence=0.0, parameter_norm=0.0)
+
+    @torch.no_grad()
+    def _multiply(self, samples: float) -> None:
+        """Makes the sum over the window of its mean."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, samples)
 
     def _share_rates(self, samples: float) -> list[float]:
         """Sets every rate to its mean over the window's samples; returns this rank's.

@@ -53,6 +53,10 @@ class Worker:
         placement: this process's place in the run.
         channel: the control channel.
         timeout_s: deadline of every wait.
+
+    Attributes:
+        is_cold: the batch in hand is not timed.
+        max_samples: what the device turned out to hold at once; 0: no limit was met.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Worker:
         self.world_size = placement.world_size
         self.timeout_s = timeout_s + VERDICT_S
         self.is_cold = True
+        self.max_samples = 0
         self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.spans: deque[Span] = deque(maxlen=200_000)
         self._channel = channel

@@ -26,11 +26,13 @@ class Model:
         common: how many common models it has seen, an index into `Books.commons`.
         drift: trained on since the last snapshot.
         offered: snapshots by window, kept until they are adopted.
+        steps: taken under ``sync``, in order.
     """
 
     common: int = 0
     drift: list[Batch] = field(default_factory=list)
     offered: dict[int, list[Batch]] = field(default_factory=dict)
+    steps: list[Batch] = field(default_factory=list)
 
 
 class Books:
@@ -88,14 +90,23 @@ class Books:
         self.windows.append(window)
         return len(self.commons) - 1
 
-    def took_steps(self, rank: int, epoch: int, steps: int) -> None:
-        """A rank has taken the first steps of an epoch under ``sync``.
+    def took_step(
+        self, rank: int, step: Batch, parts: Mapping[int, tuple[int, int]], samples: int
+    ) -> None:
+        """A rank holds the result of a step of ``sync``.
 
-        That keeps one model, so the first rank to say so speaks for all.
+        Args:
+            rank: which.
+            step: which.
+            parts: what each rank of its group brought: from a sample, so many.
+            samples: of the whole batch.
         """
-        common = self.commons[self.model(rank).common]
-        for step in range(steps):
-            common[epoch, step] = 1
+        at = 0
+        for start, count in sorted(part for part in parts.values() if part[1]):
+            assert start == at, f"step {step}: divided as {parts}"
+            at = start + count
+        assert at == samples, f"step {step}: {at} of {samples} samples in {parts}"
+        self.model(rank).steps.append(step)
 
     def adopt(self, rank: int, window: int, common: int) -> None:
         """A rank takes in the result of a reduction that it took part in."""
@@ -109,6 +120,7 @@ class Books:
 
         What it had offered to that window must be in there.
         """
+        self.take_steps(rank, source)
         common = self.model(source).common
         held = self.windows[common]  # windows in which nobody trained are not reduced
         assert held <= window, f"rank {source} holds window {held}, not {window}"
@@ -117,6 +129,14 @@ class Books:
         missing = Counter(offer) - self.commons[common]
         assert not missing, f"rank {rank}: {missing} is lost with window {window}"
         model.common = common
+
+    def take_steps(self, rank: int, source: int) -> None:
+        """A rank takes the steps that another one has taken; it has none beyond."""
+        model, theirs = self.model(rank), self.model(source)
+        assert model.steps == theirs.steps[: len(model.steps)], f"rank {rank}: {source}"
+        model.steps = list(theirs.steps)
+        if not model.drift and not model.offered:
+            model.common = theirs.common
 
     def check_epoch(
         self, ranks: Iterable[int], epoch: int, num_batches: int, *, whole: bool
@@ -141,7 +161,10 @@ class Books:
             assert not model.drift, f"rank {rank} ends epoch {epoch} with {left}"
             assert not any(model.offered.values()), f"rank {rank} ends with {left}"
             model.offered.clear()  # windows in which nobody trained are not reduced
-        common = self.commons[commons.pop()]
+        steps = self.model(members[0]).steps
+        for rank in members:
+            assert self.model(rank).steps == steps, f"rank {rank} took other steps"
+        common = self.commons[commons.pop()] + Counter(steps)
         counts = {batch: n for (e, batch), n in common.items() if e == epoch}
         twice = {batch: n for batch, n in counts.items() if n != 1}
         assert not twice, f"epoch {epoch}: batches counted not once: {twice}"

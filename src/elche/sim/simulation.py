@@ -91,8 +91,7 @@ class Simulation(World):
         self.watch = watch or Watch()
         history = History(details=self.watch.details, spans=self.watch.spans)
         super().__init__(cluster, history)
-        self.is_elastic = cluster.run.config.policy != "sync"
-        self.core = Coordinator(cluster.world_size, elastic=self.is_elastic)
+        self.core = Coordinator(cluster.world_size, elastic=True)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
         self.epoch_plans: list[str] = []
@@ -143,9 +142,6 @@ class Simulation(World):
         if begin.policy == "sync":
             steps = SyncEpoch(rank, begin)
             yield from steps.train()
-            if self.books is not None:
-                books = self.books[rank.run]
-                books.took_steps(rank.rank, begin.epoch, steps.steps_done)
             switch = steps.switch
             if switch is None:
                 return

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from elche.coordination.messages import (
+    Adopt,
     BeginEpoch,
     EndEpoch,
     EpochLeft,
@@ -21,11 +22,13 @@ from elche.coordination.messages import (
     Instruction,
     MetricsReported,
     PolicyChosen,
+    Regroup,
     StepsDone,
     SwitchPolicy,
+    WindowReduced,
 )
 from elche.sim.engine import Collective, Receive, Script
-from elche.sim.history import DATA, LEASE, REDUCTION, WINDOW_END
+from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.loader import Loaded, Loader
 
 if TYPE_CHECKING:
@@ -52,57 +55,70 @@ class SyncEpoch:
         self._epoch = begin.epoch
         self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
         self._grants: deque[GrantSteps] = deque()
-        self._granted_until = 0
         self._end: EndEpoch | None = None
+        self._regroup: Regroup | None = None
+        self._adopt: Adopt | None = None
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
-        self.steps_done = 0
         self._measured = [0.0, 0.0, 0.0, 0.0]
         self._is_warm = True
+        rank.reduced = -1
 
     def train(self) -> Script:
         """The epoch, to its end."""
         rank = self._rank
         break_at = self._sim.break_at(rank.rank, self._epoch)
-        for number in range(rank.sizes.num_batches):
-            item = yield from self._next(number)
-            if item is None:
-                return
-            yield from self._step(item)
-            if number + 1 == break_at:
-                self._trained(item)
-                self._sim.send(
-                    EpochLeft(rank=rank.rank, epoch=self._epoch, step=number + 1)
-                )
-                return
-            self._trained(item)
-            self._account(number)
-        began_s = rank.now_s
-        while self._end is None:
-            yield Receive("the end of the epoch")
+        while True:
             rank.take_all(self._handle)
-        rank.history.wait(rank.rank, WINDOW_END, began_s, rank.now_s)
-        rank.history.ended[rank.run, self._epoch].add(rank.rank)
+            if self._regroup is not None:
+                yield from self._reform(self._regroup)
+            elif self._adopt is not None:
+                yield from self._take_over(self._adopt)
+            elif self._end is not None:
+                break
+            elif self.switch is not None and self.switch.step <= rank.reduced + 1:
+                return
+            elif not self._loader.has_work:
+                yield from self._wait()
+            elif (item := (yield from self._take_step())) is not None:
+                if item.number + 1 == break_at:
+                    self._trained(item)
+                    self._sim.send(
+                        EpochLeft(rank=rank.rank, epoch=self._epoch, step=break_at)
+                    )
+                    return
+                self._trained(item)
+                self._account(item.number)
+        if rank.is_back:
+            rank.goes_on()
+        self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
 
     def _trained(self, item: Loaded) -> None:
         """Notes this rank's part of a step."""
-        rank, grant = self._rank, self._grants[0]
-        start = sum(grant.shares[: rank.rank])
+        rank = self._rank
+        start = self._start_of(self._grants[0])
         rank.trained(self._epoch, item.number, start, start + item.counted)
-        self.steps_done += 1
         rank.history.samples += item.counted
         rank.history.windows += rank.rank == 0
 
-    def _next(self, number: int) -> Generator[Any, Any, Loaded | None]:
-        """This rank's part of a step; None: windows have taken over."""
+    def _start_of(self, grant: GrantSteps) -> int:
+        """Where this rank's part of a step begins."""
+        return sum(grant.shares[: self._rank.rank])
+
+    def _wait(self) -> Script:
+        """Nothing is granted: the end of the epoch, or a change of the membership."""
         rank, began_s = self._rank, self._rank.now_s
-        rank.take_all(self._handle)
-        while self._granted_until <= number and self.switch is None:
-            yield Receive(f"the grant of step {number}")
-            rank.take_all(self._handle)
-        rank.history.wait(rank.rank, LEASE, began_s, rank.now_s)
-        if self.switch is not None and self.switch.step <= number:
-            return None
+        number = rank.reduced + 1
+        yield Receive(f"the grant of step {number} of {rank.sizes.num_batches}")
+        is_over = number == rank.sizes.num_batches
+        cause = WINDOW_END if is_over else LEASE
+        rank.history.wait(rank.rank, cause, began_s, rank.now_s)
+
+    def _take_step(self) -> Generator[Any, Any, Loaded | None]:
+        """Runs this rank's part of the next step; None: the group has changed."""
+        rank = self._rank
+        if rank.is_back:
+            rank.goes_on()
         item = self._loader.take(rank.now_s)
         began_s = rank.now_s
         if item.ready_s > began_s:
@@ -111,32 +127,97 @@ class SyncEpoch:
             rank.history.wait(rank.rank, cause, began_s, rank.now_s)
         self._measured[2] += rank.now_s - began_s
         self._measured[1] += rank.now_s - began_s
-        return item
-
-    def _step(self, item: Loaded) -> Script:
-        rank, number = self._rank, item.number
         compute_s, is_warm = rank.compute_s(item.samples)
         began_s = rank.now_s
         yield compute_s
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
-        rank.history.batch(rank.rank, f"step {number}", began_s, rank.now_s)
-        ready_s = began_s + FORWARD_PART * compute_s
+        rank.history.batch(rank.rank, f"step {item.number}", began_s, rank.now_s)
         self._measured[0] += item.counted
         self._measured[1] += compute_s
         self._is_warm &= is_warm
-        ended_s = rank.now_s
+        if (yield from self._reduce(item, began_s + FORWARD_PART * compute_s)):
+            return item
+        yield from self._await_regroup()
+        return None
+
+    def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
+        """The step's reduction; False: a rank is gone, and it has failed."""
+        rank, ended_s = self._rank, self._rank.now_s
+        grant = self._grants[0]
         collective = rank.engine.arrive_ready(
-            ("step", rank.run, self._epoch, number), rank.rank, self._new, ready_s
+            ("step", rank.run, rank.generation, self._epoch, item.number),
+            rank.rank,
+            self._new,
+            ready_s,
         )
+        collective.value[rank.rank] = self._start_of(grant), item.counted
         if not (yield collective):
-            while True:  # a rank is gone: the coordinator ends the run
-                yield Receive("the reason of the failure")
-                rank.take_all(self._handle)
+            return False
+        if self._sim.books is not None:
+            self._sim.books[rank.run].took_step(
+                rank.rank,
+                (self._epoch, item.number),
+                collective.value,
+                rank.sizes.run_of(item.number)[0],
+            )
+        rank.reduced = item.number
         last_s = max(ended_s, min(rank.now_s, collective.last_arrival_s))
         rank.history.wait(rank.rank, WINDOW_END, ended_s, last_s)
         rank.history.wait(rank.rank, REDUCTION, last_s, rank.now_s)
         self._measured[3] += rank.now_s - ended_s
+        return True
+
+    def _await_regroup(self) -> Script:
+        """A rank is gone; the coordinator says who goes on, or ends the run."""
+        rank, began_s = self._rank, self._rank.now_s
+        rank.take_all(self._handle)
+        while self._regroup is None:
+            yield Receive("the ranks that stay to be named")
+            rank.take_all(self._handle)
+        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
+
+    def _reform(self, regroup: Regroup) -> Script:
+        """Forms the new group. What was granted in the old one is void."""
+        self._regroup = None
+        self._grants.clear()
+        self._loader.discard()
+        self._measured = [0.0, 0.0, 0.0, 0.0]
+        self._is_warm = True
+        if not (yield from self._rank.regroup(regroup, self._epoch)):
+            yield from self._await_regroup()
+
+    def _take_over(self, adopt: Adopt) -> Script:
+        """Takes the model of the rank that has taken most steps, with all ranks."""
+        rank, began_s = self._rank, self._rank.now_s
+        self._adopt = None
+        members = self._sim.groups[rank.generation]
+        link, run = rank.engine.link, self._sim.cluster.run
+        taken = yield rank.engine.arrive(
+            ("adopt step", rank.run, rank.generation),
+            rank.rank,
+            lambda: Collective(
+                members, link.broadcast_s(run.model_bytes, len(members))
+            ),
+        )
+        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
+        if not taken:
+            yield from self._await_regroup()
+            return
+        if self._sim.books is not None:
+            self._sim.books[rank.run].take_steps(rank.rank, adopt.source)
+        rank.reduced = adopt.window
+        self._sim.send(
+            WindowReduced(
+                rank=rank.rank,
+                epoch=self._epoch,
+                window=adopt.window,
+                sync_s=rank.now_s - began_s,
+                wait_s=0.0,
+                divergence=0.0,
+                adopted_at=0,
+            )
+        )
 
     def _new(self) -> Collective:
         run, config = self._sim.cluster.run, self._sim.cluster.run.config
@@ -144,7 +225,9 @@ class SyncEpoch:
         bucket_bytes = config.bucket_cap_mb * BYTES_PER_MIB
         buckets = max(1, math.ceil(run.model_bytes / bucket_bytes))
         cost_s = self._rank.engine.link.reduce_s(run.model_bytes, len(members))
-        return Collective(members, cost_s, buckets)
+        collective = Collective(members, cost_s, buckets)
+        collective.value = {}
+        return collective
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
@@ -156,6 +239,12 @@ class SyncEpoch:
             return
         if isinstance(instruction, EndEpoch):
             self._end = instruction
+            return
+        if isinstance(instruction, Regroup):
+            self._regroup, self._adopt = instruction, None
+            return
+        if isinstance(instruction, Adopt):
+            self._adopt = instruction
             return
         if isinstance(instruction, (MetricsReported, PolicyChosen)):
             return
@@ -171,7 +260,6 @@ class SyncEpoch:
         self._loader.push(
             (Loaded(step, counted or few, counted) for step in steps), rank.now_s
         )
-        self._granted_until = instruction.stop
 
     def _account(self, number: int) -> None:
         """Reports a grant when its last step is done."""

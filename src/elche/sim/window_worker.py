@@ -48,6 +48,7 @@ class WindowEpoch:
     """
 
     def __init__(self, rank: Rank, begin: BeginEpoch) -> None:
+        rank.reduced = begin.window - 1
         self._rank = rank
         self._engine = rank.engine
         self._sim = rank.sim

@@ -1,0 +1,168 @@
+"""How a batch is divided among ranks of unlike speed and memory, for a short step."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+from elche.errors import ConfigError
+
+BISECTIONS = 100
+"""Enough to come from any level to the next float."""
+
+
+def split_for_makespan(
+    total: int,
+    cost: Sequence[float],
+    fixed_samples: Sequence[float],
+    minimum: int,
+    caps: Sequence[int | None] | None = None,
+) -> tuple[int, ...]:
+    """Integer parts that minimise ``max(cost[r] * (fixed_samples[r] + n[r]))``.
+
+    Giving one sample after the other to the rank that would finish it first is
+    optimal, as each rank's time only grows. The real-valued solution with every
+    part rounded down is a state which that passes, so only the fewer than W last
+    samples are given that way: O(W log W), whatever the total. A rank whose part
+    exceeds its cap has reached that under the caps as well, so it gets just that,
+    and the others divide the rest anew.
+
+    Args:
+        total: samples to distribute, at least ``minimum`` for every rank.
+        cost: time per sample of each rank, positive.
+        fixed_samples: fixed cost of each rank in samples, not negative.
+        minimum: smallest part of a rank.
+        caps: largest part of each rank, at least ``minimum``; None for any size.
+
+    Returns:
+        One part per rank, together ``total``; of equal choices the lowest ranks.
+
+    Raises:
+        ConfigError: the caps are together below ``total``.
+    """
+    if caps is None:
+        return _split_free(total, cost, fixed_samples, minimum)
+    room = [total if cap is None else cap for cap in caps]
+    if sum(room) < total:
+        raise ConfigError(
+            f"expected the caps to be {total} together, got {sum(room)}: {room}"
+        )
+    parts = list(room)
+    ranks, left = list(range(len(cost))), total
+    while True:
+        free = _split_free(
+            left, [cost[r] for r in ranks], [fixed_samples[r] for r in ranks], minimum
+        )
+        full = {r for r, part in zip(ranks, free, strict=True) if part > room[r]}
+        if not full:
+            break
+        left -= sum(room[r] for r in full)
+        ranks = [r for r in ranks if r not in full]
+    for rank, part in zip(ranks, free, strict=True):
+        parts[rank] = part
+    return tuple(parts)
+
+
+def split_in_micro_batches(
+    total: int,
+    cost: Sequence[float],
+    fixed_samples: Sequence[float],
+    minimum: int,
+    caps: Sequence[int | None],
+) -> tuple[int, ...]:
+    """Parts for the shortest step of ranks that run large parts in micro-batches.
+
+    As :func:`split_for_makespan`, but a cap limits no part: every ``caps[r]`` samples
+    that a rank begins cost it the fixed time again. Its times still only grow, so the
+    same order of giving is optimal; a state which that passes is found by bisection.
+    O(W) for each of `BISECTIONS` levels.
+
+    Args:
+        total: samples to distribute, at least ``minimum`` for every rank.
+        cost: time per sample of each rank, positive.
+        fixed_samples: fixed cost of a micro-batch of each rank in samples.
+        minimum: smallest part of a rank.
+        caps: samples of a micro-batch at most; None for any size.
+
+    Returns:
+        One part per rank, together ``total``; of equal choices the lowest ranks.
+    """
+
+    def end(rank: int, part: int) -> float:
+        passes = passes_of(part, caps[rank])
+        return cost[rank] * (fixed_samples[rank] * passes + part)
+
+    def done_by(rank: int, level: float) -> int:
+        cap, fixed = caps[rank] or total, fixed_samples[rank]
+        passes, rest = divmod(level / cost[rank], fixed + cap)
+        return max(minimum, int(passes) * cap + max(0, math.floor(rest - fixed)))
+
+    ranks = range(len(cost))
+    low, high = 0.0, min(end(rank, total) for rank in ranks)
+    for _ in range(BISECTIONS):
+        level = (low + high) / 2
+        if not low < level < high:
+            break
+        if sum(done_by(rank, level) for rank in ranks) <= total:
+            low = level
+        else:
+            high = level
+    parts = [done_by(rank, low) for rank in ranks]
+    ends = [(end(rank, part + 1), rank) for rank, part in enumerate(parts)]
+    _give_rest(parts, total, ends, end)
+    return tuple(parts)
+
+
+def passes_of(samples: int, cap: int | None) -> int:
+    """Micro-batches in which so many samples are run."""
+    return 1 if cap is None else max(1, -(-samples // cap))
+
+
+def _split_free(
+    total: int, cost: Sequence[float], fixed_samples: Sequence[float], minimum: int
+) -> tuple[int, ...]:
+    """The split of ranks that hold as much as they get."""
+    ranks = range(len(cost))
+    start = [cost[r] * (fixed_samples[r] + minimum) for r in ranks]
+    order = sorted(ranks, key=start.__getitem__)
+    load, rate, level = float(total - minimum * len(cost)), 0.0, 0.0
+    parts = [minimum] * len(cost)
+    for place, rank in enumerate(order, start=1):
+        load += fixed_samples[rank] + minimum
+        rate += 1.0 / cost[rank]
+        level = load / rate
+        if place == len(order) or level <= start[order[place]]:
+            break
+    for rank in order[:place]:
+        parts[rank] = max(minimum, math.floor(level / cost[rank] - fixed_samples[rank]))
+    while sum(parts) > total:
+        late = max(
+            (r for r in ranks if parts[r] > minimum),
+            key=lambda r: cost[r] * (fixed_samples[r] + parts[r]),
+        )
+        parts[late] -= 1
+    ends = [(cost[r] * (fixed_samples[r] + parts[r] + 1), r) for r in ranks]
+    _give_rest(parts, total, ends, lambda r, n: cost[r] * (fixed_samples[r] + n))
+    return tuple(parts)
+
+
+def _give_rest(
+    parts: list[int],
+    total: int,
+    ends: list[tuple[float, int]],
+    end: Callable[[int, int], float],
+) -> None:
+    """Gives each missing sample to the rank that would finish it first.
+
+    Args:
+        parts: so far; completed.
+        total: what they are to be together.
+        ends: when each rank would finish one sample more, and the rank.
+        end: when a rank would finish a part.
+    """
+    heapq.heapify(ends)
+    for _ in range(total - sum(parts)):
+        rank = ends[0][1]
+        parts[rank] += 1
+        heapq.heapreplace(ends, (end(rank, parts[rank] + 1), rank))

@@ -1,0 +1,98 @@
+"""Limits of a rank's memory: given by the user, met while training, told to the run."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.comm.reducer import GradientReducer
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.runtime.summed_loss import SummedReducer
+from elche.runtime.synchroniser import Synchroniser
+from elche.runtime.window_sync import WindowSync
+from elche.runtime.worker import Worker
+
+
+@final
+class RankHost:
+    """What a rank of a run does about a batch in parts (:class:`micro_batches.Host`).
+
+    Args:
+        synchroniser: reduces the batch's gradients, or its window.
+        worker: this rank's shell.
+    """
+
+    def __init__(self, synchroniser: Synchroniser, worker: Worker) -> None:
+        self._synchroniser = synchroniser
+        self._worker = worker
+
+    def hold(self, holds: bool) -> None:
+        """Keeps gradients that appear now for the last micro-batch, or not."""
+        self._current.hold(holds)
+
+    def rewind(self) -> None:
+        """A pass was broken off and the batch is run again; it is not timed.
+
+        Raises:
+            CommunicationError: its gradients had been reduced.
+        """
+        self._worker.is_cold = True
+        self._current.rewind()
+
+    def limited(self, samples: int) -> None:
+        """This rank's device holds no more samples at once."""
+        self._worker.max_samples = samples
+
+    @property
+    def _current(self) -> GradientReducer | SummedReducer | WindowSync:
+        current = self._synchroniser.reducer or self._synchroniser.windows
+        assert current is not None
+        return current
+
+
+def check_caps(
+    config: RunConfig, batch_size: int | None, world_size: int, least_samples: int
+) -> None:
+    """Refuses batches that the ranks' devices cannot hold as the run would hand them.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    if len(config.caps) > world_size:
+        raise ConfigError(
+            f"expected max_samples of ranks below {world_size}, got one of rank "
+            f"{len(config.caps) - 1}"
+        )
+    if batch_size is None or config.micro_batches:
+        return
+    if config.policy == "sync":
+        shares = BalancerConfig(
+            world_size=world_size,
+            min_share_samples=least_samples,
+            max_samples=config.caps,
+        )
+        Balancer(shares).sizes(batch_size)
+        return
+    for rank, cap in enumerate(config.caps):
+        if cap is not None and cap < batch_size:
+            raise ConfigError(
+                f"rank {rank} holds {cap} samples at once, but policy "
+                f"{config.policy!r} hands every rank whole batches of {batch_size}; "
+                "choose policy='sync', whose shares keep within max_samples, a "
+                "smaller batch_size, or elche.Trainer, which runs micro-batches"
+            )
+
+
+def memory_hint(error: BaseException, rank: int, samples: int) -> str:
+    """What to do about a device that ran out of memory in the user's loop, or ""."""
+    if not isinstance(error, torch.cuda.OutOfMemoryError) or samples < 2:
+        return ""
+    return (
+        f"{samples} samples did not fit the device of rank {rank}: under policy 'sync' "
+        f"elche.setup(..., max_samples={{{rank}: {samples // 2}}}) keeps its share "
+        "within that and gives the others the rest; elche.Trainer finds the limit for "
+        "itself and runs micro-batches"
+    )

@@ -1,0 +1,353 @@
+"""Shares of devices that hold only so many samples: exact, optimal, steady."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.split import (
+    passes_of,
+    split_for_makespan,
+    split_in_micro_batches,
+)
+from elche.errors import ConfigError
+
+SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Ranks, and a batch that is at least as large as their least parts."""
+
+    cost: tuple[float, ...]
+    fixed: tuple[float, ...]
+    caps: tuple[int | None, ...]
+    minimum: int
+    total: int
+
+    @property
+    def size(self) -> int:
+        return len(self.cost)
+
+    def time(self, parts: Sequence[int], *, accumulates: bool = False) -> float:
+        """When the last rank is through."""
+        return max(
+            c * (f * (passes_of(n, cap) if accumulates else 1) + n)
+            for c, f, cap, n in zip(
+                self.cost, self.fixed, self.caps, parts, strict=True
+            )
+        )
+
+    def all_splits(self) -> list[tuple[int, ...]]:
+        """Every way to divide the batch that keeps the minimum."""
+        each = range(self.minimum, self.total + 1)
+        heads = itertools.product(each, repeat=self.size - 1)
+        splits = [(*head, self.total - sum(head)) for head in heads]
+        return [split for split in splits if split[-1] >= self.minimum]
+
+    def split(self, total: int | None = None) -> tuple[int, ...]:
+        return split_for_makespan(
+            self.total if total is None else total,
+            self.cost,
+            self.fixed,
+            self.minimum,
+            self.caps,
+        )
+
+
+@st.composite
+def fleets(draw: st.DrawFn, most_ranks: int, most_spare: int) -> Fleet:
+    size = draw(st.integers(1, most_ranks))
+    minimum = draw(st.integers(1, 3))
+    cap = st.none() | st.integers(minimum, minimum + most_spare)
+    return Fleet(
+        tuple(draw(st.lists(st.floats(0.05, 20.0), min_size=size, max_size=size))),
+        tuple(draw(st.lists(st.floats(0.0, 10.0), min_size=size, max_size=size))),
+        tuple(draw(st.lists(cap, min_size=size, max_size=size))),
+        minimum,
+        size * minimum + draw(st.integers(0, most_spare)),
+    )
+
+
+def room(fleet: Fleet) -> int:
+    return sum(fleet.total if cap is None else cap for cap in fleet.caps)
+
+
+def within(parts: Sequence[int], caps: Sequence[int | None]) -> bool:
+    return all(
+        cap is None or part <= cap for part, cap in zip(parts, caps, strict=True)
+    )
+
+
+@given(fleets(4, 9))
+@settings(max_examples=300)
+def test_no_split_within_the_caps_is_faster(fleet: Fleet) -> None:
+    assume(room(fleet) >= fleet.total)
+    parts = fleet.split()
+    assert sum(parts) == fleet.total
+    assert min(parts) >= fleet.minimum
+    assert within(parts, fleet.caps)
+    allowed = [split for split in fleet.all_splits() if within(split, fleet.caps)]
+    assert fleet.time(parts) <= min(map(fleet.time, allowed)) * SLACK
+
+
+@given(fleets(4, 9))
+@settings(max_examples=300)
+def test_no_split_in_micro_batches_is_faster(fleet: Fleet) -> None:
+    parts = split_in_micro_batches(
+        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, fleet.caps
+    )
+    assert sum(parts) == fleet.total
+    assert min(parts) >= fleet.minimum
+    best = min(fleet.time(split, accumulates=True) for split in fleet.all_splits())
+    assert fleet.time(parts, accumulates=True) <= best * SLACK
+
+
+@given(fleets(40, 5000))
+def test_large_micro_batched_splits_are_exact(fleet: Fleet) -> None:
+    """No sample would end earlier elsewhere, and no cap makes no micro-batches."""
+    parts = split_in_micro_batches(
+        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, fleet.caps
+    )
+    assert sum(parts) == fleet.total
+    ranks = [
+        (c, f, cap, n)
+        for c, f, cap, n in zip(fleet.cost, fleet.fixed, fleet.caps, parts, strict=True)
+    ]
+    late = max(
+        (c * (f * passes_of(n, k) + n) for c, f, k, n in ranks if n > fleet.minimum),
+        default=0.0,
+    )
+    early = min(c * (f * passes_of(n + 1, k) + n + 1) for c, f, k, n in ranks)
+    assert late <= early * SLACK
+    free = split_in_micro_batches(
+        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, [None] * fleet.size
+    )
+    plain = split_for_makespan(fleet.total, fleet.cost, fleet.fixed, fleet.minimum)
+    uncapped = Fleet(
+        fleet.cost, fleet.fixed, (None,) * fleet.size, fleet.minimum, fleet.total
+    )
+    assert uncapped.time(free) == pytest.approx(uncapped.time(plain), rel=1e-9)
+
+
+@given(fleets(12, 200))
+def test_a_larger_batch_takes_from_nobody(fleet: Fleet) -> None:
+    assume(room(fleet) > fleet.total)
+    before, after = fleet.split(), fleet.split(fleet.total + 1)
+    assert all(a <= b for a, b in zip(before, after, strict=True))
+
+
+@given(fleets(12, 200), st.integers(0, 11), st.integers(1, 50))
+def test_more_memory_on_one_rank_gives_it_more_and_the_others_no_more(
+    fleet: Fleet, rank: int, more: int
+) -> None:
+    rank %= fleet.size
+    cap = fleet.caps[rank]
+    assume(room(fleet) >= fleet.total)
+    assume(cap is not None)
+    assert cap is not None
+    caps = (*fleet.caps[:rank], cap + more, *fleet.caps[rank + 1 :])
+    roomier = Fleet(fleet.cost, fleet.fixed, caps, fleet.minimum, fleet.total)
+    before, after = fleet.split(), roomier.split()
+    assert after[rank] >= before[rank]
+    others = [r for r in range(fleet.size) if r != rank]
+    assert all(after[r] <= before[r] for r in others)
+
+
+@given(fleets(6, 30))
+def test_caps_that_nobody_reaches_change_nothing(fleet: Fleet) -> None:
+    free = split_for_makespan(fleet.total, fleet.cost, fleet.fixed, fleet.minimum)
+    assert free == split_for_makespan(
+        fleet.total, fleet.cost, fleet.fixed, fleet.minimum, free
+    )
+
+
+def test_a_split_beyond_all_caps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the caps to be 9 together, got 8: \[3, 5"):
+        split_for_makespan(9, [1.0, 1.0], [0.0, 0.0], 1, [3, 5])
+
+
+def balancer(*caps: int | None, size: int = 0, **options: object) -> Balancer:
+    config: dict[str, object] = {
+        "world_size": size or len(caps),
+        "max_samples": caps,
+        **options,
+    }
+    return Balancer(BalancerConfig(**config))  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 120), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=3),
+    st.booleans(),
+    st.sets(st.integers(0, 4), max_size=2),
+)
+@settings(max_examples=300)
+def test_shares_are_exact_and_fit_or_are_refused(
+    caps: list[int | None],
+    minimum: int,
+    batches: list[int],
+    learned: list[tuple[int, int]],
+    accumulates: bool,
+    left_out: set[int],
+) -> None:
+    size = len(caps)
+    ranks = balancer(*caps, min_share_samples=minimum, accumulates=accumulates)
+    if left_out & set(range(size)) != set(range(size)):
+        ranks.leave_out(left_out & set(range(size)))
+    for rank, cap in [(0, 10**6), *learned]:
+        ranks.limit(rank % size, cap)
+        known = ranks.max_samples
+        for batch in batches:
+            try:
+                parts = ranks.sizes(batch)
+            except ConfigError:
+                assert not _fits(batch, known, minimum, accumulates)
+                continue
+            assert sum(parts) == batch
+            least = min(minimum, batch)
+            assert all(part == 0 or part >= least for part in parts)
+            for part, most in zip(parts, known, strict=True):
+                assert part == 0 or most is None or most >= least
+                assert accumulates or most is None or part <= most
+    copy = balancer(*caps, min_share_samples=minimum, accumulates=accumulates)
+    copy.load_state_dict(json.loads(json.dumps(ranks.state_dict())))
+    assert copy.max_samples == ranks.max_samples
+
+
+def _fits(
+    batch: int, caps: Sequence[int | None], minimum: int, accumulates: bool
+) -> bool:
+    """Whether some ranks hold the batch, each at least the minimum of it."""
+    least = min(minimum, batch)
+    rooms = sorted(
+        batch if cap is None or accumulates else min(cap, batch)
+        for cap in caps
+        if cap is None or cap >= least
+    )
+    return batch == 0 or sum(rooms[::-1][: max(1, batch // least)]) >= batch
+
+
+@pytest.mark.parametrize(
+    ("caps", "options", "batch", "expected"),
+    [
+        ((None, 10), {}, 40, (30, 10)),
+        ((10, None), {"speed_hints": [1.0, 0.25]}, 40, (10, 30)),
+        ((10, None), {"speed_hints": [1.0, 0.25], "accumulates": True}, 40, (32, 8)),
+        ((2, 4), {"min_share_samples": 2, "speed_hints": [1.0, 0.5]}, 3, (0, 3)),
+        ((1, None), {"min_share_samples": 2}, 8, (0, 8)),
+        ((1, None), {"min_share_samples": 2, "accumulates": True}, 8, (0, 8)),
+        ((4, 4), {}, 8, (4, 4)),
+        ((4,), {"size": 2}, 9, (4, 5)),
+    ],
+)
+def test_what_a_device_cannot_hold_goes_to_the_others(
+    caps: tuple[int | None, ...],
+    options: dict[str, object],
+    batch: int,
+    expected: tuple[int, ...],
+) -> None:
+    assert balancer(*caps, **options).sizes(batch) == expected  # type: ignore[arg-type]
+
+
+def test_a_batch_that_no_devices_hold_is_refused_with_what_to_do() -> None:
+    message = (
+        r"a batch of 21 samples does not fit .*\{0: 8, 1: 12\}, at least 1 each.*"
+        r"lower batch_size, raise max_samples .* elche.Trainer"
+    )
+    with pytest.raises(ConfigError, match=message):
+        balancer(8, 12).sizes(21)
+
+
+def test_ranks_left_out_serve_where_the_others_cannot_hold_the_batch() -> None:
+    ranks = balancer(None, 12)
+    ranks.leave_out([0])
+    assert ranks.sizes(12) == (0, 12)
+    assert ranks.sizes(13)[1] <= 12
+    assert sum(ranks.sizes(13)) == 13
+
+
+def test_a_learned_cap_moves_shares_at_once_and_never_rises() -> None:
+    ranks = balancer(size=2)
+    assert ranks.sizes(64) == (32, 32)
+    ranks.limit(1, 20)
+    assert ranks.sizes(64) == (44, 20)
+    ranks.limit(1, 30)
+    assert ranks.max_samples == (None, 20)
+
+
+def test_micro_batches_pay_their_fixed_cost_each() -> None:
+    """Two like devices, 20 samples of fixed cost; one holds only 10 at once."""
+    ranks = balancer(None, 10, accumulates=True)
+
+    def busy_s(sizes: Sequence[int]) -> list[float]:
+        passes = [1, passes_of(sizes[1], 10)]
+        return [
+            0.020 * k * (n > 0) + 0.001 * n for k, n in zip(passes, sizes, strict=True)
+        ]
+
+    for batch in (64, 24, 96, 40) * 5:
+        sizes = ranks.sizes(batch)
+        ranks.report(sizes, busy_s(sizes))
+    for batch in (48, 128):
+        best_s = min(max(busy_s((batch - n, n))) for n in range(1, batch))
+        assert max(busy_s(ranks.sizes(batch))) <= 1.05 * best_s
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_jitter_moves_nobody_back_and_forth_at_a_cap(
+    seed: int, accumulates: bool
+) -> None:
+    """The fast rank holds 40 of 128: it stays there, or takes four micro-batches."""
+    ranks, rng, seen = (
+        balancer(40, None, accumulates=accumulates),
+        random.Random(seed),
+        [],
+    )
+    for _ in range(300):
+        sizes = ranks.sizes(128)
+        seen.append(sizes)
+        passes = passes_of(sizes[0], 40)
+        busy_s = [0.004 * passes + 0.001 * sizes[0], 0.004 + 0.004 * sizes[1]]
+        ranks.report(sizes, [s * rng.uniform(0.97, 1.03) for s in busy_s])
+    settled = seen[40:]
+    assert sum(a != b for a, b in itertools.pairwise(settled)) <= 3
+    if accumulates:
+        assert all(90 <= sizes[0] <= 106 for sizes in settled)
+    else:
+        assert set(settled) == {(40, 88)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_samples": (1, 2, 3)}, "max_samples must name at most 2 ranks, got 3"),
+        ({"max_samples": (0,)}, "max_samples of rank 0 must be at least 1"),
+        ({"max_samples": (None, 1.5)}, "max_samples of rank 1 must be an int"),
+    ],
+)
+def test_wrong_caps_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalancerConfig(**{"world_size": 2, **options})  # type: ignore[arg-type]
+
+
+def test_a_cap_of_no_rank_or_no_sample_is_refused() -> None:
+    ranks = balancer(size=2)
+    with pytest.raises(ConfigError, match="the cap of a rank must be at least 1"):
+        ranks.limit(0, 0)
+    with pytest.raises(ConfigError, match="expected a rank below 2, got 2"):
+        ranks.limit(2, 5)
+    assert ranks.max_samples == (None, None)
+    assert math.isfinite(sum(ranks.sizes(10)))

@@ -1,0 +1,81 @@
+"""Under `auto` the fastest device trains alone for a while; then all train in step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import Cluster, predict
+from elche.coordination import auto_policy
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task, difference, identical, plain, shared
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+TASK = Task(
+    samples=960,
+    batch_size=8,
+    epochs=4,
+    dtype="float64",
+    options={"policy": "auto", "drift_weights": "samples"},
+)
+
+
+class Scripted:
+    """In place of a chooser: all ranks in step, then rank 1 alone, then all again."""
+
+    def __init__(self, **_: Any) -> None:
+        self.observed = 0
+
+    def fix_update(self, update: str) -> None:
+        assert update == "gradients"
+
+    def observe(self, cluster: Cluster) -> Choice:
+        """The next choice: alone from the second to the fifth observation."""
+        self.observed += 1
+        ranks = [1] if 2 <= self.observed <= 5 else [0, 1]
+        return Choice(
+            policy="sync",
+            anchor=1,
+            left_out=tuple({0, 1}.difference(ranks)),
+            prediction=predict("sync", cluster, ranks),
+            alternatives=(),
+            changed=True,
+            reason=f"as the test wants: {ranks}",
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_one_rank_did_alone_is_what_all_go_on_from(
+    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """One process on the same batches, optimizer state and all, whoever took steps."""
+    monkeypatch.setattr(auto_policy, "Chooser", Scripted)
+    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
+    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
+    monkeypatch.setattr(auto_policy, "EXPLORING_GRANTS", 0)
+    returned: list[int] = []
+    go_back = auto_policy.AutoPolicy._return_to_steps
+
+    def note(policy: auto_policy.AutoPolicy) -> None:
+        go_back(policy)
+        assert policy.state_from is not None
+        returned.append(policy.state_from)
+
+    monkeypatch.setattr(auto_policy.AutoPolicy, "_return_to_steps", note)
+    task = dataclasses.replace(TASK, optimizer=optimizer)
+    reference = plain(task)
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert set(returned) == {1}
+    assert len(traces[0].orders[-1]) > 0
+    for epoch in range(task.epochs):
+        seen = sorted(index for trace in traces for index in trace.orders[epoch])
+        assert seen == list(range(task.samples))
+    assert identical([trace.state for trace in traces])
+    assert all(bool(torch.isfinite(v).all()) for v in traces[0].state.values())
+    assert difference(traces[0].state, reference.state) <= 1e-11

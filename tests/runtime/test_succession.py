@@ -1,0 +1,83 @@
+"""After one rank has trained alone: who may go on in step, and from what."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elche
+from elche.runtime.succession import rates, take_over
+from tests.comm.thread_group import on_ranks
+
+
+def made(lr: float = 0.1, *, seed: int = 0, steps: int = 0) -> Any:
+    """A model and its optimizer, which has taken so many steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for _ in range(steps):
+        model(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_equal_settings_are_alike_whatever_was_trained() -> None:
+    _, one = made()
+    _, other = made(seed=5, steps=3)
+    _, faster = made(lr=0.2)
+    assert rates(one, 0) == rates(other, 1)
+    assert rates(one, 0) != rates(faster, 1)
+
+
+def test_a_rate_that_follows_progress_is_alike_and_a_scheduler_of_torch_is_not() -> (
+    None
+):
+    texts = []
+    for rank in range(2):
+        _, optimizer = made()
+        elche.ProgressLR(optimizer, lambda progress: 1.0 - progress, 100)
+        optimizer.param_groups[0]["lr"] = 0.01 * (rank + 1)
+        texts.append(rates(optimizer, rank))
+    assert texts[0] == texts[1]
+    scheduled = []
+    for rank in range(2):
+        _, optimizer = made()
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        scheduled.append(rates(optimizer, rank))
+    assert scheduled[0] != scheduled[1]
+
+
+def _taken_over(group: Any, job: tuple[float, int]) -> tuple[Any, Any, float]:
+    lr, steps = job
+    model, optimizer = made(lr, seed=steps, steps=steps)
+    take_over(group, model, optimizer, 1)
+    state = [
+        value.clone()
+        for parameter in model.parameters()
+        for value in optimizer.state[parameter].values()
+    ]
+    values = [value.clone() for value in model.state_dict().values()]
+    return values, state, optimizer.param_groups[0]["lr"]
+
+
+def test_all_hold_what_the_one_held() -> None:
+    found = on_ranks(2, _taken_over, [(0.1, 2), (0.3, 4)])
+    for values, state, lr in found:
+        assert lr == 0.3
+        assert all(map(torch.equal, values, found[1][0]))
+        assert all(map(torch.equal, state, found[1][1]))
+        assert state[0].item() == 4.0  # AdamW's count of steps
+
+
+def test_state_of_another_kind_is_forgotten_by_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "elche.runtime.succession"):
+        found = on_ranks(2, _taken_over, [(0.1, 0), (0.1, 2)])
+    assert [state for _, state, _ in found] == [[], []]
+    assert "differs in kind between ranks after rank 1" in caplog.text

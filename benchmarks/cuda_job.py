@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--codec", default="fp32")
     options = parser.parse_args()
     torch.manual_seed(0)
     images = torch.randn(options.samples, 3, 32, 32)
@@ -52,7 +53,9 @@ def main() -> None:
     )
     model = network(options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, codec=options.codec
+    )
     kind = elche.device().type
     scaler = torch.amp.GradScaler(kind, enabled=options.amp and kind == "cuda")
     losses, rates = [], []

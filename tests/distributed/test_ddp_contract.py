@@ -275,7 +275,9 @@ def test_replacing_the_import_is_enough(tmp_path: Path) -> None:
             timeout=90,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        # torch's own wrapper sometimes aborts at the interpreter's end, all done.
+        aborts = kind == "torch" and "terminate called without" in done.stderr
+        assert done.returncode == 0 or aborts, done.stderr
         said[kind] = out.read_text().split()
     ours, theirs = said["elche"], said["torch"]
     assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=2e-5)

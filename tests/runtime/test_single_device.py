@@ -103,6 +103,21 @@ def test_an_optimizer_with_parameters_of_its_own() -> None:
         check_shared(model, torch.optim.SGD(strange, lr=0.1), loader, "sync")
 
 
+@pytest.mark.parametrize(
+    ("weight", "fault"),
+    [
+        (torch.empty(3, device="meta"), r"^bad is on the meta device"),
+        (torch.ones(1).expand(3), r"^bad has elements that share memory"),
+        (torch.ones(3).to_sparse(), r"^bad is torch\.sparse_coo; expected a dense"),
+    ],
+)
+def test_tensors_that_cannot_be_shared(weight: torch.Tensor, fault: str) -> None:
+    model, optimizer, loader = _parts()
+    model.register_buffer("bad", weight)
+    with pytest.raises(ConfigError, match=fault):
+        check_shared(model, optimizer, loader, "sync")
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.comm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
+from elche.comm.unshareable import why_unshareable
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.messages import PROTOCOL_VERSION, Join
@@ -125,6 +126,10 @@ def check_shared(
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        fault = why_unshareable(tensor)
+        if fault:
+            raise ConfigError(f"{name} {fault}")
     norms = sync_batchnorm_layers(model)
     if norms and policy != "sync":
         raise ConfigError(

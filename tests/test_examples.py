@@ -20,7 +20,15 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        pytest.param("cadence", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
+        "auto",
+    ],
+)
 def test_own_loop(policy: str) -> None:
     ended = _run(
         *(sys.executable, "-m", "elche.cli", "run", "--policy", policy),

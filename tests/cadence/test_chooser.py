@@ -126,7 +126,10 @@ def test_sync_is_preferred_unless_another_is_clearly_better(measured: Cluster) -
 @given(clusters(most_ranks=4), st.integers(0, 2**32))
 @settings(max_examples=50)
 def test_jitter_of_ten_percent_changes_no_choice(measured: Cluster, seed: int) -> None:
-    """Unless the first observation misled it: then one change, to what is better."""
+    """Unless the first observation misled it: then one change, not to what is worse.
+
+    Windows are whole batches, so jitter may turn what is predicted of one by a batch.
+    """
     rng = random.Random(seed)
     chooser = Chooser()
     first = chooser.observe(jittered(measured, rng))
@@ -143,7 +146,9 @@ def test_jitter_of_ten_percent_changes_no_choice(measured: Cluster, seed: int) -
             for choice in (first, later)
         )
         too_slow = before < 1.03  # the fastest device alone is as fast
-        assert too_slow or after > 1.05 * before, f"{first.reason}\n{later.reason}"
+        assert too_slow or (1.0 + MARGIN) * after > before, (
+            f"{first.reason}\n{later.reason}"
+        )
 
 
 @pytest.mark.parametrize("seed", range(10))

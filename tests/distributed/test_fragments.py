@@ -99,7 +99,7 @@ def test_the_most_that_is_sent_at_once_falls_with_the_fragments(
 ) -> None:
     """A fragment per parameter, of which two hold nearly all."""
     options = {"policy": "async", "codec": "bf16", "transport": "gloo", "max_anchor": 1}
-    task = Task(samples=400, batch_size=8, epochs=1, model="mlp", options=options)
+    task = Task(samples=800, batch_size=8, epochs=1, model="mlp", options=options)
     whole, parts = (
         ranks2.run(
             sent_per_window, _with(task, fragments=count), case_setup=serve_in_thread
@@ -108,7 +108,7 @@ def test_the_most_that_is_sent_at_once_falls_with_the_fragments(
     )
     assert len(set(whole[0][0])) == 1
     peak, last = max(parts[0][0][:-1]), parts[0][0][-1]
-    assert len(parts[0][0]) > 4
+    assert len(parts[0][0]) >= 3  # both turns, and the end
     assert peak < 0.75 * whole[0][0][0]
     assert last >= whole[0][0][0]  # all fragments, when the epoch ends
     assert identical([state for _, state in parts])

@@ -31,25 +31,34 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize(
-    ("case", "codes", "says"),
-    [
-        ("raise", {1}, "ValueError: a fault in user code"),
-        ("kill", {137}, "rank 1 is gone: its connection ended"),
-        (
-            "exit",
-            {7},
-            r"rank 1 has left while|rank 1 failed: its process ended with code 7"
-            r"|ranks \[1\] have left",
-        ),
-        ("model", {1}, r"weight: rank 0 has \[2, 4\] float32, rank 1 has \[3, 4\]"),
-        ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
-        ("empty", {1}, "the dataset is empty; expected at least one sample"),
-        ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
-        ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
-    ],
-)
+FAILURES: list[tuple[str, set[int], str]] = [
+    ("raise", {1}, "ValueError: a fault in user code"),
+    ("kill", {137}, "rank 1 is gone: its connection ended"),
+    (
+        "exit",
+        {7},
+        r"rank 1 has left while|rank 1 failed: its process ended with code 7"
+        r"|ranks \[1\] have left",
+    ),
+    ("model", {1}, r"weight: rank 0 has \[2, 4\] float32, rank 1 has \[3, 4\]"),
+    ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
+    ("empty", {1}, "the dataset is empty; expected at least one sample"),
+    ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
+    ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
+]
+# Each under one policy; under the other in the slow suite.
+PAIRS = [
+    pytest.param(
+        *failure,
+        policy,
+        marks=[pytest.mark.slow] * ((number + turn) % 2),
+    )
+    for number, failure in enumerate(FAILURES)
+    for turn, policy in enumerate(("sync", "cadence"))
+]
+
+
+@pytest.mark.parametrize(("case", "codes", "says", "policy"), PAIRS)
 def test_failures_end_every_rank_with_a_reason(
     policy: str, case: str, codes: set[int], says: str
 ) -> None:

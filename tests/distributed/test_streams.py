@@ -49,8 +49,17 @@ def positions(ranks: list[Streamed], epoch: int) -> list[int]:
     return sorted(index for rank in ranks for index in rank.orders[epoch])
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("policy", "num_workers"),
+    [
+        ("sync", 0),
+        ("sync", 1),
+        ("cadence", 0),
+        ("async", 0),
+        pytest.param("cadence", 1, marks=pytest.mark.slow),
+        pytest.param("async", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_every_position_once_on_both_ranks(
     ranks2: RankPool, policy: str, num_workers: int
 ) -> None:
@@ -196,7 +205,9 @@ def test_what_cannot_be_divided_is_named(
         ),
     ],
 )
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
+)
 def test_different_streams_are_refused(
     ranks2: RankPool, task: StreamTask, policy: str, says: str
 ) -> None:

@@ -21,7 +21,7 @@ from tests.distributed.cases import (
     plain,
     shared,
 )
-from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
+from tests.distributed.test_sync import FEWER_WORKERS, FOUR_TO_ONE
 from tests.distributed.window_cases import (
     POISON,
     follow_progress_with_gradient_windows,
@@ -42,7 +42,7 @@ def _with(task: Task, **options: Any) -> Task:
     return dataclasses.replace(task, options={**task.options, **options})
 
 
-@pytest.mark.parametrize("task", TASKS, ids=str)
+@pytest.mark.parametrize("task", FEWER_WORKERS, ids=str)
 def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
     traces = ranks3.run(shared, _with(task, policy="async"), case_setup=serve_in_thread)

@@ -75,6 +75,11 @@ def cotangent(value: torch.Tensor) -> torch.Tensor:
     return torch.randn(value.shape, generator=generator).to(value.dtype)
 
 
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """Three dimensions, as attention transposes them: torch takes another way there."""
+    return x.expand(3, -1, -1).transpose(0, 1)
+
+
 class Of(nn.Module):
     """A function of an activation and parameters of these shapes."""
 
@@ -104,6 +109,10 @@ DEFERRED: dict[str, Callable[[], nn.Module]] = {
     "mm": lambda: Of(lambda x, w: torch.mm(x, w), (6, 4)),
     "addmm": lambda: Of(lambda x, b, w: torch.addmm(b, x, w), (4,), (6, 4)),
     "batched": lambda: Of(lambda x, w: x.expand(3, -1, -1) @ w, (3, 6, 4)),
+    "rows apart": lambda: Of(
+        lambda x, w, v, b: F.linear(_apart(x), w, b) + _apart(x) @ v,
+        *((4, 6), (6, 4), (4,)),
+    ),
     "broadcast weight": lambda: Of(lambda x, w: torch.matmul(x, w), (3, 6, 4)),
     "transposed": lambda: Of(lambda x, w: x @ w.t(), (4, 6)),
     "sliced": lambda: Of(lambda x, w: F.linear(x, w[2:5]) + F.linear(x, w[:3]), (6, 6)),

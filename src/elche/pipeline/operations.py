@@ -59,7 +59,10 @@ class Linear(WeightOperation):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.forward`."""
-        return F.linear(x, weight, bias)
+        if x.dim() == 2 or x.is_contiguous():
+            return F.linear(x, weight, bias)
+        # torch takes a product per sample where the weight needs no gradient.
+        return F.linear(_rows(x), weight, bias).view(*x.shape[:-1], len(weight))
 
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
@@ -92,9 +95,11 @@ class MatmulRight(WeightOperation):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.forward`."""
-        if bias is None:
-            return torch.matmul(x, weight)
-        return torch.addmm(bias, x, weight)
+        if bias is not None:
+            return torch.addmm(bias, x, weight)
+        if weight.dim() == 2 and x.dim() > 2 and not x.is_contiguous():
+            return _rows(x).mm(weight).view(*x.shape[:-1], weight.shape[1])
+        return torch.matmul(x, weight)
 
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor

@@ -60,6 +60,23 @@ class Choice:
     changed: bool
     reason: str
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one of several ranks trains alone."""
+        return self.prediction.world_size == 1 and bool(self.left_out)
+
+    @property
+    def carried_out_by(self) -> str:
+        """The policy that carries it out: alone, nobody waits for a reduction."""
+        return "async" if self.is_alone else self.policy
+
+    def is_carried_out_as(self, other: Choice) -> bool:
+        """Whether nothing changes between them but perhaps the anchor."""
+        return (self.carried_out_by, self.left_out) == (
+            other.carried_out_by,
+            other.left_out,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Option:

@@ -9,7 +9,7 @@ after backward, under windows from what ranks say when they have its result. Pur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -21,6 +21,8 @@ MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be told from the rest of a step."""
 SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
+MAX_EXPLORING_COST = 3.0
+"""How much longer than another step one may take in which half of the ranks rest."""
 KEPT_REPORTS = 64
 NORMAL = 1.4826
 """Standard deviations in a median deviation."""
@@ -157,6 +159,28 @@ class Gauge:
         """Seconds of a batch on a rank, as it is now."""
         costs = self._ranks[rank]
         return costs.factor * costs.step_s(samples)
+
+    def speeds(
+        self, ranks: Iterable[int], left_out: Collection[int], samples: int
+    ) -> tuple[float, ...]:
+        """Batches per second; who is left out must not be what windows are paced by."""
+        batch_s = {rank: self.batch_s(rank, samples) for rank in ranks}
+        slowest_s = max(s for rank, s in batch_s.items() if rank not in left_out)
+        return tuple(
+            1.0 / (slowest_s if rank in left_out else cost_s)
+            for rank, cost_s in batch_s.items()
+        )
+
+    def halves(self, ranks: Iterable[int], samples: int) -> list[tuple[int, ...]]:
+        """Either half of the ranks, if the other can do the steps without it."""
+        ordered = sorted(ranks, key=lambda rank: self.batch_s(rank, samples))
+        speed = {rank: 1.0 / self.batch_s(rank, samples) for rank in ordered}
+        found: list[tuple[int, ...]] = []
+        for half in (ordered[1::2], ordered[0::2]):
+            rest = sum(speed[rank] for rank in ordered if rank not in half)
+            if rest * MAX_EXPLORING_COST >= sum(speed.values()):
+                found.append(tuple(half))
+        return found
 
     def learn(self, probe_s: float) -> None:
         """Learns the ranks' costs, and how much of a reduction hides under backward.

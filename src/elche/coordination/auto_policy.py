@@ -45,8 +45,6 @@ EXPLORING_GRANTS = 2
 """So many grants of steps leave out either half of the ranks before the choice: those
 of the other half get large.
 """
-MAX_EXPLORING_COST = 3.0
-"""How much longer than another step such a one may take."""
 EARLY_GAIN = 1.5
 """What is better by this factor after a single grant is chosen at once."""
 OBSERVED_GRANTS = 16
@@ -231,7 +229,7 @@ class AutoPolicy(Policy):
         choice = self._choice
         if choice is None or self._trial:
             return False
-        return choice.policy != "sync" or _is_alone(choice)
+        return choice.policy != "sync" or choice.is_alone
 
     @property
     def _is_outdated(self) -> bool:
@@ -239,10 +237,12 @@ class AutoPolicy(Policy):
         now, then = self._choice, self._running
         assert now is not None
         assert then is not None
-        if _differ(now, then):
+        if not now.is_carried_out_as(then):
             return True
         anchors = sorted((now.anchor, then.anchor))
-        return _name_of(now) == "async" and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+        return (
+            now.carried_out_by == "async" and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+        )
 
     def _committed(self, outcome: Outcome, event: Event | None) -> int:
         """Samples of the epoch that are in the model at its end."""
@@ -349,25 +349,16 @@ class AutoPolicy(Policy):
             if choice.prediction.goodput >= EARLY_GAIN * stays:
                 self._choose(chooser, choice, told)
                 return
-            self._variants = self._explored()
+            halves = gauge.halves(self._members, self._batch_size)
+            self._variants = [
+                half for half in halves for _ in range(EXPLORING_GRANTS)
+            ] + [()]
         if self._variants:
             self._sync.leave_out(self._variants.pop(0))
         if gauge.grants >= self._calibration_grants:
             gauge.learn(self._probe_s)
             choice = self._chooser.observe(gauge.cluster(self._batch_size))
             self._choose(self._chooser, choice, told)
-
-    def _explored(self) -> list[tuple[int, ...]]:
-        """Ranks to leave out, grant by grant: either half, if the other can do it."""
-        gauge, samples = self._gauge, self._batch_size
-        ranks = sorted(self._members, key=lambda rank: gauge.batch_s(rank, samples))
-        speed = {rank: 1.0 / gauge.batch_s(rank, samples) for rank in ranks}
-        found: list[tuple[int, ...]] = []
-        for half in (ranks[1::2], ranks[0::2]):
-            rest = sum(speed[rank] for rank in ranks if rank not in half)
-            if rest * MAX_EXPLORING_COST >= sum(speed.values()):
-                found += [tuple(half)] * EXPLORING_GRANTS
-        return [*found, ()]
 
     def _new_chooser(self) -> Chooser:
         # A rank that trains nothing would be the slowest one that others wait for.
@@ -390,7 +381,7 @@ class AutoPolicy(Policy):
         choice = self._chooser.observe(self._gauge.cluster(self._batch_size))
         self._choice = choice
         assert before is not None
-        if _differ(before, choice):
+        if not before.is_carried_out_as(choice):
             self._say(told)
 
     def _say(self, told: Outcome) -> None:
@@ -404,7 +395,7 @@ class AutoPolicy(Policy):
         told.notes.append(reason)
         told.instructions.append(
             PolicyChosen(
-                rank=min(self._members), policy=_name_of(choice), reason=reason
+                rank=min(self._members), policy=choice.carried_out_by, reason=reason
             )
         )
 
@@ -412,17 +403,19 @@ class AutoPolicy(Policy):
         """Windows under the chosen policy, with the speeds that were measured."""
         choice = self._choice
         assert choice is not None
-        name, most = _name_of(choice), max(1, self._config.max_anchor)
+        name, most = choice.carried_out_by, max(1, self._config.max_anchor)
         config = replace(
             self._config,
             policy=name,
-            anchor=min(ALONE_ANCHOR if _is_alone(choice) else choice.anchor, most),
-            speed_hints=self._speeds(choice),
+            anchor=min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most),
+            speed_hints=self._gauge.speeds(
+                self._members, choice.left_out, self._batch_size
+            ),
         )
         if name == "async":  # shorter ones would end before their reduction
             lowest = max(config.anchor, min(config.min_anchor, most))
             config = replace(config, min_anchor=lowest)
-        if _is_alone(choice):  # its windows only keep the others up to date
+        if choice.is_alone:  # its windows only keep the others up to date
             config = replace(config, outer="average", outer_lr=None)
         if self._running is None or self._running.left_out != choice.left_out:
             self._tried_s, self._next_tried = self._now_s, 0
@@ -435,15 +428,6 @@ class AutoPolicy(Policy):
             first_window=self._first_window
             if self._windows is None
             else self._windows.first_window,
-        )
-
-    def _speeds(self, choice: Choice) -> tuple[float, ...]:
-        """Of each rank; one that is left out must not be what windows are paced by."""
-        batch_s = {r: self._gauge.batch_s(r, self._batch_size) for r in self._members}
-        slowest_s = max(s for r, s in batch_s.items() if r not in choice.left_out)
-        return tuple(
-            1.0 / (slowest_s if rank in choice.left_out else cost_s)
-            for rank, cost_s in batch_s.items()
         )
 
     def _switch(self, outcome: Outcome, now_s: float) -> None:
@@ -471,18 +455,3 @@ class AutoPolicy(Policy):
         )
         outcome.instructions += told + follow.instructions
         outcome.notes += follow.notes
-
-
-def _is_alone(choice: Choice) -> bool:
-    """Whether one of several ranks trains alone."""
-    return choice.prediction.world_size == 1 and bool(choice.left_out)
-
-
-def _differ(one: Choice, other: Choice) -> bool:
-    """Whether choices are carried out differently, beside the anchor."""
-    return (_name_of(one), one.left_out) != (_name_of(other), other.left_out)
-
-
-def _name_of(choice: Choice) -> str:
-    """The policy that carries a choice out: alone, nobody waits for a reduction."""
-    return "async" if _is_alone(choice) else choice.policy

@@ -165,6 +165,14 @@ class RunConfig:
                 f"outer 'average' has rate 1, got outer_lr={self.outer_lr!r}; leave it "
                 "out, or choose outer 'nesterov' or 'slowmo'"
             )
+        self._check_planned()
+        if self.policy == "auto":
+            self._check_auto()
+        self._check_updates()
+        self._check_averaging()
+
+    def _check_planned(self) -> None:
+        """What follows measured times cannot be planned."""
         planned = self.deterministic or self.replay is not None
         if planned and self.policy == "auto":
             raise ConfigError(
@@ -181,21 +189,27 @@ class RunConfig:
                 "max_batch_diff follows measured progress, so it cannot be "
                 "deterministic or replayed; leave it out"
             )
-        if self.policy == "auto" and self.record is not None:
+
+    def _check_auto(self) -> None:
+        """Policy ``auto`` chooses for itself."""
+        if self.record is not None:
             raise ConfigError(
                 "policy 'auto' may change inside an epoch, which no record can "
                 "repeat; choose policy 'sync', 'cadence' or 'async'"
             )
-        if self.policy == "auto" and self.update != "auto":
+        if self.update != "auto":
             raise ConfigError(
                 "policy 'auto' chooses what is reduced; leave update out, or choose "
                 "policy 'sync', 'cadence' or 'async'"
             )
-        if self.policy == "auto" and self.optimizer_state == "average":
+        if self.optimizer_state == "average":
             raise ConfigError(
                 "policy 'auto' may choose 'async', which cannot average optimizer "
                 "state; leave optimizer_state out, or choose policy 'cadence'"
             )
+
+    def _check_updates(self) -> None:
+        """Each policy reduces what it can."""
         if self.update == "gradients" and self.policy == "async":
             raise ConfigError(
                 "policy 'async' averages parameters; gradient windows need policy "
@@ -206,6 +220,9 @@ class RunConfig:
                 "policy 'sync' reduces gradients; averaging parameters needs policy "
                 "'cadence' or 'async'"
             )
+
+    def _check_averaging(self) -> None:
+        """Settings of averaged parameters need them, and one another."""
         reduces_gradients = self.policy == "sync" or self.sums_gradients
         if self.outer in ("nesterov", "slowmo") and reduces_gradients:
             raise ConfigError(

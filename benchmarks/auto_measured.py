@@ -13,35 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from hetero import measure
 
 from elche.cadence.convergence import sample_efficiency
 
 POLICIES = ("sync", "cadence", "async", "auto")
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one `elche bench hetero`."""
-    ranks = len(args.speeds.split(","))
-    names = [f"solo-{rank}" for rank in range(ranks)] + ["indep"]
-    names += [f"elche-{policy}" for policy in args.policies.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "elche", "bench", "hetero"]
-        command += ["--speeds", args.speeds, "--seconds", str(args.seconds)]
-        command += ["--ms-per-sample", str(args.ms_per_sample), "--model", args.model]
-        command += ["--solo-seconds", str(args.solo_seconds), "--time-capped"]
-        command += ["--contenders", ",".join(names), "--codec", args.codec]
-        command += ["--allow-noise", "--seeds", str(args.seeds)]
-        if args.link_mbit is not None:
-            command += ["--link-mbit", str(args.link_mbit)]
-        subprocess.run([*command, "--json", str(out)], check=True, stdout=sys.stderr)
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
 
 
 def goodput(found: dict[str, Any], policy: str, seed: int) -> dict[str, Any]:
@@ -110,7 +90,10 @@ def main() -> int:
     parser.add_argument("--codec", default="fp32")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = measure(args)
+    more = ["--codec", args.codec, "--seeds", str(args.seeds)]
+    if args.link_mbit is not None:
+        more += ["--link-mbit", str(args.link_mbit)]
+    found = measure(args, *more)
     seeds = range(len(found["seeds"]))
     rows = {
         policy: [goodput(found, policy, seed) for seed in seeds]

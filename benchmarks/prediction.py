@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from hetero import measure
 
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.report import report_of
@@ -27,23 +27,6 @@ from elche.sim.simulation import Simulation
 
 CONTROL_LATENCY_S = 0.0005
 ALL_REDUCE_PARTS = 2.0
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one `elche bench hetero`."""
-    ranks = len(args.speeds.split(","))
-    names = [f"solo-{rank}" for rank in range(ranks)] + ["indep"]
-    names += [f"elche-{policy}" for policy in args.policies.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "elche", "bench", "hetero"]
-        command += ["--speeds", args.speeds, "--seconds", str(args.seconds)]
-        command += ["--ms-per-sample", str(args.ms_per_sample), "--model", args.model]
-        command += ["--solo-seconds", str(args.solo_seconds), "--time-capped"]
-        command += ["--contenders", ",".join(names), "--allow-noise"]
-        subprocess.run([*command, "--json", str(out)], check=True, stdout=sys.stderr)
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
 
 
 def sync_cost_s(contender: dict[str, Any]) -> float:

@@ -13,18 +13,13 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.assembly import (
-    Parts,
-    assemble,
-    build_layers,
-    draw_up,
-)
+from elche.pipeline.assembly import Parts
 from elche.pipeline.backward import SplitProfile, StageBackward
-from elche.pipeline.building import Split, layers_of
-from elche.pipeline.changes import Changes
+from elche.pipeline.building import Split
 from elche.pipeline.config import PipelineConfig, pipeline_config
 from elche.pipeline.crew import Crew
 from elche.pipeline.executor import StepInput, StepResults
+from elche.pipeline.founding import Founding, Request
 from elche.pipeline.gradients import clip_norm, unscale
 from elche.pipeline.optimizer_state import GivenOptimizers, as_optimizers
 from elche.pipeline.outputs import (
@@ -34,17 +29,13 @@ from elche.pipeline.outputs import (
 )
 from elche.pipeline.patience import Patience
 from elche.pipeline.peers import Peers
-from elche.pipeline.planning import make_plan
 from elche.pipeline.profiling import (
     LayerMeasurement,
     as_message,
-    check_measuring,
     layer_costs_of,
-    plan_measured,
     profile_layers,
 )
 from elche.pipeline.reduction import Reduction
-from elche.pipeline.replanning import Planner
 from elche.pipeline.replica_groups import StepShares
 from elche.pipeline.replicas import Replicas, agree_on_groups
 from elche.pipeline.same_batch import COMPARED_STEPS, compare_batches
@@ -56,7 +47,7 @@ from elche.pipeline.trees import (
     map_tensors,
     split_batch,
 )
-from elche.runtime.environment import check_device, read_placement
+from elche.runtime.environment import read_placement
 from elche.schedule.actions import Action, Schedule
 
 
@@ -121,54 +112,22 @@ class Pipeline:
             self.config.replicas, self.rank, self.world_size, self._crew
         )
         self._steps = 0
-        self._changes: Changes
         self._patience = Patience(
             self.config.timeout_s,
             self.config.patience_factor,
             self.config.min_patience_s,
         )
-
-        def measure() -> list[list[float]]:
-            check_measuring(schedule, self.config)
-            device = _device(devices, self.rank, self.world_size, placement.device)
-            layers = layers_of(model, split)
-            return as_message(profile_layers(layers, self.config.sample, device))
-
-        told: list[Any] = []
-        if self.config.costs == "measure":
-            told = self._crew.gather(measure, "measuring the layers")
-
-        def build() -> Parts:
-            device = _device(devices, self.rank, self.world_size, placement.device)
-            layers = layers_of(model, split)
-            wanted = schedule
-            mine = [told[rank] for rank in self._groups.members] if told else []
-            if told and isinstance(wanted, str):
-                wanted, self.config = plan_measured(
-                    mine, wanted, micro_batches, self.config
-                )
-            num_ranks = len(self._groups.members)
-            plan = make_plan(wanted, micro_batches, num_ranks, len(layers), self.config)
-            planner = Planner(
-                *(schedule, plan, self.config),
-                layer_costs_of(mine) if told else None,
-                says=self.rank == self._groups.members[0],
-            )
-            self._changes = Changes(
-                *(planner, self._groups, self._crew),
-                *(self.config.timeout_s, self.config.auto_repartition),
-            )
-            plan = replace(plan, schedule=self._groups.placed(plan.schedule))
-            if not callable(loss_fn):
-                raise ConfigError(
-                    "the last stage needs a loss function of (output, target) that "
-                    f"returns a scalar, got {loss_fn!r}"
-                )
-            given = draw_up(layers, loss_fn, device, self.config)
-            built = build_layers(given, plan, self.rank)
-            return assemble(given, plan, built, peers)
-
-        self._parts = self._crew.build(build, self._groups)
+        asked = Request(
+            model=model,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            devices=devices,
+            split=split,
+        )
+        founding = Founding(asked, self.config, placement, self._crew, self._groups)
+        self._parts = founding.build()
+        self._changes, self.config = founding.changes, founding.config
         self.schedule = self._parts.plan.schedule
         self.device = self._parts.given.device
         if self._parts.tied is not None:
@@ -569,15 +528,3 @@ class Pipeline:
 
 def _nothing(given: StepInput) -> StepResults:
     return StepResults()
-
-
-def _device(
-    devices: Sequence[str] | None, rank: int, world_size: int, default: torch.device
-) -> torch.device:
-    if devices is None:
-        return default
-    if len(devices) != world_size:
-        raise ConfigError(
-            f"expected a device for each of {world_size} ranks, got {list(devices)}"
-        )
-    return check_device(devices[rank])

@@ -5,7 +5,7 @@
 
 The first runs what is missing of a study, one thread, and prints its table; every run
 is a line of `--results`, so it may be stopped and begun again (`--seconds`). The second
-only prints. All studies take some three hours of a core. `docs/convergence.md` says
+only prints. All studies take some six hours of a core. `docs/convergence.md` says
 what was found.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,24 @@ import torch
 
 from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
+from benchmarks.convergence.frontier import LARGE, LARGE_WIDTH
+from benchmarks.convergence.frontier import STUDIES as FRONTIER
 from benchmarks.convergence.report import Line, line, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
-from benchmarks.convergence.study import LENGTHS, LONG, STUDIES, TEXT_BATCHES, alone
+from benchmarks.convergence.study import LENGTHS, LONG, TEXT_BATCHES, alone
+from benchmarks.convergence.study import STUDIES as SETTLED
 from benchmarks.convergence.tasks import Task, Text
 
 COLUMNS = 4
 """Runs that are trained side by side."""
+TASKS: dict[str, Callable[[], Task]] = {
+    "text": Text,
+    LARGE: lambda: Text(LARGE_WIDTH),
+    "digits": Digits,
+}
+"""What is learnt, by the name in the results."""
+STUDIES = SETTLED | FRONTIER
 
 
 def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
@@ -48,11 +58,12 @@ def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
     tasks: dict[str, Task] = {}
     for trial in trials:
         setting = trial.setting
-        while columns := wanted(trial, results)[:COLUMNS]:
+        side_by_side = 1 if setting.task == LARGE else COLUMNS
+        while columns := wanted(trial, results)[:side_by_side]:
             if time.monotonic() - started_s > seconds:
                 return False
             if setting.task not in tasks:
-                tasks[setting.task] = Text() if setting.task == "text" else Digits()
+                tasks[setting.task] = TASKS[setting.task]()
             task = tasks[setting.task]
             begun_s = time.monotonic()
             values = train(task, setting.method, columns, setting.batches)
@@ -66,7 +77,7 @@ def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
 def lines(trials: Sequence[Trial], results: Results) -> list[Line]:
     """The lines of a study's table, as far as they were run."""
     found = []
-    for trial in trials:
+    for trial in {each.setting.key(): each for each in trials}.values():
         single = alone(trial.setting)
         lr = results.best(single, (0,))
         if lr is None:

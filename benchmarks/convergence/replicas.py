@@ -64,7 +64,7 @@ class Replicas:
         self._leaves: dict[int, list[Tensor]] = {}
 
     def gradients(self, ranks: int, samples: Tensor) -> None:
-        """Gradients of the first ranks, clipped each by itself, into ``grad``.
+        """Gradients of the first ranks, into ``grad``.
 
         Args:
             ranks: how many.
@@ -83,6 +83,10 @@ class Replicas:
         flat = self.grad[:ranks].view(rows, -1)
         for into, found in zip(self.task.views(flat), grads, strict=True):
             into.copy_(found)
+
+    def clip(self, ranks: int) -> None:
+        """Clips the gradients of the first ranks, each by itself."""
+        flat = self.grad[:ranks].view(ranks * len(self.columns), -1)
         norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
         flat.mul_((MAX_NORM / (norms + 1e-6)).clamp(max=1.0))
 
@@ -139,6 +143,14 @@ class Replicas:
             amsgrad=False,
             maximize=False,
         )
+
+    def spread(self) -> None:
+        """Gives all ranks what the first one holds."""
+        for held in (self.theta, self.buffers, *self.state):
+            held.copy_(held[:1].clone().expand_as(held))
+        count = len(self.columns)
+        for row, steps in enumerate(self._steps):
+            steps.copy_(self._steps[row % count])
 
     def reset_state(self) -> None:
         """Forgets the optimizer's state of all ranks."""

@@ -139,15 +139,26 @@ def describe(method: Method) -> str:
     """A method in words."""
     if len(method.speeds) == 1:
         if method.batches_per_step == 1:
-            return "one device"
-        late = f", {method.delay} steps late" if method.delay else ""
-        return f"{method.batches_per_step} batches a step{late}"
+            return ", ".join(["one device", *_warm_up(method)])
+        words = [f"{method.batches_per_step} batches a step"]
+        words += [f"{method.delay} steps late"] if method.delay else []
+        words += [f"largest {100 * method.top:g} %"] if method.top < 1.0 else []
+        words += [method.codec] if method.codec != "fp32" else []
+        words += _warm_up(method)
+        return ", ".join(words)
     words = [method.fleet, f"anchor {method.anchor}"]
     if method.first_anchor:
         words.append(f"at first {method.first_anchor}")
+    if method.last_anchor:
+        words.append(f"at last {method.last_anchor}")
+    if method.growth:
+        words.append(f"growing with power {method.growth:g}")
+    for where, part in (("first", method.first_sync), ("last", method.last_sync)):
+        words += [f"{where} {100 * part:g} % sync"] if part else []
     late = "a window late" if method.lag < 0 else f"lag {method.lag}"
     words.append(late if method.lag else "blocking")
-    words.append(f"state {method.state}")
+    of_state = "second moment average" if method.state == "second" else method.state
+    words.append(f"state {of_state}")
     if method.outer == "average":
         words.append("average")
     else:
@@ -163,9 +174,19 @@ def describe(method: Method) -> str:
         words.append(f"{100 * method.mix:g} % of the way")
     if method.anticipate:
         words.append("momentum ahead")
+    words += _warm_up(method)
+    if method.fade:
+        words.append(f"momentum fades over {100 * method.fade:g} %")
+    if method.rewarm:
+        words.append(f"rate rises over {method.rewarm} ticks")
     if method.optimizer != "adamw":
         words.append(method.optimizer.upper())
     return ", ".join(words)
+
+
+def _warm_up(method: Method) -> list[str]:
+    usual = Method().warm_up
+    return [f"warm-up {100 * method.warm_up:g} %"] * (method.warm_up != usual)
 
 
 def table(lines: Sequence[Line]) -> str:

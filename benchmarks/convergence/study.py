@@ -13,7 +13,7 @@ from benchmarks.convergence.search import Trial
 TEXT_BATCHES = 8000
 LONG = 16_000
 DIGITS_BATCHES = 1000
-LENGTHS = (3000, 4000, 5000, 6000)
+LENGTHS = (1000, 2000, 3000, 4000, 5000, 6000)
 FINAL_SEEDS = 8
 
 
@@ -56,7 +56,7 @@ def base() -> list[Trial]:
 
 def curve() -> list[Trial]:
     """One device with fewer samples: what a loss is worth."""
-    return untuned(*(text(4e-3, seeds=4, batches=length) for length in LENGTHS))
+    return [text(4e-3, seeds=4, batches=length) for length in LENGTHS]
 
 
 def outers() -> list[Trial]:
@@ -71,7 +71,7 @@ def outers() -> list[Trial]:
         nesterov(0.5, 0.8),
         slowmo(1.0, 0.6),
     ]
-    return [text(5e-3, fleet="8 mixed", anchor=5, **step) for step in steps]
+    return [text(5e-3, seeds=4, fleet="8 mixed", anchor=5, **step) for step in steps]
 
 
 def lags() -> list[Trial]:
@@ -96,7 +96,7 @@ def shape() -> list[Trial]:
     fixed = {"fleet": "8 mixed", **nesterov(1.0)}
     return untuned(
         text(8e-3, anchor=1, **fixed),
-        text(8e-3, anchor=5, fragments=5, **fixed),
+        text(8e-3, seeds=4, anchor=5, fragments=5, **fixed),
         text(8e-3, anchor=5, first_anchor=1, **fixed),
         text(8e-3, anchor=5, weights="samples", **fixed),
         text(8e-3, anchor=1, top=0.2, **fixed),
@@ -105,13 +105,14 @@ def shape() -> list[Trial]:
 
 def sparse() -> list[Trial]:
     """The same with local state, and overlapped."""
-    fixed = {"fleet": "8 mixed", "state": "local", **nesterov(1.0)}
+    fixed: dict[str, Any] = {"fleet": "8 mixed", "state": "local", **nesterov(1.0)}
     return untuned(
         text(8e-3, anchor=1, **fixed),
         text(8e-3, anchor=2, **fixed),
         text(8e-3, anchor=1, lag=2, **fixed),
         text(8e-3, anchor=1, lag=-1, **fixed),
-        text(8e-3, anchor=5, fragments=5, **fixed),
+        text(8e-3, seeds=4, anchor=5, **fixed),
+        text(8e-3, seeds=4, anchor=5, fragments=5, **fixed),
         text(8e-3, anchor=5, first_anchor=1, **fixed),
         text(8e-3, anchor=5, first_anchor=1, lag=4, **fixed),
         text(8e-3, anchor=1, top=0.2, **fixed),
@@ -154,8 +155,9 @@ def four() -> list[Trial]:
 
 def rates() -> list[Trial]:
     """Four ranks, overlapped in the shortest windows: the outer rate."""
-    fixed = {"fleet": "1:1:2:4", "anchor": 1, "lag": 2, "state": "local"}
-    return [text(6e-3, **nesterov(rate), **fixed) for rate in (0.7, 1.0, 1.4)]
+    fixed: dict[str, Any] = {"fleet": "1:1:2:4", "anchor": 1, "lag": 2}
+    fixed["state"] = "local"
+    return [text(6e-3, seeds=4, **nesterov(rate), **fixed) for rate in (0.7, 1.0, 1.4)]
 
 
 def gradients() -> list[Trial]:
@@ -185,31 +187,33 @@ def sgd() -> list[Trial]:
     """SGD with momentum 0.9 in place of AdamW; the first is one device."""
     fixed: dict[str, Any] = {"optimizer": "sgd", "fleet": "8 mixed", **nesterov(1.0)}
     return [
-        text(0.2, optimizer="sgd"),
-        text(0.8, optimizer="sgd", batches_per_step=8),
-        text(0.4, anchor=1, state="local", **fixed),
-        text(0.4, anchor=5, state="local", **fixed),
-        text(0.4, anchor=5, **fixed),
+        text(0.2, seeds=4, optimizer="sgd"),
+        text(0.8, seeds=4, optimizer="sgd", batches_per_step=8),
+        text(0.4, seeds=4, anchor=1, state="local", **fixed),
+        text(0.4, seeds=4, anchor=1, lag=2, state="local", **fixed),
+        text(0.4, seeds=4, anchor=5, state="local", **fixed),
+        text(0.4, seeds=4, anchor=5, **fixed),
     ]
 
 
 def eight() -> list[Trial]:
     """Eight ranks, overlapped in the shortest windows: the outer step."""
-    fixed = {"fleet": "8 mixed", "anchor": 1, "state": "local", "lag": 2}
+    fixed: dict[str, Any] = {"fleet": "8 mixed", "anchor": 1, "lag": 2}
+    fixed["state"] = "local"
     return [
-        text(8e-3, **nesterov(1.0), **fixed),
+        text(8e-3, seeds=4, **nesterov(1.0), **fixed),
         *untuned(
-            text(8e-3, **nesterov(0.7, 0.7), **fixed),
-            text(8e-3, **nesterov(0.7), **fixed),
-            text(8e-3, **nesterov(1.4), **fixed),
-            text(1.28e-2, **fixed),
+            text(8e-3, seeds=4, **nesterov(0.7, 0.7), **fixed),
+            text(8e-3, seeds=4, **nesterov(0.7), **fixed),
+            text(8e-3, seeds=4, **nesterov(1.4), **fixed),
+            text(1.28e-2, seeds=4, **fixed),
         ),
     ]
 
 
 def two() -> list[Trial]:
     """Two ranks, overlapped."""
-    fixed = {"fleet": "1:4", "state": "local"}
+    fixed: dict[str, Any] = {"fleet": "1:4", "state": "local", "seeds": 4}
     return untuned(
         text(4e-3, anchor=1, lag=2, **nesterov(0.7), **fixed),
         text(4e-3, anchor=5, lag=4, **nesterov(0.7), **fixed),
@@ -254,11 +258,15 @@ def digits() -> list[Trial]:
     def trial(**settings: Any) -> Trial:
         return Trial(Setting("digits", DIGITS_BATCHES, Method(**settings)), 3e-3, 10)
 
+    late: dict[str, Any] = {"state": "local", **nesterov(1.0)}
     return untuned(
         trial(),
         trial(batches_per_step=8),
         trial(fleet="8 mixed", anchor=1, state="local", **nesterov(1.0)),
+        trial(fleet="8 mixed", anchor=1, lag=2, codec="int4", **late),
+        trial(fleet="8 mixed", anchor=5, lag=4, **late),
         trial(fleet="8 mixed", anchor=5, **nesterov(1.0)),
+        trial(fleet="1:1:2:4", anchor=5, lag=4, **late),
         trial(fleet="1:4", anchor=5, state="local", lag=4, **nesterov(0.7)),
     )
 

@@ -83,27 +83,32 @@ class Task(ABC):
 class Text(Task):
     """The next character after ten, of the standard library's sources.
 
-    A residual network of two blocks with layer norms and some 64 k parameters.
-    Evaluated by the mean loss, in nats, over characters of held-out files.
+    A residual network of two blocks with layer norms: 64 k parameters with a width of
+    96, 1.05 million with 480. Evaluated by the mean loss, in nats, over characters of
+    held-out files.
+
+    Args:
+        width: of the network.
+        batch_size: samples of a local step.
     """
 
-    name = "text"
-
-    def __init__(self, batch_size: int = 32) -> None:
+    def __init__(self, width: int = WIDTH, batch_size: int = 32) -> None:
         corpus = load_corpus()
+        self.name = "text" if width == WIDTH else f"text {width}"
         self.batch_size = batch_size
+        self._width = width
         self._train = corpus.train
         spaced = torch.linspace(
             0, corpus.held_out.numel() - CONTEXT - 1, EVAL_CHARACTERS
         ).long()
         self._eval = self._windows(corpus.held_out, spaced[None])
-        inner: list[tuple[int, ...]] = [(WIDTH, WIDTH), (WIDTH,)] * 2
+        inner: list[tuple[int, ...]] = [(width, width), (width,)] * 2
         self.shapes = [
             (VOCABULARY_SIZE, EMBEDDING),
-            (CONTEXT * EMBEDDING, WIDTH),
-            (WIDTH,),
+            (CONTEXT * EMBEDDING, width),
+            (width,),
             *inner * BLOCKS,
-            (WIDTH, VOCABULARY_SIZE),
+            (width, VOCABULARY_SIZE),
             (VOCABULARY_SIZE,),
         ]
 
@@ -150,8 +155,7 @@ class Text(Task):
         inputs = text[places[..., None] + torch.arange(CONTEXT)]
         return inputs, text[places + CONTEXT]
 
-    @staticmethod
-    def _logits(parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
+    def _logits(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
         replicas, samples, _ = inputs.shape
         table, *layers = parameters
         rows = torch.arange(replicas)[:, None]
@@ -159,9 +163,9 @@ class Text(Task):
         pairs = list(zip(layers[::2], layers[1::2], strict=True))
         hidden = _linear(embedded, *pairs[0])
         for first, second in zip(pairs[1:-1:2], pairs[2:-1:2], strict=True):
-            inside = _linear(F.layer_norm(hidden, (WIDTH,)), *first)
+            inside = _linear(F.layer_norm(hidden, (self._width,)), *first)
             hidden = hidden + _linear(torch.relu(inside), *second)
-        return _linear(F.layer_norm(hidden, (WIDTH,)), *pairs[-1])
+        return _linear(F.layer_norm(hidden, (self._width,)), *pairs[-1])
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

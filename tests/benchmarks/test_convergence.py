@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence.digits import Digits
-from benchmarks.convergence.engine import rate, train
+from benchmarks.convergence.engine import Compressor, train
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replicas import (
     BETAS,
@@ -21,6 +21,7 @@ from benchmarks.convergence.replicas import (
     MOMENTUM,
     WEIGHT_DECAY,
     Column,
+    Replicas,
 )
 from benchmarks.convergence.report import describe, interval, samples_for
 from benchmarks.convergence.results import Results, Setting
@@ -121,7 +122,7 @@ def reference(method: Method, seed: int, lr: float) -> float:
             assert p.grad is not None
             norm = p.grad.norm()
             p.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
-            optimizer.param_groups[0]["lr"] = lr * rate(
+            optimizer.param_groups[0]["lr"] = lr * method.rate_at(
                 (done + len(active) / 2) / BATCHES
             )
             optimizer.step()
@@ -177,7 +178,7 @@ def test_one_device_takes_a_step_of_torch_per_batch() -> None:
         optimizer.zero_grad()
         task.losses([parameter[None]], torch.zeros(1, 0), samples[None]).backward()
         torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
-        optimizer.param_groups[0]["lr"] = LR * rate((index + 0.5) / BATCHES)
+        optimizer.param_groups[0]["lr"] = LR * method.rate_at((index + 0.5) / BATCHES)
         optimizer.step()
     assert found == pytest.approx(task.evaluate([parameter[None]], torch.zeros(1, 0)))
 
@@ -192,6 +193,15 @@ SAME = {"fleet": "1:1:2:4", "anchor": 1, "state": "local"}
         (NESTEROV, {"anticipate": True, "lag": 2}, False),
         ({}, {"first_anchor": 1}, True),
         ({"anchor": 2}, {"first_anchor": 1}, False),
+        ({}, {"last_anchor": 1}, True),
+        ({"anchor": 2, **NESTEROV}, {"last_anchor": 1}, False),
+        (NESTEROV, {"growth": 2.0}, False),
+        ({}, {"first_sync": 0.2}, False),
+        ({}, {"last_sync": 0.2}, False),
+        (NESTEROV, {"fade": 0.5}, False),
+        ({}, {"rewarm": 2}, False),
+        ({}, {"warm_up": 0.3}, False),
+        ({}, {"state": "second"}, False),
         ({}, {"top": 0.5}, False),
         ({}, {"mix": 0.5}, False),
         ({}, {"fragments": 2}, False),
@@ -219,6 +229,52 @@ def test_as_many_batches_in_a_step_need_as_many_fewer_steps() -> None:
     assert len({round(each[0], 3) for each in (once, fourfold, late)}) == 3
 
 
+def test_nearly_all_in_common_steps_is_one_device_with_larger_steps() -> None:
+    columns = [Column(0, LR), Column(1, LR)]
+    fourfold = train(Points(), Method(batches_per_step=4), columns, BATCHES)
+    mixed = train(Points(), Method(**SAME, first_sync=0.99), columns, BATCHES)
+    assert mixed == pytest.approx(fourfold, rel=1e-3)
+
+
+def test_the_outer_momentum_fades_to_nothing() -> None:
+    method = Method(**SAME, **NESTEROV, fade=0.5)
+    found = [method.momentum_at(progress) for progress in (0.0, 0.5, 0.75, 1.0)]
+    assert found == pytest.approx([0.6, 0.6, 0.3, 0.0])
+    assert Method(**SAME, **NESTEROV).momentum_at(1.0) == 0.6
+
+
+def test_windows_grow_as_the_learning_rate_falls() -> None:
+    method = Method(fleet="1:4", anchor=2, growth=2.0, warm_up=0.1)
+    found = [method.anchor_at(progress) for progress in (0.01, 0.1, 0.55, 0.9, 1.0)]
+    assert found == [2, 2, 8, 40, 40]
+    assert Method(fleet="1:4", anchor=2).anchor_at(0.9) == 2
+
+
+def test_gradients_that_travel_whole_are_the_mean() -> None:
+    columns = [Column(0, LR), Column(1, LR)]
+    whole = train(Points(), Method(batches_per_step=4), columns, BATCHES)
+    method = Method(batches_per_step=4, top=1.0 - 1e-9)
+    assert train(Points(), method, columns, BATCHES) == pytest.approx(whole, rel=1e-5)
+
+
+def test_what_is_not_sent_of_a_gradient_is_sent_later() -> None:
+    task = Points()
+    held = Replicas(task, [Column(0, LR)], 1, "sgd")
+    compressor = Compressor(held, Method(batches_per_step=2, top=0.5))
+    samples = task.stream(0, 2)[:, None]
+    whole = torch.zeros(SIZE)
+    for batch in samples:
+        held.gradients(1, batch[None])
+        whole += held.grad[0, 0] / 2
+    arrived = torch.zeros(SIZE)
+    for _ in range(40):
+        compressor.gradients(samples)
+        arrived += held.grad[0, 0]
+    torch.testing.assert_close(arrived / 40, whole, rtol=0.2, atol=0.2)
+    compressor.gradients(samples)
+    assert not torch.allclose(held.grad[0, 0], whole, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -226,6 +282,9 @@ def test_as_many_batches_in_a_step_need_as_many_fewer_steps() -> None:
         ({"outer_lr": 0.7}, "plain averaging has rate 1"),
         ({"state": "late"}, "needs a lag"),
         ({"first_anchor": 2}, "first anchor 2 is longer than"),
+        ({"last_anchor": 2}, "last anchor 2 is longer than"),
+        ({"first_sync": 0.6, "last_sync": 0.4}, "no part of the run is left"),
+        ({"state": "second", "lag": 3}, "cannot come late"),
         ({"state": "average", "lag": 3}, "cannot come late"),
         ({"mix": 0.5, **NESTEROV}, "needs plain averaging"),
     ],
@@ -290,6 +349,26 @@ def test_intervals_are_students() -> None:
     [
         ({}, "one device"),
         ({"batches_per_step": 8, "delay": 1}, "8 batches a step, 1 steps late"),
+        (
+            {"batches_per_step": 8, "top": 0.01, "codec": "int8", "warm_up": 0.2},
+            "8 batches a step, largest 1 %, int8, warm-up 20 %",
+        ),
+        (
+            {"fleet": "1:4", "anchor": 5, "last_anchor": 1, "first_sync": 0.1},
+            "1:4, anchor 5, at last 1, first 10 % sync, blocking, state average, "
+            "average",
+        ),
+        (
+            {
+                "fleet": "1:4",
+                "state": "second",
+                "fade": 0.2,
+                "rewarm": 4,
+                "growth": 2.0,
+            },
+            "1:4, anchor 1, growing with power 2, blocking, state second moment "
+            "average, average, momentum fades over 20 %, rate rises over 4 ticks",
+        ),
         (
             {"fleet": "1:4", "lag": -1, "state": "late", **NESTEROV, "codec": "int4"},
             "1:4, anchor 1, a window late, state late, Nesterov (0.8, 0.6), int4",

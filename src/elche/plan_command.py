@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from elche.errors import ConfigError
-from elche.schedule.drawing import draw
+from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import to_csv
 from elche.schedule.plan import PlanConfig
 from elche.schedule.plan_file import PLAN_FILE_FORMAT, PlanFile, read_plan_file
@@ -83,6 +83,7 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
         Path(config.json_path).write_text(as_json, encoding="utf-8")
     width = shutil.get_terminal_size((100, 24)).columns
     print(draw(chosen.schedule, chosen.timing, chosen.costs, width))
+    print(legend(chosen.schedule))
     print(summary(plan, read.profile))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind
+from elche.schedule.drawing import KIND_NAMES
 from elche.schedule.plan import Candidate
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ _COLORS = {
     Kind.BACKWARD_INPUT: "#E69F00",
     Kind.BACKWARD_WEIGHT: "#009E73",
 }
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.FULL_BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "input gradient",
-    Kind.BACKWARD_WEIGHT: "weight gradient",
-}
+_PALE = 0.6  # opacity of a rank's second stage and of later ones
 _NUMBERED_SHARE = 0.012  # of the makespan: narrower actions carry no number
 _WIDTH_IN, _ROW_IN, _FRAME_IN = 13.0, 0.42, 1.6
 
@@ -75,12 +71,20 @@ def plot_schedule(candidate: Candidate, names: list[str], path: Path) -> None:
         axes.spines[side].set_visible(False)
     shown = set().union(*present)
     handles = [
-        Patch(color=color, label=_NAMES[kind])
+        Patch(color=color, label=KIND_NAMES[kind])
         for kind, color in _COLORS.items()
         if kind in shown
     ]
+    if candidate.schedule.num_stages > len(names):
+        later = Patch(color=_COLORS[Kind.FORWARD], alpha=_PALE)
+        later.set_label("paler: a device's later stages")
+        handles.append(later)
     figure.legend(
-        handles=handles, loc="outside lower right", ncols=4, frameon=False, fontsize=8
+        handles=handles,
+        loc="outside lower right",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
     )
     try:
         figure.savefig(path, format=path.suffix[1:].lower())
@@ -122,7 +126,7 @@ def _draw_rank(axes: Axes, candidate: Candidate, rank: int) -> set[Kind]:
             facecolors=_COLORS[one.kind],
             edgecolors="white",
             linewidth=0.3,
-            alpha=1.0 if one.stage == first else 0.6,
+            alpha=1.0 if one.stage == first else _PALE,
             gid=str(one),  # the action's name, to find it in an SVG
         )
         if length >= _NUMBERED_SHARE * timing.makespan:

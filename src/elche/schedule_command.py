@@ -14,7 +14,7 @@ from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.auto import auto_placed, auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
-from elche.schedule.drawing import draw
+from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import from_csv, to_csv
 from elche.schedule.lowering import check_deadlock_free
 from elche.schedule.schedules import (
@@ -67,6 +67,10 @@ class ScheduleConfig:
         for what, value in (("--ranks", self.ranks), ("--memory", self.memory)):
             if value is not None and not value > 0:
                 raise ConfigError(f"expected {what} above 0, got {value}")
+        if not self.communication >= 0:
+            raise ConfigError(
+                f"expected --comm of at least 0, got {self.communication}"
+            )
         if self.microbatches is not None:
             check_microbatches(self.microbatches)
         if self.virtual_stages is not None and self.virtual_stages < 1:
@@ -105,6 +109,7 @@ def run_schedule(config: ScheduleConfig) -> None:
     if config.json_path is not None:
         Path(config.json_path).write_text(as_json, encoding="utf-8")
     print(draw(schedule, timing, costs, shutil.get_terminal_size((100, 24)).columns))
+    print(legend(schedule))
     print(summary(schedule, timing))
 
 

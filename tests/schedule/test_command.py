@@ -206,7 +206,7 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,x"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
-        (("auto", *ARGUMENTS, "--comm", "-1"), "times of links must be at least 0"),
+        (("auto", *ARGUMENTS, "--comm", "-1"), "expected --comm of at least 0, got -1"),
         (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
         (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "of at least 1, got 0"),
         (

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     ScheduleInterleaved1F1B,
@@ -21,14 +22,15 @@ from torch.distributed.pipelining.schedules import (
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Action, Kind, Schedule, loop_placement, parse_action
+from elche.schedule.auto import auto_schedule
 from elche.schedule.codes import decode
-from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
+from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv, from_text, to_csv, to_text
 from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.schedules import FIXED_SCHEDULES, make_schedule, placement_for
 from elche.schedule.v_shape import zb_v_rows
 from elche.schedule.validation import check_schedule
-from tests.schedule.strategies import named
+from tests.schedule.strategies import named, placements
 
 
 def made(name: str, ranks: int = 4, count: int = 8) -> Schedule:
@@ -50,6 +52,7 @@ def torch_reader(schedule: Schedule) -> Any:
 
 
 @given(named())
+@settings(max_examples=30)
 def test_csv_and_text_return_what_was_written(
     case: tuple[str, PipelineCosts, int, int],
 ) -> None:
@@ -94,6 +97,49 @@ def test_torch_runs_our_sends_and_receives(tmp_path: Path, name: str) -> None:
     )
     assert sum(one is not None for row in simulated.values() for one in row) == sum(
         map(len, schedule.actions)
+    )
+
+
+@given(placements(), st.integers(1, 4), st.integers(0, 3))
+@settings(max_examples=25)
+def test_torch_reads_any_placement(
+    placed: tuple[tuple[int, ...], int], count: int, seed: int
+) -> None:
+    """Uneven numbers of stages, in any order: what we write is what torch reads.
+
+    Its own simulation runs our sends and receives to the end, and so we read it back.
+    """
+    placement, _ = placed
+    holders = sorted(set(placement))  # torch's reader knows no rank without stages
+    placement = tuple(holders.index(rank) for rank in placement)
+    costs = PipelineCosts(
+        stages=tuple(
+            StageCost(
+                forward=1.0 + (seed * stage) % 3,
+                input_gradient=1.0,
+                weight_gradient=0.5,
+            )
+            for stage in range(len(placement))
+        ),
+        placement=placement,
+        num_ranks=len(holders),
+    )
+    schedule = auto_schedule(costs, count)
+    lowered = lower(schedule, costs)
+    for one in (schedule, lowered):
+        read = {
+            rank: [_Action.from_str(cell) for cell in line.split(",")]
+            for rank, line in enumerate(to_csv(one).splitlines())
+        }
+        assert from_csv(to_csv(one), one.name) == one
+        assert [[str(each) for each in row] for row in read.values()] == [
+            [str(each) for each in row] for row in one.actions
+        ]
+    simulated = _simulate_comms_compute(
+        read, lambda stage: placement[stage], len(placement)
+    )
+    assert sum(each is not None for row in simulated.values() for each in row) == sum(
+        map(len, lowered.actions)
     )
 
 

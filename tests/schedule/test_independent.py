@@ -119,7 +119,7 @@ def check_timing(schedule: Schedule, costs: PipelineCosts) -> Timing:
 
 
 @given(named())
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_published_schedules_take_what_another_simulator_says(
     case: tuple[str, PipelineCosts, int, int],
 ) -> None:
@@ -128,7 +128,7 @@ def test_published_schedules_take_what_another_simulator_says(
 
 
 @given(placements(), st.integers(1, 5), st.data())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_auto_schedules_take_what_another_simulator_says(
     placed: tuple[tuple[int, ...], int], count: int, data: st.DataObject
 ) -> None:
@@ -146,7 +146,7 @@ TIMES = st.floats(0.0, 3.0).map(lambda time: round(time, 2))
     st.sampled_from((None, 1.0, 1.5, 0.5, 2.0)),
     st.integers(1, 4),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_auto_over_placements_is_never_worse_than_any_published_schedule(
     times: RankTimes, ranks: int, count: int, share: float | None, most_stages: int
 ) -> None:

@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.auto import auto_schedule, lower_bound
+from elche.schedule.auto import auto_schedule
+from elche.schedule.costs import PipelineCosts
 from elche.schedule.device_orders import ALL_ORDERS, device_orders
 from elche.schedule.partition import (
     Partition,
@@ -31,7 +32,7 @@ from elche.schedule.profile import (
     LinkProfile,
     PipelineProfile,
 )
-from elche.schedule.timing import CostTable, simulate
+from elche.schedule.timing import simulate
 
 TIMES = st.integers(0, 8).map(lambda n: n / 4)
 
@@ -124,7 +125,7 @@ def fits_places(
 
 
 @given(profiles(), st.integers(1, 4), st.booleans(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_exact_against_brute_force(
     profile: PipelineProfile, count: int, may_be_empty: bool, data: st.DataObject
 ) -> None:
@@ -148,7 +149,7 @@ def test_exact_against_brute_force(
 
 
 @given(profiles(most_layers=5, limited=False), st.integers(1, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_the_first_order_is_the_best_of_all(
     profile: PipelineProfile, count: int
 ) -> None:
@@ -164,8 +165,21 @@ def test_the_first_order_is_the_best_of_all(
     assert sum_bound(table, found) == pytest.approx(min(bounds), abs=1e-9)
 
 
+def way_and_work(costs: PipelineCosts, count: int) -> float:
+    """When all ranks end, if each waits for the first microbatch and never again."""
+    most = reached = 0.0
+    for stage, one in enumerate(costs.stages):
+        split = one.input_gradient + one.weight_gradient
+        work = count * (one.forward + min(one.full_backward, split))
+        most = max(most, reached + work)
+        reached += one.forward
+        if stage + 1 < len(costs.stages):
+            reached += costs.link(stage)
+    return most
+
+
 @given(profiles(limited=False), st.integers(1, 4), st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_the_bound_is_what_no_schedule_beats(
     profile: PipelineProfile, count: int, data: st.DataObject
 ) -> None:
@@ -175,18 +189,17 @@ def test_the_bound_is_what_no_schedule_beats(
     assert found is not None
     costs = costs_of(table, found)
     bound = sum_bound(table, found)
-    assert bound >= lower_bound(CostTable(costs), count) * (1 - 1e-9)
+    assert bound >= way_and_work(costs, count) * (1 - 1e-9)
     step_s = simulate(auto_schedule(costs, count), costs).makespan
     assert max(step_s, link_bound(table, found)) >= bound * (1 - 1e-9)
     fast = replace(profile, link=LinkProfile(latency_s=0.5), links={})
     table = ProfileTable(fast, count)
     costs = costs_of(table, found)
-    bound = lower_bound(CostTable(costs), count)
-    assert sum_bound(table, found) == pytest.approx(bound)
+    assert sum_bound(table, found) == pytest.approx(way_and_work(costs, count))
 
 
 @given(profiles(), st.integers(1, 4), st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_costs_keep_the_memory(
     profile: PipelineProfile, count: int, data: st.DataObject
 ) -> None:
@@ -211,7 +224,7 @@ def test_costs_keep_the_memory(
 
 
 @given(profiles(most_layers=8), st.integers(1, 6), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_refining_never_makes_it_worse(
     profile: PipelineProfile, count: int, is_v: bool
 ) -> None:
@@ -252,7 +265,7 @@ def test_devices_are_balanced_where_stages_are_not() -> None:
 
 
 @given(profiles(most_layers=5), st.data())
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_what_is_lacking_is_the_least(
     profile: PipelineProfile, data: st.DataObject
 ) -> None:

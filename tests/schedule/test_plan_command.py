@@ -182,6 +182,25 @@ def test_a_picture(layers: str, tmp_path: Path, suffix: str) -> None:
         assert forwards <= ids
 
 
+def test_pictures_say_what_is_what(layers: str, tmp_path: Path) -> None:
+    """The legend names the kinds of action that there are, and the paler stages."""
+    for schedule, letters, words in (
+        ("1f1b", "F forward, B backward; · idle", ("forward", "backward")),
+        (
+            "zb-v",
+            "F forward, I input gradient, W weight gradient; small letters: a rank's "
+            "later stages; · idle",
+            ("input gradient", "weight gradient", "paler: a device's later stages"),
+        ),
+    ):
+        path = tmp_path / f"{schedule}.svg"
+        result = run(layers, "--schedule", schedule, "--draw", str(path))
+        assert result.exit_code == 0, result.output
+        assert letters in result.output.splitlines()
+        for word in words:
+            assert f"<!-- {word} -->" in path.read_text()
+
+
 def test_a_picture_without_matplotlib(
     layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +103,7 @@ def outcome(profile: PipelineProfile, config: PlanConfig) -> Plan | str:
     st.booleans(),
     st.sampled_from(("auto", "1f1b", "zb-h1", "v-min")),
 )
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_memory_is_never_exceeded(
     profile: PipelineProfile, count: int, all_devices: bool, schedule: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_memory_is_never_exceeded(
 
 
 @given(profiles(most_layers=7, limited=False), st.integers(1, 6))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_no_exact_partition_is_better_with_any_published_schedule(
     profile: PipelineProfile, count: int
 ) -> None:
@@ -148,7 +148,13 @@ def test_no_exact_partition_is_better_with_any_published_schedule(
             assert plan.chosen.step_s <= step_s * (1 + 1e-8)
 
 
-@pytest.mark.parametrize("blocks", [24, 28, 32, 36, 40, 44, 48])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        *(24, 36, 48),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (28, 32, 40, 44)),
+    ],
+)
 def test_one_device_three_times_slower(blocks: int) -> None:
     """The goal of issue 5: at most 1.12 times the time of all devices always busy."""
     profile = gpt(blocks, (1, 1, 1, 1 / 3))
@@ -226,7 +232,7 @@ def test_memory_moves_layers_and_schedule() -> None:
         plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
         check(plan, profile)
         steps.append(plan.chosen.step_s)
-    assert steps == sorted(steps)
+    assert all(more <= less * (1 + 1e-9) for more, less in pairwise(steps))
     profile = gpt(24, (1, 1, 1, 1 / 3), 2.9e9)
     with pytest.raises(ConfigError, match=r"gpipe cannot run here: .* lacks [\d,]+ b"):
         plan_pipeline(profile, PlanConfig(num_microbatches=16, schedule="gpipe"))
@@ -320,6 +326,7 @@ def test_the_same_plan_every_time() -> None:
     assert plan_pipeline(profile, config) == plan_pipeline(profile, config)
 
 
+@pytest.mark.slow
 def test_48_layers_on_8_devices_in_two_seconds() -> None:
     """On an idle core about one second; twice the limit for busy machines."""
     profile = gpt(46, (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))

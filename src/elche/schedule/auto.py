@@ -1,21 +1,26 @@
 """`auto`: the schedule of least makespan for measured costs and memory limits.
 
 It times every published schedule that is defined for the placement and fits the memory;
-neighbouring stages of one rank also as if they were one stage;
+neighbouring stages of one rank also as if they were one stage; then list schedules;
 then orders of 1F1B with other numbers of warm-up forwards, with every W put where the
-costs leave a gap; then list schedules; with B in place of I and W on stages where the
-split costs more than it gains; and improves the best of them along its critical path.
-How much is tried depends on the number of actions, never on a clock, so that all ranks
-find the same schedule. It stops early at a lower bound.
+costs leave a gap; short schedules also with random departures from the rules; with B in
+place of I and W on stages where the split costs more than it gains; and improves the
+best of them along its critical path. How much is tried depends on the number of
+actions, never on a clock, so that all ranks find the same schedule. What a lower bound
+shows to be no better than the best so far is not tried, or given up half-way; and all
+ends where the best reaches it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import B, F, I, Rows, W, decode, spread, unfused
 from elche.schedule.costs import (
     PipelineCosts,
@@ -31,14 +36,17 @@ from elche.schedule.schedules import (
     FIXED_SCHEDULES,
     check_microbatches,
     fits_placement,
-    fixed_versions,
+    fixed_orders,
 )
+from elche.schedule.shaking import shaken_schedule
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 from elche.schedule.v_shape import V_HALF_STEPS, V_TWO_THIRDS_STEPS, block_rows
 
 EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
 MAX_EVALUATIONS = 60
 IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
+SHAKEN_ACTIONS = 8_000  # in all random schedules; none where they would be few
+FEWEST_TRIES, MOST_TRIES = 20, 300
 _TOLERANCE = 1e-9
 
 
@@ -112,12 +120,14 @@ class _Search:
         self.costs, self.order = renumbered(given)
         self.table = CostTable(self.costs)
         self.limits = self.costs.limits
-        self.bound = lower_bound(self.table, count)
+        self.bounds = MakespanBounds(self.table, count, self.limits)
+        self.bound = self.bounds.least
         names = [name for name in FIXED_SCHEDULES if fits_placement(name, self.costs)]
         self.published = sorted(names, key=_promise)
         self.makespan = math.inf
         self.name = ""
         self.rows: Rows = []
+        self.left = EXTRA_ACTIONS
         self._check_memory()
 
     def run(self, known: float) -> None:
@@ -128,17 +138,20 @@ class _Search:
             if self._is_optimal():
                 return
             try:
-                versions = fixed_versions(name, self.table, self.count)
+                orders = fixed_orders(name, self.table, self.count)
             except ConfigError:
                 continue  # not defined for this number of microbatches
-            for rows in versions:
-                self._offer(name, rows)
-        left = EXTRA_ACTIONS
-        for name, rows in self._variants():
-            self._offer(name, rows)
-            left -= sum(map(len, rows))
-            if left < 0 or self._is_optimal():
+            for rows, held in orders:
+                if held is None:
+                    self._offer(name, rows)
+                else:
+                    self._place(name, rows, held)
+        self.left = EXTRA_ACTIONS
+        for attempt in self._variants():
+            attempt()
+            if self.left < 0 or self._is_optimal():
                 break
+        self._shake()
         self._merge()
         evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
         if not self._is_optimal() and evaluations:
@@ -165,6 +178,9 @@ class _Search:
                 )
 
     def _offer(self, name: str, rows: Rows) -> None:
+        """Takes a schedule if it fits the memory and is the shortest so far."""
+        if not rows or self.bounds.of_rows(rows) >= self.makespan:
+            return
         held = peaks(rows, self.table, self.count)
         if any(
             peak > limit + _TOLERANCE
@@ -176,31 +192,65 @@ class _Search:
         if time < self.makespan * (1 - _TOLERANCE):
             self.makespan, self.name, self.rows = time, name, rows
 
+    def _place(
+        self, name: str, orders: Rows, limits: Sequence[float] | None = None
+    ) -> None:
+        """Offers an order with every W where the costs leave gaps."""
+        if self.bounds.of_rows(orders, may_move_weights=True) >= self.makespan:
+            return
+        self.left -= sum(map(len, orders))
+        held = limits or self.limits
+        rows = place_weights(orders, self.table, self.count, held, self.makespan)
+        self._offer(name, rows)
+
+    def _list(self, rule: Rule) -> None:
+        """Offers a list schedule."""
+        self.left -= 3 * self.table.num_stages * self.count
+        rows = list_schedule(self.table, self.count, self.limits, rule, self.makespan)
+        self._offer("list", rows)
+
     def _is_optimal(self) -> bool:
         return self.makespan <= self.bound * (1 + _TOLERANCE)
 
-    def _variants(self) -> Iterator[tuple[str, Rows]]:
+    def _variants(self) -> Iterator[Callable[[], None]]:
         table, count, limits = self.table, self.count, self.limits
         if self.published == ["gpipe"]:
-            whole, groups = fused(self.costs)
-            if len(groups) < len(self.costs.stages):
-                search = _Search(whole, count)
-                search.run(math.inf)
-                yield search.name, unfused(search.rows, groups, count)
+            yield self._fuse
         for rule in (Rule(), Rule(oldest_first=True), Rule(patience=0.5)):
-            yield "list", list_schedule(table, count, limits, rule)
+            yield partial(self._list, rule)
         if self.costs.placement == loop_placement(table.num_ranks):
             for stretch in (1.0, 1.5, 2.0):
-                warmups = _warmups(table, limits, stretch)
-                orders = warmup_rows(warmups, count)
-                yield "1f1b order", place_weights(orders, table, count, limits)
+                orders = warmup_rows(_warmups(table, limits, stretch), count)
+                yield partial(self._place, "1f1b order", orders)
         if self.costs.placement == v_placement(table.num_ranks):
             for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
                 orders = block_rows(table.num_ranks, count, steps)
-                yield "v block", place_weights(orders, table, count, limits)
+                yield partial(self._place, "v block", orders)
         if self.rows:
-            yield self.name, place_weights(self.rows, table, count, limits)
-        yield "list", list_schedule(table, count, limits, Rule(deep_first=False))
+            yield partial(self._place, self.name, self.rows)
+        yield partial(self._list, Rule(deep_first=False))
+
+    def _shake(self) -> None:
+        """Offers random departures from the rules, where schedules are short."""
+        tries = SHAKEN_ACTIONS // (3 * self.table.num_stages * self.count)
+        if tries < FEWEST_TRIES:
+            return
+        random = Random(0)
+        for _ in range(min(tries, MOST_TRIES)):
+            if self._is_optimal():
+                return
+            rows = shaken_schedule(
+                self.table, self.count, self.limits, random, self.makespan
+            )
+            self._offer("list", rows)
+
+    def _fuse(self) -> None:
+        """Offers the best schedule of neighbouring stages as one."""
+        whole, groups = fused(self.costs)
+        if len(groups) < len(self.costs.stages):
+            search = _Search(whole, self.count)
+            search.run(math.inf)
+            self._offer(search.name, unfused(search.rows, groups, self.count))
 
     def _merge(self) -> None:
         """Tries B in place of I and W on the stages where B is cheaper."""
@@ -213,39 +263,10 @@ class _Search:
             return
         everywhere = frozenset(cheaper)
         self._offer(self.name, merged(self.rows, everywhere, self.count))
-        rule = Rule(merged=everywhere)
-        rows = list_schedule(self.table, self.count, self.limits, rule)
-        self._offer("list", rows)
-        tries = EXTRA_ACTIONS // sum(map(len, rows))
+        self._list(Rule(merged=everywhere))
+        tries = EXTRA_ACTIONS // sum(map(len, self.rows))
         for stage in cheaper[:tries]:
             self._offer(self.name, merged(self.rows, {stage}, self.count))
-
-
-def lower_bound(table: CostTable, count: int) -> float:
-    """A makespan that no schedule can beat.
-
-    Each rank waits for the first microbatch to reach it and then does its own work,
-    with the cheaper of B and I + W.
-
-    Args:
-        table: the costs.
-        count: microbatches.
-    """
-    reached = 0.0
-    first = [math.inf] * table.num_ranks
-    work = [0.0] * table.num_ranks
-    for stage, rank in enumerate(table.rank_of):
-        forward, whole, inputs, weights = table.durations[stage * 8 : stage * 8 + 4]
-        first[rank] = min(first[rank], reached)
-        work[rank] += count * (forward + min(whole, inputs + weights))
-        reached += forward
-        if stage < table.num_stages - 1:
-            reached += table.links[stage]
-    return (
-        max(start + busy for start, busy in zip(first, work, strict=True) if busy > 0)
-        if any(work)
-        else 0.0
-    )
 
 
 def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:

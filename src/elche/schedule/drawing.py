@@ -8,12 +8,32 @@ from elche.schedule.timing import CostTable, Timing
 
 IDLE = "·"
 SHOWN_RANKS = 32
+KIND_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.FULL_BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+}
 _CODES = {
     Kind.FORWARD: 0,
     Kind.FULL_BACKWARD: 1,
     Kind.BACKWARD_INPUT: 2,
     Kind.BACKWARD_WEIGHT: 3,
 }
+
+
+def legend(schedule: Schedule) -> str:
+    """What the letters of `draw` mean, as far as the schedule has them.
+
+    Args:
+        schedule: that is drawn.
+    """
+    kinds = {one.kind for row in schedule.actions for one in row}
+    letters = [f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds]
+    parts = [", ".join(letters)]
+    if schedule.num_stages > len(set(schedule.placement)):
+        parts.append("small letters: a rank's later stages")
+    return "; ".join([*parts, f"{IDLE} idle"])
 
 
 def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -> str:

@@ -9,6 +9,9 @@ No choice can deadlock on memory: a forward may only take what leaves room for t
 microbatch in the later stages of its rank. Then the oldest unfinished microbatch always
 finds its place: in a rank's memory there are only microbatches of earlier stages, which
 left that room, and those whose W can run and free it.
+
+A schedule that cannot become shorter than a known one is given up half-way, as soon as
+a rank's waits so far and all its work exceed it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from elche.schedule.codes import B, F, I, Rows, W
 from elche.schedule.timing import CostTable
 
 _TOLERANCE = 1e-9
+
+Choice = Callable[[int, float], tuple[int, float, bool]]
+"""For a rank and a time: the code to run, or -1; else when one will be ready (infinite
+if unknown), and whether one waits for memory only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,41 +84,59 @@ class ListScheduler:
                 self.room[stage] = room + table.releases[stage * 8 + F]
                 room += table.releases[stage * 8 + F]
 
-    def run(self, choose: Callable[[int, float], tuple[int, float, bool]]) -> Rows:
+    def run(self, choose: Choice, most: float = math.inf) -> Rows:
         """Runs all ranks until nothing is left.
 
         Args:
-            choose: for a rank and a time: the code to run, or -1; else when one will
-                be ready (infinite if unknown), and whether one waits for memory only.
+            choose: what a rank runs.
+            most: a makespan that is known.
+
+        Returns:
+            Codes of each rank; empty as soon as they would take `most` or longer.
         """
         heap = [(0.0, rank) for rank in range(len(self.rows))]
-        weights, table, count = self.weights, self.table, self.count
-        durations, releases, links = table.durations, table.releases, table.links
+        weights, count = self.weights, self.count
+        durations, releases = self.table.durations, self.table.releases
+        links, rank_of = self.table.links, self.table.rank_of
         forward_at, backward_at = self.forward_at, self.backward_at
-        rank_of, last = table.rank_of, table.num_stages - 1
+        rows, held, patience = self.rows, self.held, self.rule.patience
+        last = self.table.num_stages - 1
         free_at = [0.0] * len(heap)
         wake_at = [0.0] * len(heap)
+        spare = self._spare(most)
         while heap:
-            now, rank = heappop(heap)
+            now, rank = heap[0]
             if now != wake_at[rank]:
+                heappop(heap)
                 continue  # superseded by an earlier time
             code, ready_at, blocked = choose(rank, now)
             if code < 0 and weights[rank]:
                 length = durations[(weights[rank][0] >> 3) // count * 8 + W]
-                if blocked or ready_at - now >= self.rule.patience * length:
+                if blocked or ready_at - now >= patience * length:
                     code = weights[rank].popleft()
             if code < 0:
                 wake_at[rank] = ready_at
                 if ready_at < math.inf:
-                    heappush(heap, (ready_at, rank))
+                    heapreplace(heap, (ready_at, rank))
+                else:
+                    heappop(heap)
                 continue
             index, kind = code >> 3, code & 7
             stage = index // count
-            self.rows[rank].append(code)
-            self.held[rank] -= releases[stage * 8 + kind]
-            end = now + durations[stage * 8 + kind]
+            # The rank may have waited for something better; that does not delay this.
+            end = free_at[rank]
+            if kind != W:
+                at = backward_at[index] if kind else forward_at[index]
+                if at > end:
+                    spare[rank] -= at - end
+                    if spare[rank] <= 0:
+                        return []
+                    end = at
+            end += durations[stage * 8 + kind]
+            rows[rank].append(code)
+            held[rank] -= releases[stage * 8 + kind]
             free_at[rank] = wake_at[rank] = end
-            heappush(heap, (end, rank))
+            heapreplace(heap, (end, rank))
             if kind == W:
                 continue
             if kind == F:
@@ -133,51 +158,100 @@ class ListScheduler:
                 at = max(at, free_at[other])
                 wake_at[other] = at
                 heappush(heap, (at, other))
-        return self.rows
+        return rows
 
-    def by_rule(self, rank: int, now: float) -> tuple[int, float, bool]:
+    def by_rule(self) -> Choice:
         """Chooses freely among the stages of a rank."""
-        count, rule = self.count, self.rule
-        ready_at = math.inf
-        best, best_key = -1, math.inf
-        for stage in reversed(self.stages_of[rank]):
-            each = self.next_backward[stage]
-            if each == count:
-                continue
-            at = self.backward_at[stage * count + each]
-            if at < 0:
-                continue
-            if at > now:
-                ready_at = min(ready_at, at)
-            elif not rule.oldest_first:
-                return self._backward(stage, each), now, False
-            elif each < best_key:
-                best, best_key = self._backward(stage, each), each
-        if best >= 0:
-            return best, now, False
-        blocked = False
-        held = self.stages_of[rank]
-        for stage in reversed(held) if rule.deep_first else held:
-            each = self.next_forward[stage]
-            if each == count:
-                continue
-            at = self.forward_at[stage * count + each]
-            if at < 0:
-                continue
-            if self.held[rank] > self.room[stage]:
-                blocked = blocked or at <= now
-            elif at <= now:
-                return (stage * count + each) * 8 + F, now, False
-            else:
-                ready_at = min(ready_at, at)
-        return -1, ready_at, blocked
+        count, held, room = self.count, self.held, self.room
+        forward_at, backward_at = self.forward_at, self.backward_at
+        next_forward, next_backward = self.next_forward, self.next_backward
+        kinds, oldest_first = self.backward_kind, self.rule.oldest_first
+        deep = [stages[::-1] for stages in self.stages_of]
+        order = deep if self.rule.deep_first else self.stages_of
 
-    def _backward(self, stage: int, each: int) -> int:
-        return (stage * self.count + each) * 8 + self.backward_kind[stage]
+        def choose(rank: int, now: float) -> tuple[int, float, bool]:
+            ready_at = math.inf
+            best, best_each = -1, count
+            for stage in deep[rank]:
+                each = next_backward[stage]
+                if each < best_each:
+                    at = backward_at[stage * count + each]
+                    if at < 0:
+                        continue
+                    if at > now:
+                        if at < ready_at:
+                            ready_at = at
+                    else:
+                        best = (stage * count + each) * 8 + kinds[stage]
+                        if not oldest_first:
+                            return best, now, False
+                        best_each = each
+            if best >= 0:
+                return best, now, False
+            blocked = False
+            level = held[rank]
+            for stage in order[rank]:
+                each = next_forward[stage]
+                if each < count:
+                    at = forward_at[stage * count + each]
+                    if at < 0:
+                        continue
+                    if level > room[stage]:
+                        blocked = blocked or at <= now
+                    elif at <= now:
+                        return (stage * count + each) * 8 + F, now, False
+                    elif at < ready_at:
+                        ready_at = at
+            return -1, ready_at, blocked
+
+        return choose
+
+    def in_order(self, orders: Rows, limits: Sequence[float]) -> Choice:
+        """Chooses the next of each rank's order."""
+        count, held, weights = self.count, self.held, self.weights
+        forward_at, backward_at = self.forward_at, self.backward_at
+        releases = self.table.releases
+        heads = [[code for code in row if code & 7 != W] for row in orders]
+        lengths = [len(head) for head in heads]
+        positions = [0] * len(heads)
+        limit = [each + _TOLERANCE for each in limits]
+
+        def choose(rank: int, now: float) -> tuple[int, float, bool]:
+            position = positions[rank]
+            if position == lengths[rank]:
+                return -1, math.inf, False
+            code = heads[rank][position]
+            index = code >> 3
+            at = (backward_at if code & 7 else forward_at)[index]
+            if at < 0:
+                return -1, math.inf, False
+            if at > now:
+                return -1, at, False
+            if code & 7 == F and weights[rank]:
+                taken = -releases[index // count * 8 + F]
+                if held[rank] + taken > limit[rank]:
+                    return -1, math.inf, True
+            positions[rank] = position + 1
+            return code, now, False
+
+        return choose
+
+    def _spare(self, most: float) -> list[float]:
+        """Time that each rank may wait and still be done before `most`."""
+        durations = self.table.durations
+        spare = [most * (1 - _TOLERANCE)] * len(self.rows)
+        for stage, rank in enumerate(self.table.rank_of):
+            forward, whole, inputs, weights = durations[stage * 8 : stage * 8 + 4]
+            spare[rank] -= self.count * (forward + min(whole, inputs + weights))
+        return spare
 
 
 def list_schedule(
-    table: CostTable, count: int, limits: Sequence[float], rule: Rule
+    table: CostTable,
+    count: int,
+    limits: Sequence[float],
+    rule: Rule,
+    most: float = math.inf,
 ) -> Rows:
     """Schedules everything by a rule.
 
@@ -186,13 +260,21 @@ def list_schedule(
         count: microbatches.
         limits: memory of each rank; at least one microbatch of all of its stages.
         rule: what a free rank prefers.
+        most: a makespan that is known.
+
+    Returns:
+        Codes of each rank; empty if they would take `most` or longer.
     """
     scheduler = ListScheduler(table, count, limits, rule)
-    return scheduler.run(scheduler.by_rule)
+    return scheduler.run(scheduler.by_rule(), most)
 
 
 def place_weights(
-    orders: Rows, table: CostTable, count: int, limits: Sequence[float]
+    orders: Rows,
+    table: CostTable,
+    count: int,
+    limits: Sequence[float],
+    most: float = math.inf,
 ) -> Rows:
     """Keeps the order of F, I and B of each rank, and puts every W where it fits best.
 
@@ -203,27 +285,10 @@ def place_weights(
         table: the costs.
         count: microbatches.
         limits: memory of each rank. Where an order needs more, it gets more.
+        most: a makespan that is known.
+
+    Returns:
+        Codes of each rank; empty if they would take `most` or longer.
     """
     scheduler = ListScheduler(table, count, limits, Rule())
-    heads = [[code for code in row if code & 7 != W] for row in orders]
-    positions = [0] * len(heads)
-    limit = [each + _TOLERANCE for each in limits]
-
-    def next_in_order(rank: int, now: float) -> tuple[int, float, bool]:
-        if positions[rank] == len(heads[rank]):
-            return -1, math.inf, False
-        code = heads[rank][positions[rank]]
-        index, kind = code >> 3, code & 7
-        at = (scheduler.forward_at if kind == F else scheduler.backward_at)[index]
-        if at < 0:
-            return -1, math.inf, False
-        if at > now:
-            return -1, at, False
-        if kind == F and scheduler.weights[rank]:
-            taken = -table.releases[index // count * 8 + F]
-            if scheduler.held[rank] + taken > limit[rank]:
-                return -1, math.inf, True
-        positions[rank] += 1
-        return code, now, False
-
-    return scheduler.run(next_in_order)
+    return scheduler.run(scheduler.in_order(orders, limits), most)

@@ -7,9 +7,10 @@ the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from elche.schedule.actions import loop_placement, v_placement
+from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import Rows
 from elche.schedule.interleaved import interleaved_rows
 from elche.schedule.list_scheduling import Rule, list_schedule
@@ -20,6 +21,7 @@ from elche.schedule.schedules import fixed_rows
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
 from elche.schedule.v_shape import zb_v_rows
 
+_LEAST_ACTIONS = 500  # `auto` on a short schedule costs as much as on one of these
 _LIST_COST = 4  # a list schedule takes about as long as timing four
 _TOLERANCE = 1e-9
 
@@ -149,6 +151,49 @@ def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
                 best, best_s, improved = moved, time, True
                 break
     return best
+
+
+def polish(
+    table: ProfileTable,
+    start: Partition,
+    measure: Callable[[Partition], float],
+    actions: int,
+) -> Partition:
+    """Moves layers between stages while a dear measure of the step gets shorter.
+
+    What cannot be better, by the bounds of its costs, is not measured.
+
+    Args:
+        table: of model and devices.
+        start: a partition that fits.
+        measure: seconds of a step.
+        actions: in all schedules that are measured, roughly.
+
+    Returns:
+        A partition at least as good as `start`.
+    """
+    best, best_s = start, measure(start)
+    improved = True
+    while improved:
+        improved = False
+        for moved in _moves(table, best):
+            if not fits(table, moved) or _least_s(table, moved) >= best_s:
+                continue
+            if actions <= 0:
+                return best
+            actions -= max(3 * len(moved.sizes) * table.count, _LEAST_ACTIONS)
+            time = measure(moved)
+            if time < best_s * (1 - _TOLERANCE):
+                best, best_s, improved = moved, time, True
+                break
+    return best
+
+
+def _least_s(table: ProfileTable, partition: Partition) -> float:
+    """A step time that no schedule of a partition beats."""
+    costs = costs_of(table, partition)
+    bounds = MakespanBounds(CostTable(costs), table.count, costs.limits)
+    return max(bounds.least, link_bound(table, partition))
 
 
 def balanced(table: ProfileTable, start: Partition) -> Partition:

@@ -5,8 +5,9 @@
    or many microbatches.
 2. All are timed; the best are refined by moving layers while the simulated step gets
    shorter, and by leaving devices out.
-3. Every published schedule, and `auto`, on the best of them. The shortest step that
-   fits the memory is the plan; the others are told as its alternatives.
+3. Every published schedule, and `auto`, on the best of them; for `auto`, layers move
+   once more. The shortest step that fits the memory is the plan; the others are told as
+   its alternatives.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from elche.schedule.partition_search import (
     Evaluator,
     balanced,
     fits,
+    polish,
     refine,
 )
 from elche.schedule.plan import (
@@ -57,6 +59,7 @@ TRIES = 12  # partitions for each published schedule...
 TRIED_ACTIONS = 40_000  # ...with about so many actions in all of them
 AUTO_PLACEMENTS = 4
 AUTO_PARTITIONS = 2  # in each placement
+POLISHED_ACTIONS = 12_000  # in schedules of `auto` on partitions around the best
 _TOLERANCE = 1e-9
 
 
@@ -145,10 +148,7 @@ class _PlanSearch:
     def alternative(self, name: str) -> Alternative:
         """A schedule on the partition that suits it best."""
         if name == "auto":
-            made = [self._candidate(name, each) for each in self._for_auto()]
-            return Alternative(
-                name=name, candidate=min(made, key=lambda each: each.step_s)
-            )
+            return Alternative(name=name, candidate=self._auto())
         best: Partition | None = None
         least, reason = (math.inf, math.inf), ""
         for partition in self._affordable(self._suiting(name), TRIES):
@@ -172,6 +172,18 @@ class _PlanSearch:
             candidate=candidate,
             reason=f"device {device.name} lacks {max(lacks):,.0f} bytes",
         )
+
+    def _auto(self) -> Candidate:
+        """The best of `auto`, with layers moved while that makes it better."""
+        made = {each: self._candidate("auto", each) for each in self._for_auto()}
+
+        def step_s(partition: Partition) -> float:
+            if partition not in made:
+                made[partition] = self._candidate("auto", partition)
+            return made[partition].step_s
+
+        best = polish(self.table, min(made, key=step_s), step_s, POLISHED_ACTIONS)
+        return made[best]
 
     def equal_split(self) -> Candidate | None:
         """1F1B with as many layers on each device, in the order of the profile."""

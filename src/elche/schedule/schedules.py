@@ -150,7 +150,10 @@ def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
     Raises:
         ConfigError: a number of microbatches that it does not allow.
     """
-    versions = fixed_versions(name, table, count)
+    versions = [
+        rows if held is None else place_weights(rows, table, count, held)
+        for rows, held in fixed_orders(name, table, count)
+    ]
     if len(versions) == 1:
         return versions[0]
     return min(
@@ -159,33 +162,44 @@ def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
     )
 
 
-def fixed_versions(name: str, table: CostTable, count: int) -> list[Rows]:
-    """Codes of a published schedule; of zb-v also with every W where costs leave gaps.
+def fixed_orders(
+    name: str, table: CostTable, count: int
+) -> list[tuple[Rows, list[float] | None]]:
+    """The orders of which a published schedule is the shortest.
+
+    Each with None, or with the memory of each rank within which `place_weights` puts
+    every W where the costs leave gaps; zb-v exists both ways.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        table: of renumbered costs.
+        count: microbatches.
 
     Raises:
         ConfigError: a number of microbatches that it does not allow.
     """
     ranks = table.num_ranks
     if name == "gpipe":
-        return [gpipe_rows(table.rank_of, ranks, count)]
+        return [(gpipe_rows(table.rank_of, ranks, count), None)]
     if name == "1f1b":
-        return [one_f_one_b_rows(ranks, count)]
+        return [(one_f_one_b_rows(ranks, count), None)]
     if name == "zb-h1":
-        return [zb_h1_rows(ranks, count)]
+        return [(zb_h1_rows(ranks, count), None)]
     if name == "zb-h2":
-        return [zb_h2_rows(ranks, count)]
+        return [(zb_h2_rows(ranks, count), None)]
     if name in LOOPED:
         chunks = table.num_stages // ranks
-        return [interleaved_rows(ranks, chunks, count, name == "interleaved-zb")]
+        is_split = name == "interleaved-zb"
+        return [(interleaved_rows(ranks, chunks, count, is_split), None)]
     if name == "zb-v":
         rows = zb_v_rows(ranks, count)
-        return [rows, place_weights(rows, table, count, peaks(rows, table, count))]
+        return [(rows, None), (rows, peaks(rows, table, count))]
     steps = V_HALF_STEPS if name == "v-half" else V_MIN_STEPS
     bound = memory_bound(name, ranks, count)
     held = [0.0] * ranks
     for stage, rank in enumerate(table.rank_of):
         held[rank] -= bound * table.releases[stage * 8]
-    return [place_weights(block_rows(ranks, count, steps), table, count, held)]
+    return [(block_rows(ranks, count, steps), held)]
 
 
 def check_microbatches(num_microbatches: int) -> None:

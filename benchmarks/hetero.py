@@ -7,19 +7,23 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def measure(args: argparse.Namespace, *more: str) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, *more: str, others: Sequence[str] = ()
+) -> dict[str, Any]:
     """The figures of one run: devices alone, the control, and elche's policies.
 
     Args:
         args: with speeds, policies, seconds, solo_seconds, ms_per_sample and model.
         *more: further words of the command.
+        others: contenders beside those.
     """
     ranks = len(args.speeds.split(","))
-    names = [f"solo-{rank}" for rank in range(ranks)] + ["indep"]
+    names = [f"solo-{rank}" for rank in range(ranks)] + ["indep", *others]
     names += [f"elche-{policy}" for policy in args.policies.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"

@@ -70,7 +70,7 @@ class RunConfig:
         outer: outer optimizer of averaged parameters: ``"average"`` (none),
             ``"nesterov"``, or ``"slowmo"`` (heavy-ball momentum, arXiv:1910.00643);
             ``"auto"`` is Nesterov, or plain averaging in a run that is known to have
-            fewer than 25 windows.
+            fewer than 4 windows.
         outer_lr: outer learning rate; None is 1 for ``"slowmo"`` (its paper's) and
             picks Nesterov's by world size (0.7 at two ranks, 1 beyond).
         outer_momentum: momentum of the outer step; the default, 0.5, is measured for

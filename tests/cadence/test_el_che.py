@@ -186,6 +186,37 @@ def test_the_anchor_keeps_to_its_limits() -> None:
     assert bounded.anchor == 6
 
 
+def test_room_is_made_at_once_and_kept_until_less_is_asked() -> None:
+    che = el_che(2, overhead_target=0.10)
+    che.make_room(4_000.0)
+    assert che.anchor == 10  # nothing is known of a batch yet
+    report(che, [10.0, 40.0], sync_ms=0.0)
+    che.make_room(3_990.0)
+    assert (che.anchor, che.batch_counts) == (100, (400, 100))
+    for _ in range(5):
+        report(che, [10.0, 40.0], sync_ms=0.01)
+    assert che.anchor == 100
+    che.make_room(2_000.0)
+    assert che.anchor == 100
+    for _ in range(60):
+        report(che, [10.0, 40.0], sync_ms=0.01)
+    assert che.anchor == 50  # by one per report, as far as it may
+    with pytest.raises(ConfigError, match="least_ms must be"):
+        che.make_room(math.nan)
+
+
+def test_room_ends_at_the_limits() -> None:
+    fixed = el_che(2, anchor=6, max_anchor=6)
+    off = el_che(2, max_anchor=0)
+    slowly = el_che(2, max_batch_diff=8)
+    for che in (fixed, off, slowly):
+        report(che, [10.0, 40.0], sync_ms=0.0)
+        che.make_room(1e9)
+    assert fixed.batch_counts == (24, 6)
+    assert off.batch_counts == (1, 1)
+    assert slowly.batch_counts == (48, 12)  # of 40 and 10
+
+
 def test_without_a_sync_time_the_anchor_stays() -> None:
     che = el_che(2, anchor=20, min_anchor=5)
     for _ in range(10):

@@ -44,6 +44,24 @@ def runs(draw: st.DrawFn) -> tuple[ElChe, list[tuple[list[float], list[int], flo
     return ElChe(config), draw(reports)
 
 
+@given(runs(), st.floats(0.0, 1e12))
+@settings(max_examples=200, deadline=None)
+def test_windows_last_as_long_as_room_is_asked_for(
+    run: tuple[ElChe, list[tuple[list[float], list[int], float]]], least_ms: float
+) -> None:
+    che, reports = run
+    for wall_ms, counts, sync_ms in reports:
+        che.report_timing(wall_ms, counts, sync_ms)
+    before = che.anchor
+    che.make_room(least_ms)
+    assert before <= che.anchor <= max(1, before, che.max_anchor)
+    if che.is_calibrated and che.enabled:
+        longest_ms = che.max_anchor * che.anchor_wall_ms / che.anchor
+        assert che.anchor_wall_ms >= min(least_ms, longest_ms) * (1 - 1e-6)
+    else:
+        assert che.anchor == before
+
+
 @given(runs(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_invariants_hold_after_any_reports(

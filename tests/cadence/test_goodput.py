@@ -65,6 +65,10 @@ def clusters(draw: st.DrawFn) -> Cluster:
         ("async", 4, 50, 0.78),
         ("async", 8, 100, 0.54),
         ("async", 8, 400, 0.35),
+        ("cadence", 4, 1000, 0.41),
+        ("cadence", 8, 2000, 0.20),
+        ("async", 4, 1000, 0.39),
+        ("async", 8, 2000, 0.20),
     ],
 )
 def test_the_table_holds_what_was_measured(

@@ -45,6 +45,25 @@ def steps(
     )
 
 
+def cold_reports(samples: list[int], step_s: list[float]) -> list[StepsDone]:
+    """Of a first step, all of it together on both ranks."""
+    return [
+        StepsDone(
+            rank=rank,
+            epoch=0,
+            start=0,
+            stop=1,
+            samples=samples[rank],
+            busy_s=step_s[rank],
+            data_wait_s=0.0,
+            sync_wait_s=max(step_s) - step_s[rank],
+            warm=False,
+            backward_passes=1,
+        )
+        for rank in range(len(samples))
+    ]
+
+
 def batches(rank: int, batch_s: float, count: int = 1) -> BatchesDone:
     return BatchesDone(
         rank=rank,
@@ -112,6 +131,23 @@ def test_cold_steps_are_no_measure() -> None:
     assert gauge.grants == 1
     gauge.learn(0.0)
     assert gauge.batch_s(0, BATCH) == pytest.approx(0.04)
+
+
+def test_a_glance_takes_cold_steps_and_leaves_the_gauge_as_it_was() -> None:
+    gauge = gauge_of()
+    reports = cold_reports([16, 16], [5.0, 2.5])
+    gauge.took_steps(reports)
+    glance = gauge.at_a_glance(reports, 3.0)
+    found = glance.cluster(BATCH)
+    assert found.sync_s == pytest.approx(3.0)
+    assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([10.0, 5.0])
+    assert gauge.grants == 0
+    glance.finish_learning()
+    glance.trained(batches(0, 0.5))  # warm now
+    glance.trained(batches(1, 0.25))
+    glance.follow()
+    assert glance.batch_s(0, BATCH) == pytest.approx(0.5)
+    assert glance.batch_s(1, BATCH) == pytest.approx(0.25)
 
 
 def test_what_shows_of_a_reduction_tells_how_much_hides_and_follows_the_link() -> None:

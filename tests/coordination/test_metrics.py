@@ -299,10 +299,10 @@ def test_a_report_costs_the_same_at_ten_thousand_ranks() -> None:
         book.add(0, report)
         times_s = []
         for _ in range(9):
-            started_s = time.perf_counter()
+            started_s = time.thread_time()
             for _ in range(100):
                 book.add(0, report)
-            times_s.append(time.perf_counter() - started_s)
+            times_s.append(time.thread_time() - started_s)
         return min(times_s)
 
     assert fastest_s(10_000) < 5.0 * fastest_s(1)

@@ -8,7 +8,7 @@ import pytest
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.messages import OpenWindow, Reduce
-from elche.coordination.window_loop import Do, WindowLoop
+from elche.coordination.window_loop import LINGER_S, LOOK_EVERY_S, Do, WindowLoop
 
 
 def opened(window: int = 0, **changes: Any) -> OpenWindow:
@@ -70,6 +70,45 @@ def test_a_healthy_rank_trains_on() -> None:
     loop.closed(1.0)
     loop.handle(opened(1), 1.0)
     assert loop.next(1.0, has_work=True).do is Do.TRAIN
+
+
+def in_flight() -> WindowLoop:
+    """A rank that has closed its window, whose reduction is under way."""
+    loop = overlapped()
+    loop.closed(1.0)
+    loop.handle(reduction(), 1.0)
+    assert loop.next(1.0, has_work=False).do is Do.BEGIN
+    loop.begun()
+    return loop
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_rank_without_work_for_a_moment_does_not_wait_for_a_slow_link(
+    is_open: bool,
+) -> None:
+    """Once it did, for seconds, and the lease that was on its way lay there."""
+    loop = in_flight()
+    if is_open:
+        loop.handle(opened(1, wall_s=20.0), 1.0)
+    now_s, looks = 1.0, 0
+    while (action := loop.next(now_s, has_work=False)).do is Do.WAIT:
+        assert action.timeout_s is not None
+        assert 0.0 < action.timeout_s <= LOOK_EVERY_S
+        now_s += action.timeout_s
+        looks += 1
+    assert action.do is Do.FINISH
+    assert LINGER_S <= now_s - 1.0 <= LINGER_S + LOOK_EVERY_S
+    assert looks < 100
+    assert loop.next(1.0, has_work=False, is_reduced=True).do is Do.FINISH
+
+
+def test_a_lease_that_comes_meanwhile_is_trained_on() -> None:
+    loop = in_flight()
+    assert loop.next(1.5, has_work=False).do is Do.WAIT
+    loop.handle(opened(1, wall_s=20.0), 1.6)
+    assert loop.next(1.6, has_work=True).do is Do.TRAIN
+    loop.trained(0.5)
+    assert loop.next(9.0, has_work=False).do is Do.WAIT  # its patience begins anew
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,9 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out() -> None:
     assert report.goodput > 1.85
 
 
-def test_a_bad_link_is_left_after_the_steps_that_were_granted_at_first() -> None:
+def test_a_bad_link_is_left_after_the_first_step() -> None:
     report = run(cluster_of(1.0, 0.5, sync_batches=30.0))
-    assert report.phases[0].samples == 5 * BATCH_SAMPLES
+    assert report.phases[0].samples == BATCH_SAMPLES
     assert report.choices[0].reason.startswith("async on 2 ranks")
 
 
@@ -318,7 +318,7 @@ def test_a_rank_that_becomes_too_slow_is_left_out_in_the_next_epoch() -> None:
 
 def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     """A batch of its own now and then tells: for a hundredth of the time at most."""
-    cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=32_000, epochs=14)
+    cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=32_000, epochs=10)
     devices = list(cluster.devices)
     drift = (Drift(at_s=2.0, factor=20.0), Drift(at_s=150.0, factor=1.0))
     devices[1] = replace(devices[1], drift=drift)
@@ -340,14 +340,14 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     spent_s = sum(until_s - since_s for since_s, until_s in alone)
     assert spent_s > 0.97 * (alone[-1][1] - alone[0][0])
     last = [since_s for rank, since_s, _ in sim.history.busy if rank == 1]
-    assert sum(since_s > back_s + epoch_s for since_s in last) > 2_000
+    assert sum(since_s > back_s + epoch_s for since_s in last) > 1_000
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_who_was_left_out_goes_on_when_the_others_are_gone(killed: int) -> None:
     """Once a rank without work stayed so, and everybody waited for ever."""
     cluster = cluster_of(1.0, 0.02, sync_batches=4.0, samples=3_200)
-    fault = Fault(at_s=7.0, kill_rank=killed)
+    fault = Fault(at_s=4.0, kill_rank=killed)
     sim = simulate(replace(cluster, faults=(fault,)))
     assert not sim.history.aborts
     assert sim.history.finished == {1 - killed}
@@ -356,7 +356,7 @@ def test_who_was_left_out_goes_on_when_the_others_are_gone(killed: int) -> None:
 
 def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     """Once: it counted whole, and schedulers of later windows ran ahead."""
-    cluster = cluster_of(1.0, 0.5, sync_batches=8.0, samples=3_200, epochs=2)
+    cluster = cluster_of(1.0, 0.5, sync_batches=2.4, samples=3_200, epochs=2)
     breaks = tuple(Break(rank=rank, epoch=0, batches=3) for rank in range(2))
     sim = simulate(replace(cluster, breaks=breaks))
     assert not sim.history.aborts
@@ -371,9 +371,12 @@ def test_progress_goes_on_where_the_epoch_before_ended() -> None:
     sim = simulate(cluster)
     check(sim)
     first = {plan.epoch: plan.committed_samples for plan in reversed(planned(sim))}
-    assert first == {0: 5 * BATCH_SAMPLES, 1: 3_200, 2: 6_400}
-    windows = [plan.window for plan in planned(sim)]
+    assert first == {0: BATCH_SAMPLES, 1: 3_200, 2: 6_400}
+    # A rank that ends an epoch first may be told of windows that never begin.
+    windows = [(plan.epoch, plan.window) for plan in planned(sim)]
     assert windows == sorted(set(windows))
+    first_windows = [min(w for e, w in windows if e == epoch) for epoch in range(3)]
+    assert first_windows == sorted(set(first_windows))
 
 
 def test_a_death_under_windows_is_survived() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -102,9 +103,9 @@ def test_a_rank_that_joins_gets_the_model_and_then_work(policy: str) -> None:
 def test_a_result_that_one_survivor_has_is_taken_over_by_all(policy: str) -> None:
     """Else a window would be in some models with the dead rank's part, or lost."""
     seen = set()
-    for step in range(60):
-        fault = Fault(at_s=1.0 + 0.01 * step, kill_rank=1)
-        cluster = cluster_of(policy, fault, epochs=1)
+    for step in range(20):
+        fault = Fault(at_s=1.0 + 0.03 * step, kill_rank=1)
+        cluster = cluster_of(policy, fault, epochs=1, samples=4000)
         _, told = told_in(replace(cluster, link=replace(cluster.link, spread_s=0.05)))
         after = told[next(at for at, one in enumerate(told) if type(one) is Regroup) :]
         first = next((one for one in after if isinstance(one, (Adopt, Reduce))), None)
@@ -187,9 +188,13 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(policy: str) -
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_speaks_for_all_may_die_between_epochs(policy: str) -> None:
     """Once: the epoch was opened without batch sizes, and the run ended."""
-    for step in range(20):
-        fault = Fault(at_s=2.6 + 0.02 * step, kill_rank=0)
-        sim = simulate(cluster_of(policy, fault, pause_s=0.3))
+    undisturbed = simulate(cluster_of(policy, samples=1000, pause_s=0.3))
+    ends_s = sorted(end_s for _, _, end_s in undisturbed.history.busy)
+    pause_s, began_s = max((b - a, a) for a, b in pairwise(ends_s))
+    assert pause_s > 0.3
+    for step in range(8):
+        fault = Fault(at_s=began_s + (step + 0.5) * pause_s / 8, kill_rank=0)
+        sim = simulate(cluster_of(policy, fault, samples=1000, pause_s=0.3))
         assert sim.history.finished == {1, 2}
 
 
@@ -205,8 +210,8 @@ def test_word_of_an_older_group_is_passed_over() -> None:
 
 def test_random_deaths_are_drawn_by_their_rate() -> None:
     device = Device(seconds_per_sample=0.002, count=12)
-    run = Run(samples=80_000, batch_size=8, seed=5)
-    fault = Fault(kills_per_hour=3000.0)
+    run = Run(samples=40_000, batch_size=8, seed=5)
+    fault = Fault(kills_per_hour=6000.0)
     sim = Simulation(Cluster(run=run, devices=(device,), faults=(fault,)))
     history = sim.run()
     died = [sums for sums in history.ranks.values() if sums.has_died]

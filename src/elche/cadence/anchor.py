@@ -33,6 +33,7 @@ class Anchor:
         "_maximum",
         "_minimum",
         "_override",
+        "_room",
         "_sync_ms",
         "_target",
         "_value",
@@ -43,6 +44,7 @@ class Anchor:
     ) -> None:
         self._first, self._minimum, self._maximum = first, minimum, maximum
         self._override: int | None = None
+        self._room = 1
         self._target = overhead_target
         self._sync_ms: list[float] = []
         self._value = self._start()
@@ -65,7 +67,7 @@ class Anchor:
     @property
     def minimum(self) -> int:
         """The auto-tune takes the anchor no lower; a nudge may."""
-        return max(1, min(self._minimum, self.maximum))
+        return max(1, min(max(self._minimum, self._room), self.maximum))
 
     def observe_sync(self, sync_ms: float, reference_ms: float) -> None:
         """Takes in how long a synchronisation took, and tunes.
@@ -85,6 +87,24 @@ class Anchor:
             self._value = min(wanted, self._value * MAX_GROWTH)
         elif overhead < self._target / 2 and self._value > self.minimum:
             self._value -= 1
+
+    def make_room(self, least: int) -> bool:
+        """Raises the anchor to ``least`` at once, as far as the maximum allows.
+
+        The auto-tune takes it no lower until another number is given. It is not part
+        of the state: whoever goes on from that measures anew.
+
+        Returns:
+            Whether the anchor is higher now.
+
+        Raises:
+            ConfigError: the number is no integer of at least 1.
+        """
+        self._room = check_int("least", least, 1)
+        before = self._value
+        if self.enabled:
+            self._value = max(before, min(self._room, self.maximum))
+        return self._value > before
 
     def nudge_down(self, factor: float) -> bool:
         """Multiplies the anchor by ``factor``, brought into 0.1 to 1.0, rounded up.

@@ -23,23 +23,23 @@ FREE_LAG = 1.0 / 3.0
 
 # Rows are 2, 4 and 8 ranks, columns batches per rank and window. `cadence` averages the
 # optimizer's state, `async` keeps it local and adopts within a third of the window.
-# Measured: 2 ranks but for the last column of `async`, and the first three columns of 4
-# and 8 ranks, the first one blocking with local state for both policies (averaging it
-# brings nothing in so short windows), the third of `async` blocking, less 0.01 for the
-# lag. Their last columns follow the slope of the row above.
+# Measured: 2 ranks but for the last column of `async`, all columns of 4 and 8 ranks,
+# the first one blocking with local state for both policies (averaging it brings nothing
+# in so short windows), the third of `async` blocking, less 0.01 for the lag. The last
+# column is of runs of four (8 ranks) to sixteen windows.
 _WINDOW_KNOTS = (2.5, 12.5, 50.0, 250.0)
 _RANK_KNOTS = (2, 4, 8)
 _GLOBAL_BATCH_EFFICIENCY = (1.0, 0.97, 0.88)  # of as many batches in one
 _WINDOW_EFFICIENCY = {
     "cadence": (
         (1.00, 1.00, 0.89, 0.79),
-        (0.91, 0.85, 0.64, 0.57),
-        (0.77, 0.64, 0.38, 0.34),
+        (0.91, 0.85, 0.64, 0.41),
+        (0.77, 0.64, 0.38, 0.20),
     ),
     "async": (
         (0.99, 0.96, 0.90, 0.80),
-        (0.91, 0.78, 0.60, 0.53),
-        (0.77, 0.54, 0.35, 0.31),
+        (0.91, 0.78, 0.60, 0.39),
+        (0.77, 0.54, 0.35, 0.20),
     ),
 }
 # What remains of that where an average comes a whole window late. Measured: the second

@@ -25,6 +25,10 @@ from elche.cadence.throughput import (
 )
 from elche.errors import ConfigError
 
+MAX_LEAST = 10**9
+"""More batches than this in a window are not asked for."""
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElCheConfig:
@@ -108,6 +112,8 @@ class ElChe:
     * All counts come from one anchor; a limit on their movement
       (``max_batch_diff``) slows all ranks by the same factor, never one alone.
     * Ranks without a measurement count like the reference, or by their hint.
+    * ``make_room`` gives the anchor a lower bound in time: overlapped windows are not
+      to be shorter than a reduction, which costs nobody anything else.
 
     Args:
         config: the settings.
@@ -250,6 +256,29 @@ class ElChe:
         if sync_ms > 0.0:
             self._anchor.observe_sync(sync_ms, costs[self._ratios.reference])
         self._apply(limit)
+
+    def make_room(self, least_ms: float) -> None:
+        """Windows are to last at least so long, as far as ``max_anchor`` allows.
+
+        For overlapped reductions: a window shorter than the reduction of the one before
+        would wait for it. The anchor rises at once, not report by report, and the
+        auto-tune takes it no lower until this is called again. Nothing happens before a
+        rank is measured.
+
+        Args:
+            least_ms: milliseconds, not negative.
+
+        Raises:
+            ConfigError: the time is negative or not finite.
+        """
+        check_measure("least_ms", least_ms)
+        if not self.is_calibrated:
+            return
+        costs = complete_costs(self._costs, self._speeds)
+        batch_ms = costs[self._ratios.reference]
+        least = min(math.ceil(least_ms / batch_ms - _ROUNDING), MAX_LEAST)
+        if self._anchor.make_room(max(1, least)):
+            self._apply(self._config.max_batch_diff)
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Shortens the windows at once, because replicas drift apart.

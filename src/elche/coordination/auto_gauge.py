@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elche.cadence.goodput import BACKWARD_SHARE, Cluster, expected_most
@@ -170,6 +170,21 @@ class Gauge:
             1.0 / (slowest_s if rank in left_out else cost_s)
             for rank, cost_s in batch_s.items()
         )
+
+    def at_a_glance(self, reports: Sequence[StepsDone], probe_s: float) -> Gauge:
+        """Another gauge that knows the ranks by steps that were not warm.
+
+        They took longer than steps do. Beside them a reduction looks cheaper than it
+        is, so where it seems too dear it is.
+
+        Args:
+            reports: one of each rank, in order.
+            probe_s: what one reduction takes.
+        """
+        other = Gauge(self._config, len(reports), self._few)
+        other.took_steps([replace(report, warm=True) for report in reports])
+        other.learn(probe_s)
+        return other
 
     def halves(self, ranks: Iterable[int], samples: int) -> list[tuple[int, ...]]:
         """Either half of the ranks, if the other can do the steps without it."""

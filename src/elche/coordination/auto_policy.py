@@ -4,10 +4,11 @@ The first steps of a run are taken under ``sync``, which leaves the optimisation
 is. They tell what a batch costs every rank; what a reduction costs was probed when the
 group was formed. Then goodput is predicted (`elche.cadence.chooser`), and the run stays
 with ``sync`` or goes on with windows of averaged parameters; after that the update rule
-is fixed. It goes on measuring. Windows change between ``cadence`` and ``async``, and
-leave out ranks or take them back, when an epoch begins. ``sync`` is left only where the
-fastest device would be faster alone: it then trains in windows of its own, which is no
-other rule, and the others follow it.
+is fixed. Where a reduction is slow the first step alone may decide that, and no other
+is granted before. It goes on measuring. Windows change between ``cadence`` and
+``async``, and leave out ranks or take them back, when an epoch begins. ``sync`` is left
+only where the fastest device would be faster alone: it then trains in windows of its
+own, which is no other rule, and the others follow it.
 
 A rank that is left out is timed again now and then, at a cost of at most a hundredth:
 under windows of averaged parameters by a batch of its own; where the fastest device
@@ -47,6 +48,10 @@ of the other half get large.
 """
 EARLY_GAIN = 1.5
 """What is better by this factor after a single grant is chosen at once."""
+GLANCE_GAIN = 2.0
+"""What is better by this factor after the very first step, which is not warm, too."""
+SLOW_REDUCTION_S = 0.1
+"""If one takes so long, steps are granted singly until the first is measured."""
 OBSERVED_GRANTS = 16
 OBSERVED_WINDOWS = 8
 """Measured anew so often, the choice is looked at again."""
@@ -84,7 +89,7 @@ class AutoPolicy(Policy):
         horizon = max(member.horizon_batches for member in members)
         self._ahead_steps = horizon + 2
         self._calibration_grants = self._ahead_steps + 2 * EXPLORING_GRANTS
-        self._is_gradients = False
+        self._is_gradients = self._is_glance = False
         self._is_final = len(members) == 1
         self._now_s = self._tried_s = 0.0
         self._next_tried = 0
@@ -135,6 +140,8 @@ class AutoPolicy(Policy):
     def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:
         """See :meth:`Policy.prepare_epoch`."""
         self._probe_s = self._probe_s or sync_s
+        is_new = self._choice is None and not (self._is_final or self._gauge.grants)
+        self._sync.grant_singly(is_new and self._probe_s >= SLOW_REDUCTION_S)
         self._state_from = None
         if self._windows is not None and self._is_gradients and not self._is_final:
             # In steps ranks must do the same, so their optimizers must be the same.
@@ -195,6 +202,7 @@ class AutoPolicy(Policy):
         if self._windows is None:
             self._choice, self._trial, self._variants = None, 0, []
             self._sync.grant_again()
+            self._sync.grant_singly(False)
             self._sync.leave_out(())
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
@@ -264,10 +272,13 @@ class AutoPolicy(Policy):
             return
         del self._reports[event.start]
         before = self._gauge.grants
-        self._gauge.took_steps([reports[rank] for rank in sorted(reports)])
+        ordered = [reports[rank] for rank in sorted(reports)]
+        self._gauge.took_steps(ordered)
         if self._choice is None:
             if self._gauge.grants > before:
                 self._calibrate(told)
+            elif not before:
+                self._glance(ordered, told)
         elif self._trial:
             if self._gauge.grants > before:
                 self._try_steps(told)
@@ -337,10 +348,30 @@ class AutoPolicy(Policy):
         if self._wants_windows:
             self._sync.stop_granting()
 
+    def _glance(self, reports: Sequence[StepsDone], told: Outcome) -> None:
+        """The first step was run, on devices that are not warm yet.
+
+        On a slow link each further one costs more than it tells: windows are chosen at
+        once if by these times, too long as they are, they are twice as good. Speeds are
+        measured in the first of them.
+        """
+        if self._probe_s < SLOW_REDUCTION_S:
+            return
+        gauge = self._gauge.at_a_glance(reports, self._probe_s)
+        cluster = gauge.cluster(self._batch_size)
+        chooser = self._new_chooser()
+        choice = chooser.observe(cluster)
+        stays = predict("sync", cluster).goodput
+        if choice.left_out or choice.prediction.goodput < GLANCE_GAIN * stays:
+            return
+        self._gauge, self._is_glance = gauge, True
+        self._choose(chooser, choice, told)
+
     def _calibrate(self, told: Outcome) -> None:
         """A further grant was measured while nothing is chosen yet."""
         gauge = self._gauge
         if gauge.grants == 1:
+            self._sync.grant_singly(False)
             gauge.learn(self._probe_s)
             cluster = gauge.cluster(self._batch_size)
             chooser = self._new_chooser()
@@ -404,13 +435,15 @@ class AutoPolicy(Policy):
         choice = self._choice
         assert choice is not None
         name, most = choice.carried_out_by, max(1, self._config.max_anchor)
+        hints = self._config.speed_hints
+        if not self._is_glance:
+            hints = self._gauge.speeds(self._members, choice.left_out, self._batch_size)
+        self._is_glance = False
         config = replace(
             self._config,
             policy=name,
             anchor=min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most),
-            speed_hints=self._gauge.speeds(
-                self._members, choice.left_out, self._batch_size
-            ),
+            speed_hints=hints,
         )
         if name == "async":  # shorter ones would end before their reduction
             lowest = max(config.anchor, min(config.min_anchor, most))

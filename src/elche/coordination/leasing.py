@@ -83,6 +83,12 @@ class Leasing:
         """How long the pooled work lasts; 0.0 while speeds are not known."""
         return self._ledger.pooled / self._rate if self._is_timed else 0.0
 
+    @property
+    def work_s(self) -> float:
+        """How long pooled and leased work lasts; 0.0 while speeds are not known."""
+        work = self._ledger.pooled + self._ledger.total_leased
+        return work / self._rate if self._is_timed else 0.0
+
     def set_costs(self, batch_s: Mapping[int, float]) -> None:
         """Takes seconds per batch of each rank; 0.0 where nothing is known yet."""
         known = [cost for cost in batch_s.values() if cost > 0]

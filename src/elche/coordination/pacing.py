@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import DivergenceGuard, Guard, NoGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.cadence.goodput import ROOM
 from elche.config import RunConfig
 from elche.coordination.window_book import Part, Reduction
 
@@ -21,6 +22,8 @@ PATIENT_BATCHES = 12.0
 many batches of the slowest rank later if that is more: a rank in a long batch holds
 nobody up at once.
 """
+REDUCTIONS_KEPT = 3
+"""Overlapped reductions whose median time counts."""
 ALIGNED_RANKS = 64
 """With more ranks no anchor makes whole batches of all end together."""
 
@@ -32,7 +35,8 @@ class Pace:
     Attributes:
         wall_s: its length, None while it can only be counted.
         patience_s: how long the result of the last window may take, None for no time
-            beyond this window's end.
+            beyond this window's end. As long as the longest window until a reduction
+            has been measured.
         batches: planned batches per rank.
     """
 
@@ -67,6 +71,7 @@ class Pacing:
             guard = DivergenceGuard() if config.guard else NoGuard()
         self._guard = guard
         self._may_grow = True
+        self._taken_s: list[float] = []
         self._pace: Pace | None = None
         is_fixed = config.anchor >= config.max_anchor
         lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
@@ -102,6 +107,7 @@ class Pacing:
     def change(self, ranks: Sequence[int]) -> None:
         """The membership has changed."""
         self._pace = None
+        self._taken_s.clear()
         old = {rank: at for at, rank in enumerate(self._ranks)}
         self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
         self._ranks = list(ranks)
@@ -150,6 +156,37 @@ class Pacing:
             f"{sync_s * 1e3:.1f} ms of a window of {self.el_che.anchor_wall_ms:.0f} ms"
         )
 
+    @property
+    def reduction_s(self) -> float | None:
+        """What an overlapped reduction takes: the median of the last three.
+
+        The smaller one of two, so that a spike says nothing; None before the first.
+        """
+        ordered = sorted(self._taken_s)
+        return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+    def took(self, reduction_s: float) -> str:
+        """An overlapped reduction was measured; windows are not to be shorter.
+
+        Args:
+            reduction_s: from the last rank's end of the window to the first adoption.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        self._taken_s = [*self._taken_s, reduction_s][-REDUCTIONS_KEPT:]
+        taken_s, before = self.reduction_s, self.el_che.anchor
+        if taken_s is None or not self._may_grow:
+            return ""
+        self.el_che.make_room(ROOM * taken_s * 1e3)
+        if self.el_che.anchor == before:
+            return ""
+        self._pace = None
+        return (
+            f"anchor {before} -> {self.el_che.anchor}: a reduction takes "
+            f"{taken_s:.3g} s"
+        )
+
     def watch(self, reduction: Reduction, batches: int) -> str:
         """Shows the guard what a reduction found; it acts before El Che may grow.
 
@@ -179,6 +216,37 @@ class Pacing:
             self._pace = self._plan()
         return self._pace
 
+    def last_pace(self, left_s: float) -> Pace | None:
+        """The coming window if it is to last to the end of the epoch; else None.
+
+        It is where too little would be left after it to hide its own reduction: the end
+        then waits for two, one after the other. Overlapped windows alone; never
+        more batches than the anchor's limit allows.
+
+        Args:
+            left_s: how long the rest of the epoch lasts.
+        """
+        pace, taken_s = self.pace(), self.reduction_s
+        if not self._overlapped or taken_s is None or pace.wall_s is None:
+            return None
+        slowest_s = self._slowest_s
+        rest_s = left_s - pace.wall_s
+        longest_s = self.el_che.max_anchor * slowest_s
+        if rest_s >= ROOM * taken_s + slowest_s or left_s > longest_s:
+            return None
+        stretch = max(1.0, left_s / pace.wall_s)
+        batches = {rank: round(n * stretch) for rank, n in pace.batches.items()}
+        # It ends when nothing is left, not by time, which may have been misjudged.
+        wall_s = pace.wall_s + 2.0 * left_s
+        return replace(
+            pace, wall_s=wall_s, batches=batches, total_batches=sum(batches.values())
+        )
+
+    @property
+    def _slowest_s(self) -> float:
+        """Seconds of a batch of the slowest rank."""
+        return self.el_che.anchor_wall_ms / 1e3 / self.el_che.anchor
+
     def _plan(self) -> Pace:
         el_che = self.el_che
         counts = el_che.batch_counts
@@ -189,8 +257,10 @@ class Pacing:
         wall_s = wall_ms / 1e3 if wall_ms > 0 else None
         patience_s = None
         if wall_s is not None:
-            slowest_s = el_che.anchor_wall_ms / 1e3 / el_che.anchor
+            slowest_s = self._slowest_s
             patience_s = wall_s + max(wall_s, PATIENT_BATCHES * slowest_s)
+            if self._overlapped and not self._taken_s:
+                patience_s = max(patience_s, el_che.max_anchor * slowest_s)
         batches = {
             rank: round(count * stretch)
             for rank, count in zip(self._ranks, counts, strict=True)

@@ -11,7 +11,7 @@ from elche.coordination.messages import Reduce
 from elche.coordination.window_book import Part, Reduction
 
 SETTLED_WINDOWS = 8
-FEW_WINDOWS = 25
+FEW_WINDOWS = 4
 
 
 def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:

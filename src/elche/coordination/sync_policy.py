@@ -83,6 +83,7 @@ class SyncPolicy(Policy):
         self._adopting: set[int] = set()
         self._left: dict[int, int] = {}
         self._ahead_steps = max(self._members.values()) + 2
+        self._is_single = False
 
     @property
     def is_elastic(self) -> bool:
@@ -175,6 +176,14 @@ class SyncPolicy(Policy):
     def grant_again(self) -> None:
         """From the next event or epoch on grants steps again."""
         self._is_stopping = False
+
+    def grant_singly(self, wanted: bool) -> None:
+        """Grants a step only when the last one is done, though loaders wait for it.
+
+        Where steps are slow and may soon be given up, for what was granted ahead is
+        run in any case.
+        """
+        self._is_single = wanted
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """See :meth:`Policy.make_room`: no steps are granted meanwhile."""
@@ -383,6 +392,8 @@ class SyncPolicy(Policy):
             under_way = self._grants.oldest
             oldest = under_way.steps if under_way is not None else 1
             if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
+                break
+            if self._is_single and ahead:
                 break
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:

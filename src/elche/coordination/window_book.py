@@ -144,6 +144,10 @@ class Reduction:
         window: whose.
         ranks: who takes part.
         is_handover: it only brings the common model to ranks that have joined.
+
+    Attributes:
+        begun_s: when all ranks had closed the window; None where that says nothing
+            about how long it takes.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class Reduction:
         self.window = window
         self.is_handover = is_handover
         self.attempt = 0
+        self.begun_s: float | None = None
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)
 
@@ -176,6 +181,7 @@ class Reduction:
     def again(self, ranks: Iterable[int]) -> None:
         """All of these shall report once more: the membership has changed."""
         self.attempt += 1
+        self.begun_s = None
         self.missing = set(ranks)
         self.reports.clear()
 

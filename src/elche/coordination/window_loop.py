@@ -70,8 +70,17 @@ class Action:
     why: str = ""
 
 
+LINGER_S = 1.0
+"""So long a rank without work looks for a lease while its reduction is under way; then
+it waits for the result, and for nothing else."""
+LOOK_EVERY_S = 0.02
+LOOK_SOONER = 0.25
+"""It looks for the result at least so often, and after this part of its wait so far."""
+
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
+CLOSED = "the other ranks to end the window"
+LEASE = "another lease"
 CLOSE = Action(Do.CLOSE)
 STOP = Action(Do.STOP)
 
@@ -101,6 +110,7 @@ class WindowLoop:
         self._awaits_result = False
         self._is_astray = False
         self._opened_s = 0.0
+        self._idle_s: float | None = None
         self._owes_until = reduced
         self._progress = (0, 0, 1)
         self.window = reduced + 1
@@ -177,6 +187,12 @@ class WindowLoop:
             has_work: whether a leased batch is at hand or being loaded.
             is_reduced: whether the overlapped reduction's result is there.
         """
+        action = self._next(now_s, has_work, is_reduced)
+        if action.do is not Do.WAIT:
+            self._idle_s = None
+        return action
+
+    def _next(self, now_s: float, has_work: bool, is_reduced: bool) -> Action:
         urgent = self._urgent(is_reduced)
         if urgent is not None:
             return urgent
@@ -186,14 +202,14 @@ class WindowLoop:
             return Action(Do.WAIT, why="the ranks that stay to reduce again")
         goes_on = self._overlapped and self._plan is not None and has_work
         if not self._is_open and not goes_on:
-            return self._wait_closed()
+            return self._wait_closed(now_s)
         if self._is_over(now_s):
             return self._end_of_window(now_s, has_work)
         if self._is_held:
             return self._hold(now_s, CATCH_UP)
         if has_work:
             return TRAIN
-        return self._hold(now_s, "another lease")
+        return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
 
     def trained(self, busy_s: float | None) -> None:
         """A batch is done; ``busy_s`` is its delivered time, None if not timed."""
@@ -284,18 +300,35 @@ class WindowLoop:
             return Action(Do.FINISH, self._in_flight)
         return Action(Do.WAIT, timeout_s=timeout_s, why=why)
 
-    def _wait_closed(self) -> Action:
-        why = "the other ranks to end the window"
+    def _wait_closed(self, now_s: float) -> Action:
         if self._plan is not None and self._plan.adopt_at is not None:
-            return Action(Do.WAIT, why=why)
-        return self._finish_or_wait(why)
+            return Action(Do.WAIT, why=CLOSED)
+        lingers = None if self._is_open else self._linger(now_s, CLOSED)
+        return lingers or self._finish_or_wait(CLOSED)
+
+    def _linger(self, now_s: float, why: str) -> Action | None:
+        """Whoever has no work for a moment does not begin to wait for a slow link.
+
+        The word that a window is open, or a lease, is mostly on its way; adopting waits
+        until the reduction is there. None if there is nothing to look for, or no more.
+        """
+        is_planned = self._plan is not None and self._plan.adopt_at is not None
+        if self._in_flight is None or is_planned or self.end is not None:
+            return None
+        if self._idle_s is None:
+            self._idle_s = now_s
+        waited_s = now_s - self._idle_s
+        if waited_s >= LINGER_S:
+            return None
+        look_s = min(LOOK_EVERY_S, max(LOOK_SOONER * waited_s, 1e-3))
+        return Action(Do.WAIT, timeout_s=look_s, why=why)
 
     def _end_of_window(self, now_s: float, has_work: bool) -> Action:
         """Closes, once the last result is adopted; trains on a while for that."""
         if not self._owes:
-            return CLOSE if self._is_open else self._wait_closed()
+            return CLOSE if self._is_open else self._wait_closed(now_s)
         if not has_work or self._must_close() or self._is_late(now_s):
-            return self._wait_closed()
+            return self._wait_closed(now_s)
         if self._is_held:
             return self._finish_or_wait(CATCH_UP)
         return TRAIN
@@ -335,4 +368,4 @@ class WindowLoop:
         left_s = self._opened_s + wall_s - now_s
         if left_s > 0:
             return self._finish_or_wait(why, left_s)
-        return self._wait_closed() if self._owes else CLOSE
+        return self._wait_closed(now_s) if self._owes else CLOSE

@@ -12,7 +12,6 @@ from elche.coordination.messages import (
     OpenWindow,
     Permit,
 )
-from elche.coordination.pacing import Pace
 from elche.coordination.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
@@ -25,13 +24,9 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     """Opens for each of these ranks the window that it comes to."""
     if not ranks:
         return []
-    pace = state.pacing.pace()
-    sizes = state.ledger.sizes
-    batches = min(pace.total_batches, sizes.num_batches)
-    planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
     return [
         *(() if state.is_draining else grant_planned(state)),
-        *(_open(state, rank, pace, planned_samples) for rank in ranks),
+        *(_open(state, rank) for rank in ranks),
     ]
 
 
@@ -186,10 +181,11 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     return told
 
 
-def _open(
-    state: WindowState, rank: int, pace: Pace, planned_samples: int
-) -> OpenWindow:
+def _open(state: WindowState, rank: int) -> OpenWindow:
     window = state.book.window_of(rank)
+    pace, sizes = state.pace(window), state.ledger.sizes
+    batches = min(pace.total_batches, sizes.num_batches)
+    planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
     committed = state.progress_samples
     if window > state.book.window:  # the one before is planned, not yet counted
         committed += state.planned_samples

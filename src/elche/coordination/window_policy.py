@@ -306,6 +306,8 @@ class WindowPolicy(Policy):
                 )
             )
         told = begin_reduction(state, self._planner, trained)
+        if state.is_overlapped and state.reduction is not None:
+            state.reduction.begun_s = now_s
         state.progress_samples += state.ledger.stage()
         state.planned_samples = 0
         self._advance()
@@ -358,6 +360,8 @@ class WindowPolicy(Policy):
         state = self._state
         if state.reduction is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
+        if state.reduction.begun_s is not None and not state.reduction.reports:
+            state.note(state.pacing.took(now_s - state.reduction.begun_s))
         state.reduction.reduced(event)
         state.totals.add(
             event.window,

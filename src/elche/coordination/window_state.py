@@ -15,7 +15,7 @@ from elche.coordination.epoch_plan import (
 )
 from elche.coordination.leasing import MAX_AHEAD, Leasing
 from elche.coordination.ledger import BatchSizes, EpochLedger, Range
-from elche.coordination.pacing import Pacing
+from elche.coordination.pacing import Pace, Pacing
 from elche.coordination.policy import EpochTotals, Member
 from elche.coordination.throttle import Throttle
 from elche.coordination.window_book import Part, Reduction, WindowBook
@@ -67,6 +67,7 @@ class WindowState:
         self.reduced_parts: dict[int, Part] = {}
         self.reduction_settings: dict[str, object] = {}
         self.joining: list[int] = []
+        self.last_pace: tuple[int, Pace | None] = (-1, None)
         self.rejected: dict[Range, int] = {}
         self.left_out: list[Range] = []
         self.source: WindowSource | None = None
@@ -128,6 +129,17 @@ class WindowState:
         """Keeps a decision for the story."""
         if text:
             self.notes.append(text)
+
+    def pace(self, window: int) -> Pace:
+        """How long a window is to be: usual, or to the end of the epoch.
+
+        The first rank that comes to it decides that for all.
+        """
+        if self.last_pace[0] != window:
+            is_free = self.source is None and not self.is_draining
+            left_s = self.leasing.work_s
+            self.last_pace = window, self.pacing.last_pace(left_s) if is_free else None
+        return self.last_pace[1] or self.pacing.pace()
 
     @property
     def has_work(self) -> bool:

@@ -17,7 +17,6 @@ from elche.comm.codec import CODECS
 from elche.config import POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
-    BATCH_SIZE,
     MS_PER_SAMPLE,
     ContenderRun,
     Devices,
@@ -27,7 +26,7 @@ from elche.demo.compare import (
 )
 from elche.demo.contender import ContenderSpec
 from elche.demo.link import slow_link
-from elche.demo.models import WORKLOADS, build_workload
+from elche.demo.models import WORKLOADS, batch_size_of, build_workload
 from elche.demo.report import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
 from elche.errors import ConfigError
@@ -81,11 +80,6 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         devices = Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
-        if not 2 <= devices.count <= BATCH_SIZE:
-            raise ConfigError(
-                f"expected 2 to {BATCH_SIZE} --speeds, such as 1,0.25; got"
-                f" {devices.count}"
-            )
         if self.policy not in ("all", *POLICIES):
             raise ConfigError(
                 f"unknown policy {self.policy!r}; choose all or one of {POLICIES}"
@@ -93,6 +87,11 @@ class BenchConfig:
         if self.model not in WORKLOADS:
             raise ConfigError(
                 f"unknown model {self.model!r}; choose one of {WORKLOADS}"
+            )
+        if not 2 <= devices.count <= self.batch_size:
+            raise ConfigError(
+                f"expected 2 to {self.batch_size} --speeds, such as 1,0.25; got"
+                f" {devices.count}"
             )
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ConfigError(f"expected positive --seconds, got {self.seconds!r}")
@@ -114,12 +113,17 @@ class BenchConfig:
                 f"unknown contender {unknown[0]!r}; choose among"
                 f" {', '.join(self.all_names)}"
             )
-        edges = split_edges(BATCH_SIZE, self.speeds)
+        edges = split_edges(self.batch_size, self.speeds)
         if "ddp-split" in self.names and len(set(edges)) < len(edges):
             raise ConfigError(
-                f"a batch of {BATCH_SIZE} split by the speeds {self.speeds} leaves a"
-                " device without a sample; leave ddp-split out with --contenders"
+                f"a batch of {self.batch_size} split by the speeds {self.speeds} leaves"
+                " a device without a sample; leave ddp-split out with --contenders"
             )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch; of all ranks together for DDP and ``sync``."""
+        return batch_size_of(self.model)
 
     @property
     def devices(self) -> Devices:
@@ -143,7 +147,11 @@ class BenchConfig:
     @property
     def samples(self) -> int:
         """Samples that a contender trains on."""
-        return whole_batches(self.seconds * sum(self.devices.nominal_samples_per_s))
+        everything = sum(self.devices.nominal_samples_per_s)
+        return self._whole_batches(self.seconds * everything)
+
+    def _whole_batches(self, samples: float) -> int:
+        return whole_batches(samples, batch_size=self.batch_size)
 
     def spec(self, name: str, seed: int) -> ContenderSpec:
         """What a contender trains."""
@@ -165,12 +173,17 @@ class BenchConfig:
             settings |= {"kind": name, "shares": shares}
         if self.time_capped and name == "ddp":
             equal = min(self.devices.nominal_samples_per_s) * self.devices.count
-            samples = whole_batches(self.seconds * equal)
+            samples = self._whole_batches(self.seconds * equal)
         if self.time_capped and "ddp" in name and self.link_mbit is not None:
             steps = self.seconds / self._reduction_s(self.link_mbit)
-            samples = min(samples, whole_batches(steps * BATCH_SIZE))
+            samples = min(samples, self._whole_batches(steps * self.batch_size))
         return ContenderSpec(
-            model=self.model, samples=samples, out="", seed=seed, **settings
+            model=self.model,
+            samples=samples,
+            out="",
+            batch_size=self.batch_size,
+            seed=seed,
+            **settings,
         )
 
     def _reduction_s(self, mbit: float) -> float:
@@ -313,7 +326,7 @@ def _values(
         "command": config.command(),
         "model": config.model,
         "parameters": parameters,
-        "batch_size": BATCH_SIZE,
+        "batch_size": config.batch_size,
         "ms_per_sample": config.ms_per_sample,
         "samples": config.samples,
         "seconds": config.seconds,

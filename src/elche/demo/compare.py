@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elche.demo.contender import ContenderSpec
+from elche.demo.models import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.trace import Span, spans_from_jsonl
 from elche.runtime.launch import (
@@ -27,7 +28,6 @@ from elche.runtime.launch import (
     python_command,
 )
 
-BATCH_SIZE = 32
 MS_PER_SAMPLE = 1.25
 STDERR_TAIL_LINES = 25
 MOST_OVERRUN = 0.02
@@ -180,9 +180,11 @@ def run_contender(
         return _read(name, out, devices.count, keep_spans)
 
 
-def whole_batches(samples: float, segments: int = 1) -> int:
+def whole_batches(
+    samples: float, segments: int = 1, batch_size: int = BATCH_SIZE
+) -> int:
     """A number of samples near this that makes equal segments of whole batches."""
-    unit = BATCH_SIZE * segments
+    unit = batch_size * segments
     return max(1, round(samples / unit)) * unit
 
 

@@ -316,14 +316,23 @@ class Contender:
 
 
 def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
-    """What ``auto`` chose, and samples of a window in the second half of the run."""
+    """What ``auto`` chose, and the windows.
+
+    ``window_samples`` is the median in the second half of the run. ``window_log`` has
+    samples, seconds, and each rank's seconds in the synchronisation, by window.
+    """
     if run is None:
-        return {"choices": [], "window_samples": None}
-    samples = [window.samples for window in run.window_metrics]
+        return {"choices": [], "window_samples": None, "window_log": []}
+    windows = list(run.window_metrics)
+    samples = [window.samples for window in windows]
     late = samples[len(samples) // 2 :]
     return {
         "choices": run.news.choices,
         "window_samples": statistics.median(late) if late else None,
+        "window_log": [
+            (window.samples, window.duration_s, *window.sync_wait_s)
+            for window in windows
+        ],
     }
 
 

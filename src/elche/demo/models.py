@@ -25,11 +25,25 @@ from elche.errors import ConfigError
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
-WORKLOADS = ("mlp", "cnn", "gpt", "gpt-small")
+WORKLOADS = ("mlp", "cnn", "gpt", "gpt-small", "gpt-10m")
 """Names that `build_workload` knows."""
+
+BATCH_SIZE = 32
+"""Samples of a batch, where a workload has no size of its own."""
+
+_BATCH_SIZES = {"gpt-10m": 8}
+"""Ten million parameters compute so much for a token that batches are kept small."""
+
+_GPTS = {
+    "gpt": (GPTConfig(VOCABULARY_SIZE, ngram_orders=(2, 2, 3, 3, 4, 4, 5, 5)), 3e-3),
+    "gpt-small": (GPTConfig(VOCABULARY_SIZE), 2e-3),
+    "gpt-10m": (GPTConfig(VOCABULARY_SIZE, context=8, width=320, layers=8), 5e-4),
+}
+"""Sizes and learning rates of the language models."""
 
 _CLASSES = 10
 _EVAL_SAMPLES = 1024
+_FEW_EVAL_SAMPLES = 64
 _EVAL_BATCH_SIZE = 128
 _SIDE = 16
 _IN_FEATURES = 32
@@ -110,7 +124,10 @@ def build_workload(
     Args:
         name: ``"mlp"`` and ``"cnn"`` classify synthetic samples, ``"gpt"`` predicts
             characters; these three have more than two million parameters.
-            ``"gpt-small"`` is the demo's: a tenth of a million.
+            ``"gpt-small"`` is the demo's: a tenth of a million. ``"gpt-10m"`` is for
+            slow links: ten million, sequences of 8 characters in batches of 8, so that
+            its real compute (0.1 s a batch on one core) is small beside what emulated
+            devices are made to take.
         seed: of the initial parameters and the synthetic samples. The task and the
             held-out set do not depend on it.
         num_samples: size of the training set.
@@ -130,6 +147,11 @@ def build_workload(
     if name == "cnn":
         return _cnn(seed, num_samples)
     return _gpt(name, seed, num_samples, text)
+
+
+def batch_size_of(name: str) -> int:
+    """Samples of a batch of the workload with this name."""
+    return _BATCH_SIZES.get(name, BATCH_SIZE)
 
 
 def learning_rate_scale(progress: float) -> float:
@@ -170,16 +192,16 @@ def _cnn(seed: int, num_samples: int) -> Workload:
 
 
 def _gpt(name: str, seed: int, num_samples: int, text: Path | None) -> Workload:
-    large = name == "gpt"
-    orders = (2, 2, 3, 3, 4, 4, 5, 5) if large else ()
-    config = GPTConfig(VOCABULARY_SIZE, ngram_orders=orders)
+    config, learning_rate = _GPTS[name]
     corpus = load_corpus(text)
-    held_out = CharDataset(corpus.held_out, config.context, _EVAL_SAMPLES)
+    few = batch_size_of(name) < BATCH_SIZE
+    evaluated = _FEW_EVAL_SAMPLES if few else _EVAL_SAMPLES
+    held_out = CharDataset(corpus.held_out, config.context, evaluated)
     inputs, targets = zip(*(held_out[i] for i in range(len(held_out))), strict=True)
     return Workload(
         name=name,
         seed=seed,
-        learning_rate=3e-3 if large else 2e-3,
+        learning_rate=learning_rate,
         train_dataset=CharDataset(corpus.train, config.context, num_samples),
         eval_batches=_batches(torch.stack(inputs), torch.stack(targets)),
         source=corpus.source,

@@ -1,0 +1,79 @@
+"""How long overlapped windows last beside a slow link."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.cadence.goodput import ROOM
+from elche.config import RunConfig
+from elche.coordination.pacing import Pacing
+from elche.coordination.window_book import Part
+
+BATCH_S = (0.25, 1.0)
+SLOWEST_S = max(BATCH_S)
+
+
+def pacing(*, overlapped: bool = True, max_anchor: int = 200) -> Pacing:
+    """Two ranks of which the batches are known; windows of five of the slower one."""
+    policy = "async" if overlapped else "cadence"
+    config = RunConfig(policy=policy, anchor=5, max_anchor=max_anchor)
+    made = Pacing(config, [0, 1], overlapped=overlapped)
+    parts = {
+        rank: Part(batches=1, samples=8, timed=1, timed_s=batch_s)
+        for rank, batch_s in enumerate(BATCH_S)
+    }
+    made.measure(parts, None, is_tail=True)
+    return made
+
+
+def test_windows_are_as_long_as_a_reduction_after_the_first_one() -> None:
+    made = pacing()
+    assert made.reduction_s is None
+    assert made.pace().wall_s == pytest.approx(5.0)
+    assert made.took(20.0) == "anchor 5 -> 24: a reduction takes 20 s"
+    assert made.pace().wall_s == pytest.approx(24.0)
+    assert made.pace().batches == {0: 96, 1: 24}
+    assert made.took(21.0) == ""
+
+
+def test_a_spike_makes_no_room() -> None:
+    made = pacing()
+    for taken_s in (0.5, 300.0, 0.6, 0.5, 200.0, 0.5):
+        assert made.took(taken_s) == ""
+        assert made.pace().wall_s == pytest.approx(5.0)
+
+
+def test_a_reduction_may_take_long_before_one_was_measured() -> None:
+    """What a slow link asks for is not known; waiting for it would be lost."""
+    made = pacing()
+    assert made.pace().patience_s == pytest.approx(200.0 * SLOWEST_S)
+    made.took(20.0)
+    assert made.pace().patience_s == pytest.approx(48.0)
+    assert pacing(max_anchor=5).pace().patience_s == pytest.approx(17.0)
+
+
+@given(st.floats(0.0, 60.0), st.floats(0.001, 400.0), st.booleans())
+def test_the_last_window_hides_the_reduction_before_it(
+    reduction_s: float, left_s: float, overlapped: bool
+) -> None:
+    made = pacing(overlapped=overlapped)
+    if overlapped:
+        made.took(reduction_s)
+    usual, last = made.pace(), made.last_pace(left_s)
+    assert usual.wall_s is not None
+    covered = left_s - usual.wall_s >= ROOM * reduction_s + SLOWEST_S
+    if not overlapped or covered or left_s > 200.0 * SLOWEST_S:
+        assert last is None
+        return
+    assert last is not None
+    assert last.wall_s is not None
+    assert last.wall_s > max(left_s, usual.wall_s)
+    planned_s = max(left_s, usual.wall_s)
+    assert last.batches[1] == pytest.approx(planned_s / SLOWEST_S, abs=0.51)
+    assert last.total_batches == sum(last.batches.values())
+
+
+def test_no_window_is_last_before_a_reduction_was_measured() -> None:
+    assert pacing().last_pace(1.0) is None

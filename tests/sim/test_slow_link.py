@@ -1,0 +1,66 @@
+"""Overlapped averaging on links that take many batches for a reduction."""
+
+from __future__ import annotations
+
+import pytest
+
+from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.report import Report, report_of
+from tests.sim.checks import simulate
+
+SPEEDS = [(1.0, 0.25), (1.0, 1.0, 0.5, 0.25)]
+BATCH = 8
+MODEL_BYTES = 40e6
+
+
+def run(
+    policy: str,
+    speeds: tuple[float, ...],
+    batch_s: float,
+    reduction_s: float,
+    run_s: float,
+) -> Report:
+    """A run that takes so long at full speed; batches are those of the fastest."""
+    sent = 2.0 * (len(speeds) - 1) / len(speeds) * MODEL_BYTES
+    cluster = Cluster(
+        run=Run(
+            policy=policy,
+            samples=BATCH * round(run_s * sum(speeds) / batch_s),
+            batch_size=BATCH,
+            model_bytes=MODEL_BYTES,
+            seed=1,
+        ),
+        devices=tuple(
+            Device(seconds_per_sample=batch_s / BATCH / speed, jitter=0.02)
+            for speed in speeds
+        ),
+        link=Link(bytes_per_s=sent / reduction_s),
+    )
+    return report_of(simulate(cluster))
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize(
+    ("batch_s", "reduction_s"), [(0.04, 4.0), (0.32, 0.6), (0.32, 12.0)]
+)
+def test_only_the_last_reduction_is_waited_for(
+    speeds: tuple[float, ...], batch_s: float, reduction_s: float
+) -> None:
+    """It grew window by window once, and two reductions stood at the end."""
+    report = run("async", speeds, batch_s, reduction_s, run_s=240.0)
+    lost_s = (1.0 - report.efficiency) * report.seconds
+    # Batches of the slowest rank that is measured first, and that ends last.
+    assert lost_s <= 1.05 * reduction_s + 3.0 * batch_s / min(speeds)
+
+
+def test_auto_runs_one_step_on_a_link_that_it_leaves() -> None:
+    report = run("auto", (1.0, 0.25), 0.04, 0.8, run_s=100.0)
+    assert [phase.policy for phase in report.phases] == ["sync", "async"]
+    assert report.phases[0].samples == BATCH
+    fixed = run("async", (1.0, 0.25), 0.04, 0.8, run_s=100.0)
+    assert report.efficiency >= 0.98 * fixed.efficiency
+
+
+def test_auto_grants_ahead_where_a_reduction_is_quick() -> None:
+    report = run("auto", (1.0, 0.25), 0.02, 0.09, run_s=20.0)
+    assert report.phases[0].samples > 2 * BATCH

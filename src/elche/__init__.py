@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from elche.session import device as device
     from elche.session import epoch_metrics as epoch_metrics
     from elche.session import is_main_process as is_main_process
+    from elche.session import load_state_dict as load_state_dict
     from elche.session import log_scalar as log_scalar
     from elche.session import metrics as metrics
     from elche.session import progress_samples as progress_samples
     from elche.session import rank as rank
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
+    from elche.session import state_dict as state_dict
     from elche.session import world_size as world_size
     from elche.trainer import Trainer as Trainer
     from elche.trainer_config import TrainResult as TrainResult
@@ -76,12 +78,14 @@ _HOMES = {
         "device",
         "epoch_metrics",
         "is_main_process",
+        "load_state_dict",
         "log_scalar",
         "metrics",
         "progress_samples",
         "rank",
         "setup",
         "shutdown",
+        "state_dict",
         "world_size",
     ),
     "elche.trainer": ("Trainer",),

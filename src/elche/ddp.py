@@ -33,7 +33,15 @@ from elche.comm.ddp_agreement import (
     tensors_of,
 )
 from elche.comm.ddp_buffers import BufferSpreader
-from elche.comm.ddp_forward import on_backward, outputs_in, samples_in, unused_of
+from elche.comm.ddp_forward import (
+    Place,
+    on_backward,
+    outputs_in,
+    places_of,
+    refuse_replaced,
+    samples_in,
+    unused_of,
+)
 from elche.comm.ddp_group import TorchGroup, as_group
 from elche.comm.ddp_norms import WrappedNorms
 from elche.comm.ddp_options import (
@@ -44,6 +52,8 @@ from elche.comm.ddp_options import (
     refuse_unsupported,
 )
 from elche.comm.ddp_reducer import LossReduction, Reduction, WeightedReducer
+from elche.comm.ddp_turns import Turn, new_wrapper
+from elche.comm.graph_capture import refuse_capture
 from elche.comm.process_group import Group
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import CommunicationError, ConfigError
@@ -150,6 +160,8 @@ class DistributedDataParallel(nn.Module):
         self._reducer: WeightedReducer | None = None
         self._norms: WrappedNorms | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._places: list[Place] = []
+        self._wrapper: int | None = None
         self._order: list[int] | None = None
         begins_equal = keeps_buffers or forward_sync_buffers is not None
         self._build(init_sync, init_sync and begins_equal)
@@ -217,7 +229,8 @@ class DistributedDataParallel(nn.Module):
         """Runs the model; where gradients are enabled, expects its backward.
 
         Raises:
-            ConfigError: a frozen parameter was unfrozen.
+            ConfigError: a frozen parameter was unfrozen, a parameter replaced, or a
+                CUDA graph is being captured.
             CommunicationError: the backward pass before was broken off.
         """
         if self.device_ids:
@@ -230,6 +243,8 @@ class DistributedDataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         reducer = self._built
         reducer.begin_forward()
+        refuse_capture()
+        refuse_replaced(self._places)
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ConfigError(
@@ -410,8 +425,13 @@ class DistributedDataParallel(nn.Module):
         norms = list(sync_batchnorm_layers(self.module))
         settings = {**asdict(options), "SyncBatchNorm": norms}
         peers = agree(group, describe(self.module, ignored, settings))
+        if self._wrapper is None:
+            self._wrapper = new_wrapper()
+        name = type(self.module).__name__
+        turn = Turn(group, self._wrapper, peers[0].number, name)
         devices = [peer.device for peer in peers]
         if isinstance(group, TorchGroup):
+            group.activity = f"reducing {turn.name}"
             share_host(group, peers if options.transport == "auto" else [])
         if sync_parameters:
             tensors = tensors_of(self.module, ignored, with_buffers=sync_buffers)
@@ -419,6 +439,7 @@ class DistributedDataParallel(nn.Module):
         named = kept(self.module.named_parameters(), ignored)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         trained = [(n, p) for n, p in named if p.requires_grad]
+        self._places = places_of(self.module, [p for _, p in trained])
         buffers: BufferSpreader | None = None
         if options.broadcast_buffers and kept(self.module.named_buffers(), ignored):
             buffers = BufferSpreader(self.module, ignored, group)
@@ -436,6 +457,7 @@ class DistributedDataParallel(nn.Module):
             ),
             options.loss_reduction,
             buffers,
+            turn,
         )
         self._norms = WrappedNorms.bind(self.module, group, options)
         reducer.attach(agreed_order(group, self._order, len(trained)))
@@ -469,4 +491,5 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no group: it evaluates, and trains after :meth:`set_group`."""
-        return {**self.__dict__, "_group": None, "_reducer": None, "_norms": None}
+        absent = {"_group": None, "_reducer": None, "_norms": None}
+        return {**self.__dict__, **absent, "_wrapper": None, "_places": []}

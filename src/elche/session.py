@@ -36,6 +36,9 @@ from elche.runtime.stream_data import StreamView, by_position
 
 logger = logging.getLogger(__name__)
 
+STATE_VERSION = 1
+STATE_KEYS = {"version", "samples", "averaging"}
+
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -202,6 +205,64 @@ def progress_samples() -> float:
     if _process.run is not None:
         return _process.run.progress_samples
     return 0.0 if _process.single is None else float(_process.single.samples_done)
+
+
+def state_dict() -> dict[str, Any]:
+    """What a run goes on from, beside the model and the optimizer; each rank's own.
+
+    The run's progress, and where parameters are averaged the outer momentum and the
+    codec's residual. Call it between epochs, on every rank, save it beside the states
+    of the model and of the rank's optimizer (which ranks hold in common only under
+    ``sync``), and hand all three back after `setup`: the run then goes on as if it had
+    not been interrupted. The loader's own generator, and the module's and Python's
+    random numbers, are the script's to save. Tensors, numbers, strings, lists and None
+    only, which `torch.load(weights_only=True)` takes.
+
+    Raises:
+        ConfigError: there is no run yet, or this is the inside of a loop.
+        ProtocolError: the parameters have changed since the epoch ended.
+    """
+    if _process.run is not None:
+        return {"version": STATE_VERSION, **_process.run.state_dict()}
+    if _process.single is None:
+        raise ConfigError("elche.state_dict() needs a run: call elche.setup first")
+    samples = _process.single.samples_done
+    return {"version": STATE_VERSION, "samples": samples, "averaging": None}
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Goes on from :func:`state_dict`; every rank from its own.
+
+    Call it between epochs, on every rank, when the model holds what it held then. Ranks
+    that were not there take the state of another one whose residuals are None; one of
+    another world size or codec is carried over. A run of one averages nothing: it takes
+    the progress alone.
+
+    Raises:
+        ConfigError: there is no run yet, this is the inside of a loop, or the state is
+            of averaged parameters and this run reduces gradients.
+        MismatchError: a rank's state does not fit its model, or ranks' states do not
+            belong together; nothing has changed on any of them.
+    """
+    run, single = _process.run, _process.single
+    if run is None and single is None:
+        raise ConfigError("elche.load_state_dict() needs a run: call elche.setup first")
+    if not isinstance(state, dict) or set(state) != STATE_KEYS:
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ConfigError(
+            f"expected a state with entries {sorted(STATE_KEYS)}, got {found}"
+        )
+    if state["version"] != STATE_VERSION:
+        raise ConfigError(
+            f"expected a state of version {STATE_VERSION}, got {state['version']!r}"
+        )
+    samples = state["samples"]
+    if not isinstance(samples, int) or samples < 0:
+        raise ConfigError(f"expected samples from 0 on in the state, got {samples!r}")
+    if run is not None:
+        run.load_state_dict(state)
+    elif single is not None:
+        single.samples_done = samples
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:

@@ -50,6 +50,17 @@ def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
             )
 
 
+def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """The state of averaging that has not begun.
+
+    Args:
+        layouts: dtype and elements of each group of parameters.
+    """
+    nothing = {"momentum": None, "base": None, "residual": None}
+    groups = [{"dtype": kind, "numel": numel, **nothing} for kind, numel in layouts]
+    return {"version": VERSION, "groups": groups}
+
+
 def misfit_of(state: dict[str, Any], layouts: Sequence[tuple[str, int]]) -> str:
     """What is wrong with a state; "" if it fits.
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.averager_state import VERSION, check_alike, misfit_of
+from elche.comm.averager_state import VERSION, blank, check_alike, misfit_of
 from elche.comm.fragments import fragments_of
 from elche.comm.optimizer_state import OptimizerStateAverager
 from elche.comm.outer import OuterStep
@@ -32,7 +32,7 @@ from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
 from elche.comm.process_group import Group
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
-from elche.errors import ProtocolError
+from elche.errors import ConfigError, ProtocolError
 
 WHAT = "averaging parameters"
 
@@ -72,6 +72,7 @@ class Averager:
         self._group = group
         self._reset_state = reset_state
         self._groups: list[ParameterGroup] = []
+        self._model = model
         self._buffers = WindowBuffers(model, group)
         self._state = OptimizerStateAverager(self._parameters, optimizer, group)
 
@@ -113,10 +114,48 @@ class Averager:
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Takes the present values as common: ranks are known to be equal now."""
+        """Takes the present values as common: ranks are known to be equal now.
+
+        Raises:
+            ConfigError: a parameter has another dtype or size than when it was built.
+        """
         for group in self._groups:
+            if group.becomes_another():
+                changed = group.changed()
+                assert changed is not None
+                raise ConfigError(
+                    f"{self._described(changed)}, which is another message; convert "
+                    "or resize a model before elche.setup, or call that again"
+                )
             group.rebase()
         self._buffers.rebase()
+
+    def _refuse_changed(self) -> None:
+        """Refuses parameters that cannot be read and written as they were laid out.
+
+        They may point to other memory, as after ``p.data = ...``: parameters are read
+        and written where they are.
+
+        Raises:
+            ConfigError: names one that has changed.
+        """
+        for group in self._groups:
+            changed = group.changed()
+            if changed is not None:
+                raise ConfigError(
+                    f"{self._described(changed)}; convert, move or resize a model "
+                    "between epochs, on every rank"
+                )
+
+    def _described(self, changed: nn.Parameter) -> str:
+        named = self._model.named_parameters()
+        name = next((name for name, p in named if p is changed), "a parameter")
+        dtype = str(changed.dtype).removeprefix("torch.")
+        order = "" if changed.is_contiguous() else f" strides {list(changed.stride())}"
+        return (
+            f"{name} was laid out otherwise when averaging began and is "
+            f"{list(changed.shape)} {dtype}{order} on {changed.device} now"
+        )
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -141,8 +180,10 @@ class Averager:
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Goes on from a saved state; with all ranks, each with its own.
+
+        None is the state of a run in which nothing was averaged yet.
 
         The model is to hold what it held then. Ranks that were not there take a state
         of another one with ``residual`` None; one of another world size or codec is
@@ -153,7 +194,9 @@ class Averager:
                 in what must be equal; nothing has changed on any of them.
             ProtocolError: a reduction is under way.
         """
-        problem = misfit_of(state, [group.layout for group in self._groups])
+        layouts = [group.layout for group in self._groups]
+        state = blank(layouts) if state is None else state
+        problem = misfit_of(state, layouts)
         if not problem:
             for group, saved in zip(self._groups, state["groups"], strict=True):
                 if not group.is_common(saved["base"]):
@@ -241,8 +284,10 @@ class ParameterAverager(Averager):
 
         Raises:
             CommunicationError: it failed; nothing has changed on this rank.
+            ConfigError: a parameter has another shape, dtype or device than before.
             ProtocolError: there is no such fragment.
         """
+        self._refuse_changed()
         rule, spread, groups = OuterStep.of(plan), Spread(), self._turn_of(plan)
         self._buffers.take()
         sent = 0.0

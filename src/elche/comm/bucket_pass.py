@@ -27,6 +27,7 @@ from torch import nn
 
 from elche.comm.bucket_contract import Closed, Owner, PassOptions
 from elche.comm.buckets import Bucket, BucketInfo, make_buckets
+from elche.comm.graph_capture import refuse_capture
 from elche.comm.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
 
@@ -77,6 +78,7 @@ class BucketPass:
         self._scale = 0.0
         self._side = 0
         self._next = 0
+        self._summed = 0
         self._is_open = False
         self._awaits_end = False
         self.buckets: list[Bucket] = []
@@ -214,6 +216,7 @@ class BucketPass:
             self._count(index, *self._place[id(parameter)])
             if self._options.strategy == "overlapped":
                 self._launch(lambda bucket: not bucket.pending)
+                self._sum()
 
     def _refuse_gradient(self, parameter: torch.Tensor, index: int) -> None:
         gradient = parameter.grad
@@ -250,6 +253,7 @@ class BucketPass:
             bucket.pending.discard(place)
 
     def _open(self) -> None:
+        refuse_capture()
         if self._broken:
             raise CommunicationError(
                 f"an earlier reduction failed ({self._broken}); form a new group with "
@@ -258,9 +262,12 @@ class BucketPass:
         owner = self._owner()
         assert owner is not None
         self._side = 1 - self._side
-        self._next, self._problem, self._counts = 0, "", {}
+        self._next = self._summed = 0
+        self._problem, self._counts = "", {}
         self._is_open = True
         self.passes += 1
+        if all(bucket.keeps_contribution for bucket in self.buckets):
+            self._kept = []  # here, where a device does not wait for it
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
         try:
@@ -288,10 +295,12 @@ class BucketPass:
             return  # the first pass only counts
         while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
             self.buckets[self._next].send(self._side, self._scale)
-            for earlier in self.buckets[: self._next]:
-                assert earlier.exchange is not None
-                earlier.exchange.advance()
             self._next += 1
+
+    def _sum(self) -> None:
+        """Sums what has arrived; in order, as every rank sends in that order."""
+        while self._summed < self._next and self.buckets[self._summed].advance():
+            self._summed += 1
 
     def _on_end(self) -> None:
         """End of a backward pass."""
@@ -306,7 +315,7 @@ class BucketPass:
         try:
             self._launch(lambda bucket: True)
             started_s = time.perf_counter()
-            for bucket in self.buckets:
+            for bucket in self.buckets[self._summed :]:
                 bucket.finish(self._side)
             self.wait_s += time.perf_counter() - started_s
             owner = self._owner()
@@ -333,11 +342,19 @@ class BucketPass:
         A rank whose gradients weigh nothing drops those that nobody else has.
         """
         kept: list[torch.Tensor | None] = []
+        replaces_all = self._options.as_views and closed.source is not None
         with torch.no_grad():
             for bucket in self.buckets:
                 if closed.factor != 1.0:
                     bucket.rescale(self._side, closed.factor)
-                summed, used = bucket.summed[self._side], bucket.used(self._side)
+                summed = bucket.summed[self._side]
+                if replaces_all and not bucket.missing:  # the usual case, and quick
+                    totals = summed[: len(bucket.parameters)]
+                    for parameter, total in zip(bucket.parameters, totals, strict=True):
+                        kept.append(parameter.grad)
+                        parameter.grad = self._given[id(parameter)] = total
+                    continue
+                used = bucket.used(self._side)
                 for index, parameter in enumerate(bucket.parameters):
                     own = parameter.grad
                     kept.append(own)

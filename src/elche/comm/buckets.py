@@ -70,6 +70,11 @@ class Bucket:
         """Bytes of its gradients."""
         return sum(size_bytes(parameter) for parameter in self.parameters)
 
+    @property
+    def keeps_contribution(self) -> bool:
+        """Whether what was sent last is still there until the next but one is."""
+        return self.exchange is not None and self.exchange.keeps_contribution
+
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""
         first = self.parameters[0]
@@ -139,6 +144,16 @@ class Bucket:
         if self._staged:
             self.exchange.contribution(side).copy_(self._flat[side][0])
         self.exchange.begin(side)
+
+    def advance(self) -> bool:
+        """Sums if all contributions are there.
+
+        Returns:
+            Whether :meth:`finish` has nothing left to do.
+        """
+        assert self.exchange is not None
+        self.exchange.advance()
+        return self.exchange.is_collected and not self._staged
 
     def finish(self, side: int) -> None:
         """Waits until :attr:`summed` holds the sum over all ranks.

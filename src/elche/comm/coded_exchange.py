@@ -33,6 +33,8 @@ from elche.comm.process_group import Group
 from elche.comm.shared_memory import Members
 from elche.errors import CommunicationError, ElcheError, MismatchError, ProtocolError
 
+AGREEING = "agreeing on a codec"
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 TAGS_PER_EXCHANGE = 2
 _openings = itertools.count()
 _log = logging.getLogger(__name__)
@@ -345,14 +347,15 @@ def open_coded_exchange(
 
     Raises:
         ConfigError: there is no such codec.
-        MismatchError: the ranks ask for different ones.
+        MismatchError: the ranks ask for different messages; the error names them.
     """
-    chosen = codec_named(codec)
-    may_code = dtype == torch.float32 and group.world_size > 1
-    hosts = group.hosts() if may_code else ()
-    if not may_code or (codec == "fp32" and not spans_hosts(hosts)):
-        return open_exchange(group, numel, dtype, torch.device("cpu"), sides)
-    opening = _agree(group, chosen, numel)
+    chosen, cpu = codec_named(codec), torch.device("cpu")
+    if group.world_size == 1:
+        return open_exchange(group, numel, dtype, cpu, sides)
+    opening = _agree(group, chosen, dtype, numel, sides)
+    hosts = group.hosts() if dtype == torch.float32 else ()
+    if dtype != torch.float32 or (codec == "fp32" and not spans_hosts(hosts)):
+        return open_exchange(group, numel, dtype, cpu, sides)
     tag = TAGS_PER_EXCHANGE * opening
     if spans_hosts(hosts) and group.rank == 0:
         _log.info(
@@ -365,23 +368,28 @@ def open_coded_exchange(
     return CodedExchange(GroupPeers(group), chosen, numel, sides, tag, hosts)
 
 
-def _agree(group: Members, codec: Codec, numel: int) -> int:
+def _agree(
+    group: Members, codec: Codec, dtype: torch.dtype, numel: int, sides: int
+) -> int:
     """Compares what ranks want; returns a number that rank 0 has not used before."""
-    names = list(CODECS)
-    rows = torch.zeros(group.world_size, 4, dtype=torch.int64)
-    wanted = [names.index(codec.name), codec.block, numel, next(_openings)]
-    rows[group.rank] = torch.tensor(wanted)
-    group.all_reduce(rows, "agreeing on a codec")
-    first, *others = (row[:3] for row in rows.tolist())
+    kind = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
+    wanted = [list(CODECS).index(codec.name), codec.block, numel, kind, sides]
+    rows = torch.zeros(group.world_size, len(wanted) + 1, dtype=torch.int64)
+    rows[group.rank] = torch.tensor([*wanted, next(_openings)])
+    group.all_reduce(rows, AGREEING)
+    first, *others = (row[:-1] for row in rows.tolist())
     for rank, other in enumerate(others, start=1):
         if other != first:
             raise MismatchError(
                 f"ranks disagree about a message: rank 0 has {_described(first)}, "
                 f"rank {rank} has {_described(other)}"
             )
-    return int(rows[0, 3])
+    return int(rows[0, -1])
 
 
 def _described(row: list[int]) -> str:
-    index, block, numel = row
-    return f"{numel} elements in {list(CODECS)[index]}, blocks of {block}"
+    index, block, numel, kind, sides = row
+    dtype = str(DTYPES[kind]).removeprefix("torch.") if kind < len(DTYPES) else "?"
+    of = "" if kind == 0 else f" of {dtype}"
+    way = ", overlapped" if sides > 1 else ""
+    return f"{numel} elements{of} in {list(CODECS)[index]}, blocks of {block}{way}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,9 @@ SHOWN_DIFFERENCES = 5
 PROBLEM = "problem"
 DEVICE = "device"
 PROCESS = "process"
-OWN = (DEVICE, PROCESS)
+NUMBER = "number"
+OWN = (DEVICE, PROCESS, NUMBER)
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,12 @@ class Peer:
     Attributes:
         device: the kind of device that its parameters are on.
         pid: its process, by the numbers of its own host.
+        number: of wrappers that it had made before this one.
     """
 
     device: str
     pid: int
+    number: int
 
 
 def describe(
@@ -52,6 +57,7 @@ def describe(
     """
     found = {f"option {name}": repr(value) for name, value in options.items()}
     found[DEVICE], found[PROCESS] = "none", str(os.getpid())
+    found[NUMBER] = str(next(_numbers))
     problem = _problem(model, ignored, with_buffers=options["broadcast_buffers"])
     if problem:
         return {**found, PROBLEM: problem}
@@ -100,7 +106,9 @@ def agree(group: Group, mine: Mapping[str, str]) -> list[Peer]:
                 + "; ".join([*lines, f"and {more} more"] if more > 0 else lines)
                 + "; build the same model with the same arguments on every rank"
             )
-    return [Peer(found[DEVICE], int(found[PROCESS])) for found in ranks]
+    return [
+        Peer(found[DEVICE], int(found[PROCESS]), int(found[NUMBER])) for found in ranks
+    ]
 
 
 def share_host(group: TorchGroup, peers: Sequence[Peer]) -> None:

@@ -9,6 +9,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.errors import ConfigError
+
+Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
+"""What holds a parameter, under what key; its name in the model, itself, its dtype."""
+
+
+def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Place]:
+    """Where a model holds parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)
+        for path, module in model.named_modules()
+        for held in [module._parameters]
+        for key, parameter in held.items()
+        if parameter is not None and id(parameter) in wanted
+    ]
+
+
+def refuse_replaced(places: Sequence[Place]) -> None:
+    """Refuses a model whose parameters are not those that are reduced, as they were.
+
+    Raises:
+        ConfigError: names one.
+    """
+    for held, key, name, parameter, dtype in places:
+        if parameter.dtype is not dtype:
+            raise ConfigError(
+                f"{name} was {dtype} when the model was wrapped and is "
+                f"{parameter.dtype} now; call set_group() on every rank after "
+                "converting it"
+            )
+        if held.get(key) is not parameter:
+            raise ConfigError(
+                f"{name} was replaced after the model was wrapped, so its gradient "
+                "would not be reduced; assign to its .data, or call set_group() on "
+                "every rank after replacing it"
+            )
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors in nested lists, tuples, mappings and dataclasses, in order."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from elche.comm.ddp_turns import ADVICE
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError, ConfigError, DeadlineError
 
@@ -34,7 +35,10 @@ class TorchGroup(Group):
     Attributes:
         torch_group: the wrapped group.
         control_device: where small messages must be.
+        activity: what the group is used for, told to other ranks when that fails.
     """
+
+    activity = "reducing"
 
     def __init__(self, process_group: Any, timeout_s: float) -> None:
         super().__init__(
@@ -106,7 +110,7 @@ class TorchGroup(Group):
     def _explained(self, text: str) -> CommunicationError:
         missing = self._missing()
         if not missing:
-            return CommunicationError(text)
+            return CommunicationError(text + self._out_of_step())
         names = ", ".join(map(str, missing))
         return DeadlineError(
             f"{text}; ranks that did not arrive: {names}. They have ended, hang, or "
@@ -120,7 +124,7 @@ class TorchGroup(Group):
         if store is None:
             return []
         try:
-            store.set(self._key(self.rank), b"failed")
+            store.set(self._key(self.rank), self.activity.encode())
             end_s = time.monotonic() + ROLL_CALL_S
             while missing and time.monotonic() < end_s:
                 missing = [rank for rank in missing if not self._has_come(store, rank)]
@@ -128,6 +132,17 @@ class TorchGroup(Group):
         except RuntimeError:  # the store's host is gone as well
             return []
         return missing
+
+    def _out_of_step(self) -> str:
+        """What the ranks were doing when it failed, if that was not the same."""
+        store = _store_of(self.torch_group)
+        said: list[str] = []
+        with contextlib.suppress(RuntimeError, AttributeError):  # it may be gone
+            said = [store.get(self._key(r)).decode() for r in range(self.world_size)]
+        if len(set(said)) < 2:
+            return ""
+        told = ", ".join(f"rank {rank} was {what}" for rank, what in enumerate(said))
+        return f"; ranks were out of step: {told}; {ADVICE}"
 
     def _has_come(self, store: Any, rank: int) -> bool:
         return bool(store.check([self._key(rank)]))

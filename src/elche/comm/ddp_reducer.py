@@ -25,6 +25,7 @@ from elche.comm.bucket_pass import BucketPass
 from elche.comm.buckets import BucketInfo
 from elche.comm.ddp_buffers import BufferSpreader
 from elche.comm.ddp_group import control_device
+from elche.comm.ddp_turns import Turn
 from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError, ConfigError, ElcheError
@@ -71,6 +72,7 @@ class WeightedReducer:
         loss_reduction: ``"mean"``: the gradient of the weighted mean of the ranks'
             losses; ``"sum"``: of their sum.
         buffers: keeps buffers equal, or None.
+        turn: compares whose pass it is, where the group serves several wrappers.
 
     Attributes:
         last: what came of the last reduction.
@@ -86,8 +88,10 @@ class WeightedReducer:
         options: PassOptions,
         loss_reduction: LossReduction,
         buffers: BufferSpreader | None,
+        turn: Turn,
     ) -> None:
         self._group = group
+        self._turn = turn
         self._parameters = [parameter for _, parameter in named]
         self._names = [name for name, _ in named]
         self._is_mean = loss_reduction == "mean"
@@ -259,6 +263,7 @@ class WeightedReducer:
     def open_pass(self, side: int) -> float:
         """Sends this rank's weight; returns what its gradients are multiplied by."""
         assert self._control is not None
+        self._turn.begin()
         world_size, rank = self._group.world_size, self._group.rank
         self._weight = self._counted if self._set is None else self._set
         values = [0.0] * self._control.contribution(side).numel()

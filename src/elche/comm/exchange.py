@@ -66,6 +66,11 @@ class Exchange(ABC):
     def advance(self) -> None:
         """Does what can be done now without waiting."""
 
+    @property
+    def is_collected(self) -> bool:
+        """Whether the sum is in :meth:`result` and :meth:`finish` has nothing to do."""
+        return False
+
     @abstractmethod
     def poll(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
@@ -240,7 +245,7 @@ class SharedExchange(Exchange):
 
     def advance(self) -> None:
         """Sums if all contributions are there."""
-        if not self._is_read and self._missing() is None:
+        if not self.is_collected and self._missing() is None:
             self._collected()
 
     def poll(self) -> bool:
@@ -249,7 +254,7 @@ class SharedExchange(Exchange):
 
     def wait(self, what: str) -> None:
         """See :meth:`Exchange.wait`."""
-        if not self._is_read:
+        if not self.is_collected:
             self._group.wait_until(
                 lambda: self._missing() is None,
                 lambda: f"{what}: rank {self._missing()} has not come",
@@ -267,7 +272,8 @@ class SharedExchange(Exchange):
         self._read[self._rank] = self._number
 
     @property
-    def _is_read(self) -> bool:
+    def is_collected(self) -> bool:
+        """See :attr:`Exchange.is_collected`."""
         return self._read[self._rank] == self._number
 
     def _missing(self) -> int | None:
@@ -278,7 +284,7 @@ class SharedExchange(Exchange):
 
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
-        if not self._is_read:
+        if not self.is_collected:
             with torch.no_grad():
                 self.sum_into(0, result.numel(), result)
             self.release()

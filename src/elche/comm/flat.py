@@ -120,6 +120,13 @@ class FlatLayout:
         """Whether these tensors lie like those that the layout was made for."""
         return self._key == _key(tensors)
 
+    def changed(self) -> int | None:
+        """The first tensor that lies otherwise than the layout was made for."""
+        if self.fits(self.tensors):
+            return None
+        pairs = zip(self._key, _key(self.tensors), strict=True)
+        return next(index for index, (old, new) in enumerate(pairs) if old != new)
+
     def over(self, flat: torch.Tensor) -> FlatImage:
         """The segments of existing memory of ``numel`` elements."""
         parts = [flat[segment.start : segment.stop] for segment in self.segments]

@@ -57,6 +57,7 @@ class OverlappedAverager(Averager):
     _is_finite = True
     _is_filled = False
     _counts = False
+    _is_active = False
     _weight = 0.0
     _fragment = 0
     _turn: Sequence[ParameterGroup] = ()
@@ -74,12 +75,12 @@ class OverlappedAverager(Averager):
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Averager.state_dict`; nothing may be under way."""
-        self._expect("state_dict", _Phase.IDLE)
+        self._expect("state_dict", _Phase.IDLE, _Phase.TAKEN)
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """See :meth:`Averager.load_state_dict`; nothing may be under way."""
-        self._expect("load_state_dict", _Phase.IDLE)
+        self._expect("load_state_dict", _Phase.IDLE, _Phase.TAKEN)
         super().load_state_dict(state)
 
     @torch.no_grad()
@@ -92,7 +93,12 @@ class OverlappedAverager(Averager):
 
     @torch.no_grad()
     def snapshot(
-        self, weight: float, *, begins: bool = True, fragment: int = 0
+        self,
+        weight: float,
+        *,
+        begins: bool = True,
+        fragment: int = 0,
+        has_trained: bool | None = None,
     ) -> bool:
         """Takes parameters and buffers as they are at the window's end.
 
@@ -102,14 +108,19 @@ class OverlappedAverager(Averager):
                 be that nobody has anything to reduce.
             begins: False leaves the beginning to :meth:`begin` in any case.
             fragment: whose turn it is; the same on all ranks.
+            has_trained: in this window, so that this rank's buffers count; None for
+                what the weight says. A fragment weighs what was trained since its last
+                turn, which may have been in an earlier window alone.
 
         Returns:
             Whether all parameters are finite; otherwise they weigh nothing.
 
         Raises:
+            ConfigError: a parameter has another shape, dtype or device than before.
             ProtocolError: the last reduction has not been adopted.
         """
         self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
+        self._refuse_changed()
         self._fragment, self._turn = fragment, self._fragments[fragment]
         self._is_finite = all([group.fill(weight) for group in self._turn]) and all(
             group.is_finite for group in self._groups if group not in self._turn
@@ -120,6 +131,8 @@ class OverlappedAverager(Averager):
             for group in self._turn:
                 group.refill(0.0)
         self._counts = weight > 0.0 and self._is_finite
+        trained = weight > 0.0 if has_trained is None else has_trained
+        self._is_active = trained and self._is_finite
         self._weight = weight if self._is_finite else 0.0
         if weight > 0.0 and begins:
             self._send()
@@ -180,7 +193,7 @@ class OverlappedAverager(Averager):
     def _send(self) -> None:
         for group in self._turn:
             group.begin()
-        self._buffers.begin_known(is_active=self._counts)
+        self._buffers.begin_known(is_active=self._is_active)
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:

@@ -177,6 +177,22 @@ class ParameterGroup:
         for index in range(len(self._layout.segments)):
             self._layout.read(index, self._base)
 
+    def changed(self) -> nn.Parameter | None:
+        """A parameter with another shape, dtype, device or strides than before."""
+        index = self._layout.changed()
+        if index is None:
+            return None
+        changed = self._layout.tensors[index]
+        assert isinstance(changed, nn.Parameter)
+        return changed
+
+    def becomes_another(self) -> bool:
+        """Whether that makes messages of another dtype or length of the parameters."""
+        tensors, dtype = self._layout.tensors, self._layout.dtype
+        numel = sum(tensor.numel() for tensor in tensors)
+        kinds = {wire_dtype(tensor.dtype) for tensor in tensors}
+        return numel != self._layout.numel or bool(kinds - {dtype})
+
     @property
     def layout(self) -> tuple[str, int]:
         """Dtype and elements of what is averaged."""

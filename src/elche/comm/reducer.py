@@ -14,7 +14,7 @@ why this one exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -55,6 +55,7 @@ class GradientReducer:
         self._active_ranks = 0
         self._holds = False
         self._passes_before = 0
+        self._beneath: Callable[[], None] | None = None
 
     @property
     def bucket_sizes_bytes(self) -> list[int]:
@@ -125,6 +126,17 @@ class GradientReducer:
             self._norms.weigh(None)
         self._refuse_broken_backward()
 
+    def run_beneath(self, work: Callable[[], None] | None) -> None:
+        """Does some work once, when the next backward pass that is reduced begins.
+
+        What the training thread does there costs nothing on a device that computes by
+        itself; between two steps the device, and every other rank, would wait for it.
+
+        Args:
+            work: what to do; None: nothing after all.
+        """
+        self._beneath = work
+
     def hold(self, holds: bool) -> None:
         """Keeps gradients for a later backward pass of the step, which sends them all.
 
@@ -159,6 +171,9 @@ class GradientReducer:
     def open_pass(self, side: int) -> float:
         """See :class:`elche.comm.bucket_contract.Owner`."""
         assert self._scale is not None
+        work, self._beneath = self._beneath, None
+        if work is not None:
+            work()
         return self._scale
 
     def close_pass(self, side: int) -> Closed:

@@ -1,12 +1,12 @@
 """Buffers at the end of a window: one small message for all that changed.
 
 Float buffers (BatchNorm statistics) are overwritten by their plain mean over the ranks
-that trained, never through a drift or an outer step. Counters
-(``num_batches_tracked``) become the common value plus the sum of all ranks'
-increments. All of it travels in float64, which holds counters up to 2⁵³ and rounds a
-mean once. After a window in which no rank's contribution counts (all were rejected,
-say: then their statistics may be no numbers) float buffers become again what they were
-after the last one.
+that trained, never through a drift or an outer step; flags become what most of these
+have, and are raised in a tie. Counters (``num_batches_tracked``) become the common
+value plus the sum of all ranks' increments. All of it travels in float64, which holds
+counters up to 2⁵³ and rounds a mean once. After a window in which no rank's
+contribution counts (all were rejected, say: then their statistics may be no numbers)
+float buffers become again what they were after the last one.
 
 What is sent is taken at the window's end. Increments that come later stay, and count
 in the next window; a float buffer that is written meanwhile is overwritten all the
@@ -82,7 +82,7 @@ class WindowBuffers:
         self._common_floats = {
             index: _exact(buffer)
             for index, buffer in enumerate(self._model.buffers())
-            if _is_float(buffer) and buffer.numel() <= SNAPSHOT_ELEMENTS
+            if _is_averaged(buffer) and buffer.numel() <= SNAPSHOT_ELEMENTS
         }
 
     def changed(self) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class WindowBuffers:
             index: _counted(buffer) if _is_counter(buffer) else _exact(buffer)
             for index, buffer in enumerate(self._model.buffers())
             if _is_counter(buffer)
-            or (_is_float(buffer) and index in self._waiting | self._ever)
+            or (_is_averaged(buffer) and index in self._waiting | self._ever)
         }
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class WindowBuffers:
 
     def _send(self, indices: list[int], *, is_active: bool) -> None:
         buffers = list(self._model.buffers())
-        sent = [i for i in indices if i in self._common or _is_float(buffers[i])]
+        sent = [i for i in indices if i in self._common or _is_averaged(buffers[i])]
         if not sent:
             return
         if is_active:
@@ -212,6 +212,8 @@ class WindowBuffers:
             return False
         if buffer.is_complex():
             buffer.copy_(torch.view_as_complex(mean.view(*buffer.shape, 2)))
+        elif buffer.dtype == torch.bool:
+            buffer.copy_((mean >= 0.5).view(buffer.shape))
         else:
             buffer.copy_(mean.view(buffer.shape))
         return True
@@ -235,12 +237,13 @@ class WindowBuffers:
         buffer.copy_(self._common[index] + since)
 
 
-def _is_float(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    is_flag = buffer.dtype == torch.bool
+    return is_flag or buffer.is_floating_point() or buffer.is_complex()
 
 
 def _is_counter(buffer: torch.Tensor) -> bool:
-    return not _is_float(buffer) and buffer.dtype != torch.bool
+    return not _is_averaged(buffer)
 
 
 def _size(buffer: torch.Tensor) -> int:

@@ -51,9 +51,13 @@ from elche.runtime.succession import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.window_sync import refuse_state, refuse_stray_gradients
 from elche.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+STEPS_WITHOUT_BACKWARD = 3
+"""Under ``sync``, when it is no skipped batch any more if none had a backward pass."""
 
 
 class Run:
@@ -101,8 +105,9 @@ class Run:
         self._epoch = -1
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._under_way: SyncEpoch | WindowEpoch | None = None
-        self._samples_before = 0
+        self._samples_before = self._samples_resumed = 0
         self.last_samples = 0
+        self._steps_without_backward = 0
         self._pending_error: ElcheError | None = None
         self._closed = False
 
@@ -154,10 +159,51 @@ class Run:
     @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
+        before = self._samples_resumed
         if isinstance(self._under_way, WindowEpoch):
-            return self._under_way.progress_samples
+            return before + self._under_way.progress_samples
         done = self._under_way.samples_done if self._under_way is not None else 0
-        return float(self._samples_before + done)
+        return float(before + self._samples_before + done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's run holds between epochs beside model and optimizer.
+
+        Raises:
+            ConfigError: inside an epoch.
+            ProtocolError: the parameters have moved since it ended.
+        """
+        self._expect_between_epochs("state_dict")
+        windows = self._synchroniser.windows
+        return {
+            "samples": self._samples_resumed + self._samples_before,
+            "averaging": None if windows is None else windows.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; with all ranks.
+
+        Raises:
+            ConfigError: inside an epoch, or nothing is averaged in this run.
+            MismatchError: a rank's state does not fit, or ranks' do not belong
+                together.
+        """
+        self._expect_between_epochs("load_state_dict")
+        windows, averaging = self._synchroniser.windows, state["averaging"]
+        if windows is not None:
+            windows.load_state_dict(averaging)
+        elif self.config.policy == "auto":
+            if averaging is not None:
+                logger.info("policy 'auto' begins as sync: averaging begins anew")
+        else:
+            refuse_state(averaging)
+        self._samples_resumed = state["samples"] - self._samples_before
+
+    def _expect_between_epochs(self, call: str) -> None:
+        if self._under_way is not None:
+            raise ConfigError(
+                f"{call}() inside an epoch, where ranks hold different things; call it "
+                "between epochs, on every rank"
+            )
 
     @property
     def host(self) -> RankHost:
@@ -362,6 +408,7 @@ class Run:
     ) -> SyncEpoch | WindowEpoch:
         reducer, batches = self._synchroniser.reducer, self._batches
         assert batches is not None
+        self._steps_without_backward = 0
         if reducer is not None:
             return SyncEpoch(
                 self.worker,
@@ -396,10 +443,19 @@ class Run:
     def _hooks(self) -> EpochHooks:
         return EpochHooks(
             self._keep_error,
-            self._synchroniser.check,
+            self._check_training,
             self.news.drain_scalars,
             self._synchroniser.parameter_norm,
         )
+
+    def _check_training(self) -> None:
+        """Refuses what elche cannot see, or cannot follow, inside an epoch."""
+        self._synchroniser.check()
+        reducer = self._synchroniser.reducer
+        if reducer is not None and reducer.backward_passes == 0:
+            self._steps_without_backward += 1
+            if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
+                refuse_stray_gradients(list(self._model.parameters()))
 
     def _keep_error(self, error: ElcheError) -> None:
         self._pending_error = error

@@ -10,7 +10,7 @@ number before it gets to ``p.grad``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -103,6 +103,10 @@ class SummedReducer:
         """
         self._factor = 1.0
         self._reducer.end_step()
+
+    def run_beneath(self, work: Callable[[], None] | None) -> None:
+        """See :meth:`GradientReducer.run_beneath`."""
+        self._reducer.run_beneath(work)
 
     def hold(self, holds: bool) -> None:
         """See :meth:`GradientReducer.hold`."""

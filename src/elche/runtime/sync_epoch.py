@@ -85,6 +85,7 @@ class SyncEpoch:
         self._grants: deque[GrantSteps] = deque()
         self._granted_until = 0
         self._measured = _Measured()
+        self._unsent: StepsDone | None = None
         self.end: EndEpoch | None = None
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
@@ -106,6 +107,7 @@ class SyncEpoch:
         except GeneratorExit:
             with contextlib.suppress(CommunicationError):
                 self._reducer.end_step()
+            self._report()
             if handed_out:
                 self.samples_done += self._positions.samples_of(handed_out - 1)
             epoch = self._positions.epoch
@@ -133,6 +135,7 @@ class SyncEpoch:
             self._measured.transfer_s += transfer_s
             self._account(step, now_s - began_s, ready_s - began_s - transfer_s)
             began_s = now_s
+        self._report()
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")
 
@@ -144,9 +147,11 @@ class SyncEpoch:
                 if got[0].step != number:
                     raise ProtocolError(f"expected step {number}, loaded {got[0]}")
                 return got
+            self._report()
             waits = self._granted_until <= number and not self._leased.has_work
             if waits and self.switch is None:  # drawing may have brought it
                 self._worker.receive(self.handle, f"the grant of step {number}")
+        self._report()
         return None
 
     def handle(self, instruction: Instruction) -> None:
@@ -179,7 +184,20 @@ class SyncEpoch:
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
 
+    def _report(self) -> None:
+        """Sends what is still to be said."""
+        event, self._unsent = self._unsent, None
+        if event is not None:
+            self._reducer.run_beneath(None)
+            self._worker.send(event)
+
+    def _report_beneath(self) -> None:
+        """The same inside a backward pass; reads what came since the last report."""
+        self._report()
+        self.refill()
+
     def _account(self, step: Step, step_s: float, data_wait_s: float) -> None:
+        self._report()  # there was no backward pass
         measured = self._measured
         sync_wait_s = self._reducer.wait_s
         measured.samples += step.samples
@@ -193,22 +211,21 @@ class SyncEpoch:
             grant = self._grants.popleft()
             is_last = grant.stop == self._positions.num_batches
             tells_norm = is_last and self._worker.rank == 0
-            self._worker.send(
-                StepsDone(
-                    rank=self._worker.rank,
-                    epoch=self._positions.epoch,
-                    start=grant.start,
-                    stop=grant.stop,
-                    samples=measured.samples,
-                    busy_s=measured.busy_s,
-                    data_wait_s=measured.data_wait_s,
-                    sync_wait_s=measured.sync_wait_s,
-                    warm=measured.warm,
-                    backward_passes=self._reducer.backward_passes,
-                    max_samples=self._worker.max_samples,
-                    transfer_s=measured.transfer_s,
-                    parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
-                    scalars=self._hooks.scalars(is_last),
-                )
+            self._unsent = StepsDone(
+                rank=self._worker.rank,
+                epoch=self._positions.epoch,
+                start=grant.start,
+                stop=grant.stop,
+                samples=measured.samples,
+                busy_s=measured.busy_s,
+                data_wait_s=measured.data_wait_s,
+                sync_wait_s=measured.sync_wait_s,
+                warm=measured.warm,
+                backward_passes=self._reducer.backward_passes,
+                max_samples=self._worker.max_samples,
+                transfer_s=measured.transfer_s,
+                parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
+                scalars=self._hooks.scalars(is_last),
             )
             self._measured = _Measured()
+            self._reducer.run_beneath(self._report_beneath)

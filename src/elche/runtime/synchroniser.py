@@ -16,6 +16,7 @@ from elche.comm.reducer import GradientReducer
 from elche.comm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.parameter_watch import ParameterWatch
 from elche.runtime.summed_loss import SummedReducer
 from elche.runtime.window_sync import WindowSync, make_window_sync
 
@@ -51,6 +52,7 @@ class Synchroniser:
         self._side_group = side_group
         self._norm_group: Group | None = None
         self._signature: list[tuple[int, bool]] = []
+        self._watch = ParameterWatch(model)
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | SummedReducer | None = None
         self.windows: WindowSync | None = None
@@ -77,6 +79,7 @@ class Synchroniser:
         self.policy = policy or self.policy
         self.reducer = self.windows = None
         self._signature = self._current_signature()
+        self._watch = ParameterWatch(self._model)
         if self.policy == "sync":
             if self._norm_group is None and sync_batchnorm_layers(self._model):
                 self._norm_group = self._side_group()
@@ -112,7 +115,7 @@ class Synchroniser:
         Raises:
             ConfigError: parameters were frozen, unfrozen or added since it began.
         """
-        if self.is_changed:
+        if not self._watch.is_same and self.is_changed:
             raise ConfigError(
                 "parameters were frozen, unfrozen or added inside an epoch; do it "
                 "between epochs, on every rank"

@@ -14,13 +14,14 @@ from elche.comm.averaging import ParameterAverager
 from elche.comm.codec_choice import measured_codec
 from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_window import GradientWindow
+from elche.comm.graph_capture import refuse_capture
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
 from elche.comm.process_group import Group
 from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.coordination.messages import Reduce
-from elche.errors import ProtocolError
+from elche.errors import ConfigError, ProtocolError
 
 
 class WindowSync(ABC):
@@ -59,6 +60,18 @@ class WindowSync(ABC):
     def changed_buffers(self) -> tuple[int, ...]:
         """Indices of buffers written since the last reduction."""
         return ()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What averaging holds beside the model; None where nothing is averaged."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Goes on from what :meth:`state_dict` returned; with all ranks.
+
+        Raises:
+            ConfigError: there is a state, but nothing is averaged here.
+        """
+        refuse_state(state)
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if what this rank did in it can be used.
@@ -174,6 +187,14 @@ class ParameterSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WindowSync.state_dict`."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`WindowSync.load_state_dict`."""
+        self._averager.load_state_dict(state)
+
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._in_hand = samples
@@ -243,6 +264,14 @@ class OverlappedSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WindowSync.state_dict`."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`WindowSync.load_state_dict`."""
+        self._averager.load_state_dict(state)
+
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._in_hand = samples
@@ -254,13 +283,14 @@ class OverlappedSync(WindowSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
+        has_trained = self._samples > 0
         self._drifts.add(self._samples)
         self._samples = 0
         fragment = self._windows % self._drifts.fragments
         self._windows += 1
         weight = self._drifts.weights()[fragment]
         self._is_finite = self._averager.snapshot(
-            weight, begins=begins, fragment=fragment
+            weight, begins=begins, fragment=fragment, has_trained=has_trained
         )
         return self._is_finite
 
@@ -320,6 +350,7 @@ class GradientSync(WindowSync):
         self._samples = 0
         self._in_backward = False
         self._holds = False
+        self._has_seen = False
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -335,7 +366,9 @@ class GradientSync(WindowSync):
         self._handles.clear()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._has_seen = True
         if not self._in_backward and not self._holds:
+            refuse_capture()
             self._in_backward = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
@@ -373,10 +406,12 @@ class GradientSync(WindowSync):
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._samples = samples
-        self._in_backward = self._holds = False
+        self._in_backward = self._holds = self._has_seen = False
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
+        if not self._has_seen:
+            refuse_stray_gradients(self._parameters)
         if self._is_sum:  # before their samples are counted
             self._add_gradients()
         self._window.add(self._samples)
@@ -426,6 +461,39 @@ class GradientSync(WindowSync):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+
+def refuse_stray_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuses gradients that came without a backward pass, and were not reduced.
+
+    Where such a gradient is, the loop's optimizer has stepped along it on this rank
+    alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    stray = next((p for p in parameters if p.grad is not None), None)
+    if stray is not None:
+        raise ConfigError(
+            f"a parameter of shape {list(stray.shape)} has a gradient, but no backward "
+            "pass of this loop produced one: gradients that are assigned "
+            "(torch.autograd.grad), or that a replayed CUDA graph writes, are not "
+            "reduced; call loss.backward(), or choose policy 'async' or 'cadence', "
+            "which average parameters"
+        )
+
+
+def refuse_state(state: dict[str, Any] | None) -> None:
+    """Refuses a state of averaging where gradients are reduced.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if state is not None:
+        raise ConfigError(
+            "the state is of averaged parameters, and this run reduces gradients; "
+            "expected the policy and update that it was saved under"
+        )
 
 
 @torch.no_grad()

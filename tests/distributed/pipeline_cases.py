@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
 WIDTH = 6
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
 
 
 @dataclass(frozen=True)
@@ -460,6 +467,20 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     )
 
 
+def hang(pipe: Pipeline | None) -> None:
+    """Does nothing until the other ranks have ended the run, or half a minute.
+
+    Raises:
+        RemoteRankError: they have.
+    """
+    assert pipe is not None
+    assert pipe._crew.peers is not None
+    until_s = time.monotonic() + 30.0
+    while time.monotonic() < until_s:
+        pipe._crew.peers._check()
+        threading.Event().wait(0.05)
+
+
 class Trouble(nn.Module):
     """A layer that does something wrong in one microbatch of the first step.
 
@@ -471,13 +492,14 @@ class Trouble(nn.Module):
         self.body = nn.Linear(WIDTH, WIDTH)
         self.kind = kind
         self.calls = 0
+        self.pipe: Pipeline | None = None
 
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
         if self.calls != (19 if self.kind == "hangs later" else 3):
             return self.body(x)
         if self.kind.startswith("hangs"):
-            threading.Event().wait(12.0)
+            hang(self.pipe)
         if self.kind == "dies":
             os._exit(7)
         if self.kind == "raises":
@@ -519,12 +541,13 @@ def troubled(kind: str, schedule: str = "zb-h1") -> list[str]:
     if kind == "odd target":
         batches[0] = (x, y[:7])
     if kind == "hangs later":
-        batches, options["min_patience_s"] = [(x, y)] * 5, 2
+        batches, options["min_patience_s"] = [(x, y)] * 5, 3
     found: list[str] = []
     pipe = None
     try:
-        options["timeout_s"] = 3 if kind == "hangs" else 20
+        options["timeout_s"] = 5 if kind == "hangs" else 20
         pipe = Pipeline(layers, loss_fn, micro_batches=4, **options)
+        middle.pipe = pipe
         for batch, target in batches:
             found.append(_told(pipe, batch, target))
     except Exception as error:
@@ -590,3 +613,15 @@ def drawn(seed: int | None, replicas: int = 1) -> Drawn:
         names = [each.name for each in pipe.layers]
         zeroed = {n: torch.cat(m) for n, m in zip(names, masks, strict=True)}
         return Drawn(weights, zeroed, torch.rand(8))
+
+
+def example() -> str:
+    """What the example of the documentation prints on this rank."""
+    shown, arguments = io.StringIO(), sys.argv
+    sys.argv = [str(EXAMPLE)]
+    try:
+        with redirect_stdout(shown):
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+    finally:
+        sys.argv = arguments
+    return shown.getvalue()

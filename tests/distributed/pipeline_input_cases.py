@@ -116,6 +116,29 @@ MISTAKES: dict[str, Callable[[Given, int], None]] = {
     "a factory of nothing": _mistake_of_last(_replaced(-1, lambda: lambda: None)),
     "one layer less": _mistake_of_last(lambda given: given.layers.pop(2)),
     "another layer": _mistake_of_last(_replaced(1, nn.ReLU)),
+    "a layer without sizes": _mistake_of_all(
+        _replaced(2, lambda: nn.LazyLinear(WIDTH))
+    ),
+    "a layer without sizes, on one rank": _mistake_of_last(
+        _replaced(2, lambda: lambda: nn.LazyLinear(WIDTH))
+    ),
+    "a loss that learns": _mistake_of_all(_set(loss_fn=nn.Bilinear(3, 3, 1))),
+    "a loss that is a class": _mistake_of_all(_set(loss_fn=nn.CrossEntropyLoss)),
+    "measured, for no schedule": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), schedule=3)
+    ),
+    "measured, for no microbatches": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), micro_batches=None)
+    ),
+    "measured on text": _mistake_of_all(_options(costs="measure", sample="text")),
+    "measured, on little memory": _mistake_of_all(
+        _options(
+            costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[100.0, 100.0]
+        )
+    ),
+    "memory of other ranks": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[1e9])
+    ),
     "an option that is none": _mistake_of_all(_options(microbatches=4)),
     "an option that is none, on one rank": _mistake_of_last(_options(microbatches=4)),
     "a device that is none": _mistake_of_last(_options(devices=["cpu"] * 9)),
@@ -126,6 +149,9 @@ MISTAKES: dict[str, Callable[[Given, int], None]] = {
     "a loss that is a number": _mistake_of_all(_set(loss_fn=lambda y, t: 0.5)),
     "a loss without gradient": _mistake_of_all(
         _set(loss_fn=lambda y, t: loss_of(y, t).detach())
+    ),
+    "a loss that is complex": _mistake_of_all(
+        _set(loss_fn=lambda y, t: loss_of(y, t) * 1j)
     ),
     "a loss that fails": _mistake_of_all(_set(loss_fn=lambda y: y)),
     "an input changed in place": _mistake_of_all(_replaced(2, Inside)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from torch import nn
 from elche.pipeline import replanning
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.formats import to_text
-from tests.distributed.pipeline_cases import WIDTH, Work, data_for, loss_of
+from tests.distributed.pipeline_cases import WIDTH, Work, data_for, hang, loss_of
 from tests.distributed.pipeline_move_cases import first_layers, optimizer_of
 from tests.harness.rank_main import this_place
-from tests.pipeline.profiling_cases import Delay, batch
+from tests.pipeline.profiling_cases import Delay, batch, virtual_time
 
 STEPS, DRIFT_STEP = 14, 6
 
@@ -145,14 +144,19 @@ def throttled(by_itself: bool) -> tuple[list[int], list[tuple[int, ...]], bool]:
     Args:
         by_itself: layers move without being asked.
     """
+    with virtual_time():
+        return _throttled(by_itself)
+
+
+def _throttled(by_itself: bool) -> tuple[list[int], list[tuple[int, ...]], bool]:
     rank = this_place().rank
     torch.manual_seed(3)
     layers = [Throttled().double() for _ in range(8)]
     x, y = batch()
     Throttled.seconds = 0.002
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"min_patience_s": 30.0}
     if by_itself:
-        options = {"auto_repartition": True, "replan_every": 2}
+        options |= {"auto_repartition": True, "replan_every": 2}
     with Pipeline(
         layers,
         F.mse_loss,
@@ -191,11 +195,12 @@ class Stalling(nn.Module):
         self.body = nn.Linear(WIDTH, WIDTH)
         self.stalls_at = stalls_at
         self.calls = 0
+        self.pipe: Pipeline | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls == 4 * self.stalls_at + 3:
-            threading.Event().wait(6.0)
+            hang(self.pipe)
         return self.body(x)
 
 
@@ -204,7 +209,7 @@ def stalled(rank: int, step: int) -> tuple[list[float], str]:
     place = this_place()
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(place.world_size)]
-    layers[rank] = Stalling(step if place.rank == rank else 10**6)
+    layers[rank] = middle = Stalling(step if place.rank == rank else 10**6)
     x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
     took_s: list[float] = []
     with Pipeline(
@@ -213,8 +218,9 @@ def stalled(rank: int, step: int) -> tuple[list[float], str]:
         micro_batches=4,
         schedule="zb-h1",
         timeout_s=60,
-        min_patience_s=1.0,
+        min_patience_s=3.0,
     ) as pipe:
+        middle.pipe = pipe
         for _ in range(step + 1):
             begun_s = time.monotonic()
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.reduction import Reduction
 from elche.schedule.actions import Kind
-from tests.distributed.pipeline_cases import MODELS, WIDTH, call, loss_of
+from tests.distributed.pipeline_cases import MODELS, WIDTH, call, hang, loss_of
 from tests.harness.rank_main import this_place
 
 Groups = list[list[int]]
@@ -223,12 +222,13 @@ class Stumbling(nn.Module):
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH)
         self.kind, self.at, self.calls = kind, at, 0
+        self.pipe: Pipeline | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.calls == self.at:
             if self.kind == "hangs":
-                threading.Event().wait(7.0)
+                hang(self.pipe)
             if self.kind == "dies":
                 os._exit(7)
             if self.kind == "raises":
@@ -237,10 +237,10 @@ class Stumbling(nn.Module):
 
 
 def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tensor]]:
-    """Rank 3 of two replicas of two ranks stumbles; what steps came to, gradients."""
-    rank = this_place().rank
+    """The last rank of two replicas stumbles; what steps came to, gradients."""
+    rank, last = this_place().rank, this_place().world_size - 1
     torch.manual_seed(1)
-    middle = Stumbling(kind if rank == 3 else "", at)
+    middle = Stumbling(kind if rank == last else "", at)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), middle, nn.Linear(WIDTH, CLASSES)]
     x, y = torch.randn(8, WIDTH), torch.randint(CLASSES, (8,))
     told: list[str] = []
@@ -254,6 +254,7 @@ def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tens
         timeout_s=20,
         min_patience_s=2.0,
     )
+    middle.pipe = pipe
     try:
         for _ in range(steps):
             pipe.zero_grad()

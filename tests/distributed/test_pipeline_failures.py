@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -75,9 +74,7 @@ def test_what_cannot_be_built_is_told_everywhere(
 
 
 def test_a_hanging_rank_is_named(ranks4: RankPool) -> None:
-    started_s = time.monotonic()
     found = ranks4.run(troubled, "hangs", case_setup=serve_in_thread)
-    assert time.monotonic() - started_s < 30
     for rank in (0, 1, 3):
         assert "rank 2 is late" in found[rank][0], found[rank][0]
     assert found[2][0] != ""

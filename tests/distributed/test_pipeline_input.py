@@ -33,6 +33,15 @@ MESSAGES = {
     "a factory of nothing": "expected the factory of layer 3 to make an nn.Module",
     "one layer less": "ranks disagree about the partition",
     "another layer": "the layers, at 1: rank 0 has 1 (Tanh), rank 1 has 1 (ReLU)",
+    "a layer without sizes": "layer 2 (LazyLinear) has parameters or buffers without",
+    "a layer without sizes, on one rank": "layer 2 (LazyLinear) has parameters or",
+    "a loss that learns": "loss_fn has parameters that learn (weight, bias)",
+    "a loss that is a class": "needs a loss function of (output, target) that returns",
+    "measured, for no schedule": "expected the name of a schedule",
+    "measured, for no microbatches": "micro_batches of at least 1, got None",
+    "measured on text": "expected one microbatch of the input as sample=",
+    "measured, on little memory": "no partition fits the memory",
+    "memory of other ranks": "memory_bytes for each of 2 ranks, got [1000000000.0]",
     "an option that is none": "unexpected keyword argument 'microbatches'",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",
     "a device that is none": "expected a device for each of 2 ranks",
@@ -41,6 +50,7 @@ MESSAGES = {
     "a batch of another width": "shapes cannot be multiplied (2x3 and 6x6)",
     "another call": "rank 0: step, rank 1: evaluate",
     "a loss that is a number": "expected loss_fn to return a scalar tensor, got float",
+    "a loss that is complex": "expected loss_fn to return a real number",
     "a loss without gradient": "depends on no parameter that requires a gradient",
     "a loss that fails": "takes 1 positional argument but 2 were given",
     "an input changed in place": "changes the stage's input (or a parameter) in place",
@@ -50,6 +60,7 @@ WHERE = {"a batch of another width": 0, "a sparse output": 0}
 TOLD_BY_ONE = (
     "an option that is none, on one rank",
     *("a batch of another width", "a loss that is a number", "a loss that fails"),
+    "a loss that is complex",
     *("a loss without gradient", "an input changed in place", "a sparse output"),
 )
 

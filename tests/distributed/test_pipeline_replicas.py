@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -246,15 +245,22 @@ def test_a_failing_stage_is_told_everywhere_and_the_next_step_is_right(
 @pytest.mark.faults
 @pytest.mark.slow
 def test_a_hanging_rank_is_named_in_all_replicas(ranks4: RankPool) -> None:
-    started_s = time.monotonic()
     found = ranks4.run(stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread)
-    assert time.monotonic() - started_s < 40
     for rank in range(3):
         told, _ = found[rank]
         assert told[:4] == [""] * 4
         assert "rank 3 is late" in told[4], told[4]
-    told_by_others = "".join(told[4] for told, _ in found)
-    assert re.search(r"the sum of the gradients of stage \d", told_by_others)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_rank_that_is_late_for_a_sum_is_named(ranks2: RankPool) -> None:
+    (told, _), _ = ranks2.run(
+        stumbles, "hangs", 4 * 4 + 1, 5, case_setup=serve_in_thread
+    )
+    assert told[:4] == [""] * 4
+    assert re.search(r"the sum of the gradients of stage \d", told[4]), told[4]
+    assert "rank 1 is late" in told[4]
 
 
 @pytest.mark.faults

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elche.errors import ConfigError
+from elche.errors import CommunicationError, ConfigError
 from elche.pipeline.building import layers_of
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.pipeline import Pipeline
@@ -247,3 +247,49 @@ def test_evaluation_keeps_modes_and_needs_no_target() -> None:
     torch.testing.assert_close(found.outputs, model[2](model[0](DATA[0])))
     assert [one.training for one in model] == [True, False, True]
     assert found.outputs.requires_grad is False
+
+
+def test_one_process_that_has_closed_says_so() -> None:
+    pipe = pipeline([nn.Linear(6, 3)])
+    pipe.step(*DATA)
+    pipe.close()
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(CommunicationError, match="the pipeline is closed"):
+            call(*DATA)
+    assert list(pipe.state_dict()) == ["0.weight", "0.bias"], "nobody else is needed"
+
+
+def test_layers_without_sizes_are_refused() -> None:
+    lazy = nn.LazyLinear(6)
+    with pytest.raises(ConfigError, match=r"layer 0 \(LazyLinear\) has parameters"):
+        pipeline([lazy, nn.Linear(6, 3)])
+    lazy(DATA[0])
+    pipeline([lazy, nn.Linear(6, 3)]).step(*DATA)
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d())
+    with pytest.raises(ConfigError, match=r"the model \(LazyBatchNorm1d\) has"):
+        pipeline(model, split=list)
+
+
+def test_a_loss_that_learns_is_refused_and_a_frozen_one_is_not() -> None:
+    loss = nn.Sequential(nn.Linear(3, 3))
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = loss
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.body(output), target)
+
+    with pytest.raises(ConfigError, match=r"loss_fn has parameters that learn \(body"):
+        Pipeline([nn.Linear(6, 3)], Loss(), micro_batches=3)
+    loss.requires_grad_(False)
+    Pipeline([nn.Linear(6, 3)], Loss(), micro_batches=3).step(*DATA)
+
+
+@pytest.mark.parametrize("schedule", [None, 3, Path("plan.csv")])
+def test_a_schedule_of_another_type_is_refused(schedule: Any) -> None:
+    options = {"costs": "measure", "sample": DATA[0][:3]}
+    for more in ({}, options):
+        with pytest.raises(ConfigError, match="expected the name of a schedule"):
+            pipeline([nn.Linear(6, 3)], schedule=schedule, **more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
+from elche.pipeline.building import layers_of
 from elche.pipeline.config import PipelineConfig
+from elche.pipeline.memory import memory_limit
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.profiling import (
     LayerMeasurement,
@@ -19,6 +23,8 @@ from elche.pipeline.profiling import (
     profile_layers,
 )
 from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.environment import Placement
+from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
 from tests.pipeline.profiling_cases import (
     LAYERS,
@@ -28,6 +34,7 @@ from tests.pipeline.profiling_cases import (
     layers_with,
     measuring_fails_on_rank_1,
     profiled,
+    virtual_time,
 )
 
 CPU = torch.device("cpu")
@@ -35,11 +42,12 @@ CPU = torch.device("cpu")
 
 def test_each_part_of_a_layer_is_timed() -> None:
     layers = [Emulated(0.02).double(), Emulated(0.0).double()]
-    slow, fast = profile_layers(layers, batch()[0], CPU, runs=1)
-    assert slow.forward_s >= 0.02
-    assert slow.input_gradient_s >= 0.02
-    assert slow.weight_gradient_s < 0.02
-    assert fast.forward_s < 0.02
+    with virtual_time():
+        slow, fast = profile_layers(layers, batch()[0], CPU, runs=1)
+    assert slow.forward_s == pytest.approx(0.02)
+    assert slow.input_gradient_s == pytest.approx(0.02)
+    assert slow.weight_gradient_s < 1e-6
+    assert fast.forward_s < 1e-6
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
@@ -72,27 +80,59 @@ def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
     assert meta.weight.is_meta
 
 
-def plan(slow: float, layers: int = 9) -> PipelineConfig:
+def plan(slow: float, layers: int = 9, limit: float = math.inf) -> PipelineConfig:
     told = [
         as_message([LayerMeasurement(t, t, t, 8, 8, 8)] * layers) for t in (1.0, slow)
     ]
-    return plan_measured(told, "1f1b", 8, PipelineConfig())[1]
+    return plan_measured(told, [math.inf, limit], "1f1b", 8, PipelineConfig())[1]
 
 
-def test_the_plan_follows_the_times() -> None:
-    config = plan(slow=2.0)
+def layers_by_rank(config: PipelineConfig) -> dict[int, int]:
     assert config.partition is not None
     assert not isinstance(config.costs, str)
     assert config.costs is not None
-    by_rank = dict(zip(config.costs.placement, config.partition, strict=True))
-    assert by_rank == {0: 6, 1: 3}
+    return dict(zip(config.costs.placement, config.partition, strict=True))
+
+
+def test_the_plan_follows_the_times() -> None:
+    assert layers_by_rank(plan(slow=2.0)) == {0: 6, 1: 3}
+
+
+def test_the_plan_stays_within_the_memory() -> None:
+    """A layer takes 32 bytes with its state, and 8 for each microbatch in flight."""
+    assert layers_by_rank(plan(slow=0.5))[1] > 4
+    config = plan(slow=0.5, limit=170.0)
+    assert layers_by_rank(config)[1] <= 4
+    assert isinstance(config.costs, PipelineCosts)
+    assert math.isinf(config.costs.memory[0])
+    assert config.costs.memory[1] < 170.0
+    with pytest.raises(ConfigError, match="only if some get no layers"):
+        plan(slow=0.5, limit=30.0)
+
+
+def test_the_memory_of_a_rank() -> None:
+    layers = layers_of([nn.Linear(3, 4)], None)
+    place = Placement(rank=1, world_size=2, device=CPU)
+    assert math.isinf(memory_limit(PipelineConfig(), place, CPU, layers))
+    given = PipelineConfig(costs="measure", memory_bytes=(5, 7))
+    assert memory_limit(given, place, CPU, layers) == 7.0
+    with pytest.raises(ConfigError, match="memory_bytes for each of 3 ranks"):
+        memory_limit(given, replace(place, world_size=3), CPU, layers)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 1.0), 8, "12"])
+def test_memory_that_is_none_is_refused(limits: Any) -> None:
+    with pytest.raises(ConfigError, match="bytes above 0 for each rank"):
+        PipelineConfig(costs="measure", memory_bytes=limits)
+    with pytest.raises(ConfigError, match='memory_bytes= is for costs="measure"'):
+        PipelineConfig(memory_bytes=limits)
 
 
 def test_ranks_with_other_layers_are_refused() -> None:
     one = LayerMeasurement(1.0, 1.0, 1.0, 8, 8, 8)
     told = [as_message([one] * 3), as_message([one] * 4)]
     with pytest.raises(MismatchError, match=r"numbers of layers: \[3, 4\]"):
-        plan_measured(told, "1f1b", 2, PipelineConfig())
+        plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())
 
 
 def test_more_ranks_than_layers_are_refused() -> None:

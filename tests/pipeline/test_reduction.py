@@ -11,9 +11,9 @@ from torch import nn
 
 from elche.errors import CommunicationError, ConfigError
 from elche.pipeline import gradient_buckets
-from elche.pipeline.executor import StepInput, StepResults
 from elche.pipeline.reduction import GradientReduction
 from elche.pipeline.replica_units import Unit
+from elche.pipeline.step_io import StepInput, StepResults
 
 RANKS = (0, 1)
 

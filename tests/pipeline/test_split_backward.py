@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,31 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x[:, None, :, None] * x[:, None, None, :]
 
 
+class Doubled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Mixed(nn.Module):
+    """torch's attention on rows that lie apart, queries and keys not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, kdim=6, vdim=6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = _apart(x) * 2
+        return self.attention(_apart(x), keys, keys, need_weights=False)[0]
+
+
+def _hooked_output(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    made = F.linear(x, w, b)
+    made.register_hook(lambda grad: grad * 3)
+    return made * 2
+
+
 ONES = torch.ones(4, dtype=torch.float64)
 TOKENS = torch.arange(12).reshape(3, 4) % 5
 DEFERRED: dict[str, Callable[[], nn.Module]] = {
@@ -130,6 +156,12 @@ DEFERRED: dict[str, Callable[[], nn.Module]] = {
         Of(_square), nn.ConvTranspose2d(1, 3, 3, 2, 1, output_padding=1)
     ),
     "attention": Attention,
+    "attention of two": Mixed,
+    "hooked output": lambda: Of(_hooked_output, (4, 6), (4,)),
+    "hooked layer": lambda: _hooked_layer(),
+    "own forward": lambda: Doubled(6, 4),
+    "linear of rows apart": lambda: nn.Sequential(Of(_apart), nn.Linear(6, 4)),
+    "forward set on it": lambda: _own_forward(),
     "shared": Twice,
     "checkpoint": lambda: Checkpointed(False),
     "reentrant": lambda: Checkpointed(True),
@@ -159,11 +191,27 @@ IMMEDIATE: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(6, 4).double(), torch.ones(2, 6).double()
     ),
     "hooked": lambda: _hooked(),
+    "parametrized bias": lambda: torch.nn.utils.parametrize.register_parametrization(
+        nn.Linear(6, 4), "bias", nn.Identity()
+    ),
 }
 
 
 def _traced() -> nn.Module:
     return torch.jit.trace(nn.Linear(6, 4).double(), torch.ones(2, 6).double())
+
+
+def _own_forward() -> nn.Module:
+    module = nn.Linear(6, 4)
+    vars(module)["forward"] = lambda x: F.linear(x, module.weight, module.bias) * 3
+    return module
+
+
+def _hooked_layer() -> nn.Module:
+    module = nn.Linear(6, 4)
+    module.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 3,))
+    module.register_forward_hook(lambda _, given, made: made * given[0].sum())
+    return module
 
 
 def _hooked() -> nn.Module:
@@ -274,6 +322,57 @@ def test_an_input_changed_in_place_is_found_as_autograd_does() -> None:
     runner.backward_input(0, [torch.ones(2, 4)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         runner.backward_weight(0)
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    runner = runner_for(nn.Linear(6, 4))
+    runner.begin_step()
+    runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
+    with pytest.raises(ProtocolError, match=r"shape \[3, 2, 4\] came for .* \[2, 4\]"):
+        runner.backward_input(0, [torch.ones(3, 2, 4)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_keeps_no_input_of_the_layers_inside(reentrant: bool) -> None:
+    inner: list[Any] = []
+
+    def keep(_: nn.Module, __: Any, made: torch.Tensor) -> None:
+        inner.append(weakref.ref(made.untyped_storage()))
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+    module[1].register_forward_hook(keep)
+    outer = Of(lambda x: checkpoint(module, x * 2, use_reentrant=reentrant))
+    outer.add_module("inner", module)
+    runner = runner_for(outer)
+    runner.begin_step()
+    runner.keep(0, forward(runner, 0, torch.randn(2, 6)))
+    assert [one() for one in inner] == [None]
+
+
+def test_modules_are_as_before_after_a_forward_that_fails() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    module = nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2), Of(fail))
+    before = [dict(vars(one)) for one in module.modules()]
+    runner = runner_for(nn.Sequential(*module[0:1], module[2]))
+    runner.begin_step()
+    with pytest.raises(ValueError, match="no"):
+        forward(runner, 0, torch.randn(2, 6))
+    assert [dict(vars(one)) for one in module.modules()] == before
+    assert all(type(one) is nn.Parameter for one in module.parameters())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_transformer_block_defers_all_but_its_norms(training: bool) -> None:
+    torch.manual_seed(1)
+    block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).double()
+    runner = runner_for(block.train(training))
+    batches = [torch.randn(rows, 5, 8).double() for rows in (3, 2)]
+    check_equal(block, runner, batches)
+    weights = sum(one.numel() for one in block.parameters() if one.dim() > 1)
+    assert runner.profile.deferred_flops == 2 * weights * 5 * (3 + 2)
 
 
 class Own(OwnBackward):

@@ -21,6 +21,8 @@ from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.tied import Tie, TiedParameters
 from elche.schedule.formats import to_text
 
+EXTRA_STATE = "_extra_state"
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -99,6 +101,23 @@ class Parts:
             *((f"the layers, at {index}", text) for index, text in layers),
             ("the settings", str(settings)),
         ]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a name of the state may be another rank's.
+
+        Only names of the model's layers tell: other ranks' layers are not built here.
+        Extra state is nobody's, and layers of `split` may have any names.
+        """
+        layers = self.given.layers
+        if any(aliases is not None for aliases in layers.aliases):
+            return True
+        if name.endswith(EXTRA_STATE):
+            return True
+        return any(
+            name == prefix or name.startswith(f"{prefix}.")
+            for index, prefix in enumerate(layers.names)
+            if index not in self.built
+        )
 
     def order_of(self, name: str) -> tuple[int, str]:
         """Sorts the model's names by layer."""

@@ -13,13 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.deferred import Site, WeightGradients
 from elche.pipeline.guard import ContributionGuard
+from elche.pipeline.known_modules import KnownModules
 from elche.pipeline.messages import Message
 from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
+from elche.pipeline.weight_gradients import (
+    Site,
+    WeightGradients,
+    differentiates_inside,
+)
 
 
 @dataclass
@@ -29,6 +35,7 @@ class _Flight:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     is_split: bool
+    runs_again: bool = False
     sites: list[Site] = field(default_factory=list)
     versions: dict[int, Any] = field(default_factory=dict)
     input_is_done: bool = False
@@ -73,6 +80,7 @@ class StageBackward:
         self.immediate_flops = 0
         self._store = WeightGradients()
         self._deferring = Deferring(stage, self._store)
+        self._known = KnownModules(stage.modules)
         self._own = stage.own_backward
         self._splits = splits and self._own is None and can_split(stage)
         self._copies_input = changes_in_place(stage)
@@ -91,6 +99,7 @@ class StageBackward:
             self.guard.begin_step()
         if self._splits:
             self._deferring.begin_step()
+            self._known.begin_step()
 
     def end_step(self) -> None:
         """Checks that every microbatch is through.
@@ -142,9 +151,7 @@ class StageBackward:
         try:
             if not flight.is_split:
                 return self.stage.run(value, microbatch, keywords)
-            self._store.sites = flight.sites
-            with self._deferring.installed():
-                return self.stage.run(value, microbatch, keywords)
+            return self._deferring_forward(flight, value, microbatch, keywords)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -154,6 +161,19 @@ class StageBackward:
                 "with x = x.clone(), give the module an attribute inplace = True, or "
                 "cut the model elsewhere"
             ) from error
+
+    def _deferring_forward(
+        self, flight: _Flight, value: Any, microbatch: int, keywords: dict[str, Any]
+    ) -> Any:
+        store = self._store
+        store.sites, store.runs_again = flight.sites, False
+        with self._deferring.installed(), self._known.installed():
+            value = self.stage.run(value, microbatch, keywords)
+        flight.runs_again = store.runs_again
+        for site in flight.sites:
+            if site.grads:
+                raise differentiates_inside()
+        return value
 
     def keep(self, microbatch: int, value: Any) -> Message:
         """Keeps a forward's outputs for backward; returns the message to pass on.
@@ -198,6 +218,8 @@ class StageBackward:
                 flight.versions = self.guard.versions()
             return list(self._own.backward_input(microbatch, tuple(gradients)))
         self._autograd(microbatch, flight, gradients)
+        for site in flight.sites:
+            site.node = None  # what waits keeps no graph alive
         found = [one.grad for one in flight.inputs if one.requires_grad]
         flight.inputs, flight.outputs, flight.sites = [], [], []
         return found
@@ -274,15 +296,46 @@ class StageBackward:
             return
         outputs, gradients = zip(*pairs, strict=True)
         if not flight.is_split:
-            torch.autograd.backward(outputs, gradients)
+            _differentiate(outputs, gradients)
             return
-        # Checkpointed parts run forward again in here, and must see the same weights.
-        self._store.sites = []
-        with self._deferring.installed(), self._store.collect(microbatch):
-            torch.autograd.backward(outputs, gradients)
+        self._store.open(microbatch, flight.sites)
+        try:
+            if flight.runs_again:
+                # Checkpointed parts must see the same weights as in forward.
+                with self._deferring.installed(), self._known.installed():
+                    _differentiate(outputs, gradients)
+            else:
+                _differentiate(outputs, gradients)
+            self._store.keep(flight.sites)
+        finally:
+            self._store.close()
 
     def _count_immediate(self, flight: _Flight, elements: int) -> None:
         first = next(iter(flight.inputs), None)
         if flight.is_split and first is not None and first.dim():
             width = first.shape[-1] if first.is_floating_point() else 1
             self.immediate_flops += 2 * (first.numel() // width) * elements
+
+
+def _differentiate(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """``torch.autograd.backward`` with one check of its many in Python.
+
+    Together they take as long as a small product (Megatron-LM goes past them, too).
+    """
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if output.shape != gradient.shape:
+            raise ProtocolError(
+                f"a gradient of shape {list(gradient.shape)} came for an output of "
+                f"shape {list(output.shape)}; expected the same"
+            )
+    _engine_run_backward(
+        outputs,
+        gradients,
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elche.errors import ConfigError
 from elche.pipeline.stage import Layer
@@ -165,11 +166,20 @@ def layers_of(model: Any, split: Split | None) -> LayerList:
     Raises:
         ConfigError: it is none of these, or layers and model do not match.
     """
+    found = _listed(model, split)
+    for index, source in enumerate(found.sources):
+        if isinstance(source, nn.Module):
+            _check_sizes(source, index)
+    return found
+
+
+def _listed(model: Any, split: Split | None) -> LayerList:
     if split is not None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"split= cuts a module, got {type(model).__name__} as the model"
             )
+        _check_sizes(model, None)
         return _split(model, list(split(model)))
     if isinstance(model, nn.Sequential):
         children = dict(model.named_children())
@@ -198,7 +208,30 @@ def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Mo
             f"expected the factory of layer {index} to make an nn.Module, got "
             f"{type(made).__name__}"
         )
+    _check_sizes(made, index)
     return made
+
+
+def _check_sizes(module: nn.Module, index: int | None) -> None:
+    """Refuses lazy modules: a stage's first batch comes long after its optimizer.
+
+    Raises:
+        ConfigError: a parameter or buffer has no size yet.
+    """
+    lacking = [
+        name
+        for name, one in (*module.named_parameters(), *module.named_buffers())
+        if is_lazy(one)
+    ]
+    if lacking:
+        kinds = {type(one).__name__ for one in module.modules()}
+        lazy = ", ".join(sorted(kind for kind in kinds if kind.startswith("Lazy")))
+        where = "the model" if index is None else f"layer {index}"
+        raise ConfigError(
+            f"{where} ({lazy or type(module).__name__}) has parameters or buffers "
+            f"without a size: {', '.join(lacking[:3])}; run one batch through the "
+            "model first, or give the sizes (nn.Linear instead of nn.LazyLinear)"
+        )
 
 
 def _described(source: LayerSource) -> str:

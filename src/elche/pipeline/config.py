@@ -27,6 +27,11 @@ class PipelineConfig:
             ``"measure"`` each rank times the layers on its device at the start, and
             partition and schedule are made for these times.
         sample: one microbatch of the input, for ``costs="measure"``; on every rank.
+        memory_bytes: of each rank of the run, what parameters, their state (as much as
+            Adam's) and activations may fill on it, for ``costs="measure"``; infinity
+            for no limit. None takes nine tenths of what a CUDA device has free at the
+            start, and no limit on the CPU. With given costs their `memory` is the
+            limit. Layers that move later are not held to it.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see `elche.pipeline.guard`.
@@ -57,6 +62,7 @@ class PipelineConfig:
     replicas: int | Sequence[Sequence[int]] = 1
     costs: PipelineCosts | Literal["measure"] | None = None
     sample: Any = None
+    memory_bytes: Sequence[float] | None = None
     split_backward: bool = True
     guard: bool = True
     seed: int | None = None
@@ -83,6 +89,8 @@ class PipelineConfig:
             raise ConfigError(
                 f"expected costs of the stages or 'measure', got {self.costs!r}"
             )
+        if self.memory_bytes is not None:
+            self._check_memory(self.memory_bytes)
         if self.partition is not None and any(n < 1 for n in self.partition):
             raise ConfigError(
                 "expected at least one layer in each stage of the partition, got "
@@ -104,6 +112,20 @@ class PipelineConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"expected a positive {name}, got {value!r}")
+
+    def _check_memory(self, limits: Sequence[float]) -> None:
+        if self.costs != "measure":
+            raise ConfigError(
+                'memory_bytes= is for costs="measure"; with given costs set their '
+                "memory"
+            )
+        is_list = isinstance(limits, (tuple, list))
+        if not is_list or not all(
+            isinstance(one, (int, float)) and one > 0 for one in limits
+        ):
+            raise ConfigError(
+                f"expected bytes above 0 for each rank as memory_bytes, got {limits!r}"
+            )
 
 
 def pipeline_config(

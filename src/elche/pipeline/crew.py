@@ -15,14 +15,15 @@ from elche.errors import (
     RemoteRankError,
 )
 from elche.pipeline.assembly import Parts
-from elche.pipeline.executor import (
+from elche.pipeline.inputs import Given, Told, check_told
+from elche.pipeline.peers import Peers
+from elche.pipeline.replica_groups import ReplicaGroups
+from elche.pipeline.step_io import (
     PeerFailedError,
     StepInput,
     StepResults,
     failure_of,
 )
-from elche.pipeline.peers import Peers
-from elche.pipeline.replica_groups import ReplicaGroups
 
 OF_ALL_REPLICAS = "the settings"
 
@@ -41,15 +42,26 @@ class Crew:
         self.peers = peers
         self.rank = rank
         self._timeout_s = timeout_s
+        self._ended = ""
         if peers is not None:
             _leave_at_exit(peers)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Gives a value to all ranks, and gets theirs, in rank order."""
+        self.check_open()
         if self.peers is None:
             return [value]
         with self.ending_on_failure():
             return self.peers.exchange(value, self._timeout_s, what)
+
+    def check_open(self) -> None:
+        """Raises when nothing can be done together any more.
+
+        Raises:
+            CommunicationError: the pipeline was closed, or has ended by a failure.
+        """
+        if self._ended:
+            raise CommunicationError(f"{self._ended}; make another Pipeline")
 
     @contextmanager
     def ending_on_failure(self) -> Iterator[None]:
@@ -57,12 +69,19 @@ class Crew:
         try:
             yield
         except Exception as error:
-            if self.peers is not None:
-                self.peers.fail(error)
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the pipeline on all ranks, which are told why."""
+        if not self._ended:
+            self._ended = f"the pipeline has ended ({type(error).__name__}: {error})"
+        if self.peers is not None:
+            self.peers.fail(error)
 
     def close(self) -> None:
         """Leaves."""
+        self._ended = self._ended or "the pipeline is closed"
         if self.peers is not None:
             self.peers.close()
 
@@ -90,19 +109,25 @@ class Crew:
             ConfigError: another rank could not; what `make` raises is raised here.
             MismatchError: another rank calls another method.
         """
-        made, raised, error = None, None, ""
-        try:
-            made = make()
-        except Exception as problem:
-            raised, error = problem, f"{type(problem).__name__}: {problem}"
-        told = self.exchange([what, error, made], what)
-        _check_same_call(told, what)
+        told, raised = self._tell(make, what)
         if raised is not None:
             raise raised
         for rank, (_, text, _) in enumerate(told):
             if text:
                 raise ConfigError(f"rank {rank} failed in {what}: {text}")
         return [value for _, _, value in told]
+
+    def agree_on(self, value: Any, what: str) -> None:
+        """Begins something that all ranks must ask for alike.
+
+        Raises:
+            MismatchError: another rank gives another value, or calls another method.
+        """
+        if self.peers is None:
+            return
+        told = self.agree(lambda: value, what)
+        if any(one != value for one in told):
+            raise MismatchError(f"ranks ask {what} for different things: {told}")
 
     def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
         """Builds on every rank, and raises on all if one cannot, or they differ.
@@ -117,54 +142,64 @@ class Crew:
         """
         if self.peers is None:
             return build()
-        parts, raised, error = None, None, ""
+        made: list[Parts] = []
+
+        def describe() -> list[tuple[str, str]]:
+            made.append(build())
+            return made[0].describe()
+
         try:
-            parts = build()
-        except Exception as problem:
-            raised, error = problem, f"{type(problem).__name__}: {problem}"
-        told = self.exchange(
-            [error, parts.describe() if parts else None], "building the stages"
-        )
-        try:
+            told, raised = self._tell(describe, "building the stages")
             if raised is not None:
                 raise raised
-            for rank, (text, _) in enumerate(told):
+            for rank, (_, text, _) in enumerate(told):
                 if text:
                     raise ConfigError(f"rank {rank} cannot build its stages: {text}")
             for rank in range(len(told)):
-                _compare([one for _, one in told], rank, groups)
+                _compare([one for _, _, one in told], rank, groups)
         except Exception:
             self.close()
             raise
-        assert parts is not None
-        return parts
+        return made[0]
 
-    def begin(
-        self, what: str, samples: int | None, targets: int | None, error: str, form: str
-    ) -> list[tuple[int | None, int | None, str]]:
-        """All ranks begin the same thing.
+    def begin(self, given: Given, groups: ReplicaGroups) -> list[Told]:
+        """All ranks begin the same call.
 
         Args:
-            what: name of the method.
-            samples: of the batch, on the rank that reads it.
-            targets: samples of the target, on the rank that reads it.
-            error: what is wrong here, "" if nothing is.
-            form: shapes of the batch, on the rank that reads it.
+            given: what this rank has read of it.
+            groups: the replicas.
 
         Returns:
-            What each rank has said: samples of batch and target, and the shapes.
+            What each rank has told.
 
         Raises:
             ConfigError: something is wrong on a rank.
             MismatchError: ranks call different methods.
         """
-        said = [what, samples, targets, error, form]
-        told = self.exchange(said, f"the begin of {what}")
+        what = given.told.what
+        told = self.exchange(given.told.as_message(), f"the begin of {what}")
         _check_same_call(told, what)
-        errors = [one[3] for one in told if one[3]]
+        if given.raised is not None and not isinstance(given.raised, ConfigError):
+            raise given.raised
+        read = [Told(*one) for one in told]
+        errors = [one.error for one in read if one.error]
         if errors:
             raise ConfigError(errors[0])
-        return [(one[1], one[2], one[4]) for one in told]
+        check_told(read, groups)
+        return read
+
+    def _tell(
+        self, make: Callable[[], Any], what: str
+    ) -> tuple[list[Any], Exception | None]:
+        """What all ranks made or why not, and what this one's `make` raised."""
+        made, raised, error = None, None, ""
+        try:
+            made = make()
+        except Exception as problem:
+            raised, error = problem, f"{type(problem).__name__}: {problem}"
+        told = self.exchange([what, error, made], what)
+        _check_same_call(told, what)
+        return told, raised
 
     def run(
         self,

@@ -2,163 +2,35 @@
 
 While a stage runs forward, its parameters are replaced by :class:`DeferredWeight`
 views. They cost operations without a parameter nothing; an operation that
-`elche.pipeline.recognition` knows runs as :class:`_DeferredFunction`, whose backward
-computes the gradient of the activation and keeps what the weight's needs in a
-:class:`WeightGradients`. Anything else gets the parameter itself, and autograd computes
-its gradient with that of the activations.
-
-The idea of a store of weight gradients is that of zero-bubble pipelines (Qi et al.,
-ICLR 2024); theirs knows linear layers of Megatron only.
+`elche.pipeline.recognition` knows runs without its weight in autograd's graph, and a
+:class:`~elche.pipeline.weight_gradients.Site` keeps what the weight's gradient needs.
+Anything else gets the parameter itself, and autograd computes its gradient with that of
+the activations.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elche.errors import ConfigError
 from elche.pipeline.operations import WeightOperation
-from elche.pipeline.recognition import VIEWS, Recognised, rules
+from elche.pipeline.recognition import LINEAR, VIEWS, Recognised, rules
+from elche.pipeline.seen_through import seen_through
+from elche.pipeline.weight_gradients import Site, WeightGradients
 
-
-class Entry(NamedTuple):
-    """What a weight gradient needs."""
-
-    operation: WeightOperation
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    x: torch.Tensor
-    version: int
-    grad: torch.Tensor
-
-
-class Site(NamedTuple):
-    """Where a weight was used in forward, and the node behind it in the graph."""
-
-    node: Any
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@final
-class WeightGradients:
-    """Weight gradients of a stage that wait for their time.
-
-    Attributes:
-        deferred_flops: of all that was computed here so far.
-        sites: uses of weights in the forward under way.
-    """
-
-    def __init__(self) -> None:
-        self.deferred_flops = 0
-        self.sites: list[Site] = []
-        self._open: list[Entry] | None = None
-        self._waiting: dict[int, list[Entry]] = {}
-
-    @contextmanager
-    def collect(self, microbatch: int) -> Iterator[None]:
-        """Keeps what backward defers meanwhile, under a microbatch."""
-        self._open = self._waiting.setdefault(microbatch, [])
-        try:
-            yield
-        finally:
-            self._open = None
-
-    def add(self, entry: Entry) -> None:
-        """Keeps one.
-
-        Raises:
-            ConfigError: the stage itself calls autograd in its forward.
-        """
-        if self._open is None:
-            raise ConfigError(
-                "the stage differentiates in its own forward, where its weights' "
-                "gradients cannot be deferred; take a schedule that does not split "
-                "backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
-            )
-        self._open.append(entry)
-
-    def waiting_for(self, microbatch: int) -> list[torch.Tensor]:
-        """Weights and biases whose gradient a microbatch still owes."""
-        entries = self._waiting.get(microbatch, ())
-        weights = [entry.weight for entry in entries]
-        return weights + [entry.bias for entry in entries if entry.bias is not None]
-
-    def compute(self, microbatch: int) -> list[torch.Tensor]:
-        """Computes what waits for a microbatch, into ``grad`` of the parameters.
-
-        Returns:
-            The parameters that got a contribution here and not through autograd.
-        """
-        touched: list[torch.Tensor] = []
-        derived: _Derived = {}
-        with torch.no_grad():
-            for entry in self._waiting.pop(microbatch, ()):
-                _check_version(entry)
-                self.deferred_flops += entry.operation.flops(entry.grad, entry.weight)
-                _accumulate_weight(entry, touched, derived)
-                if entry.bias is not None:
-                    value = entry.operation.bias_gradient(entry.grad)
-                    _accumulate(entry.bias, value, touched, derived)
-        if derived:
-            tensors, gradients = zip(*derived.values(), strict=True)
-            torch.autograd.backward(tensors, gradients)
-        return touched
-
-    def discard(self) -> None:
-        """Forgets all that waits."""
-        self._waiting.clear()
-        self.sites = []
-
-
-def _check_version(entry: Entry) -> None:
-    if entry.x._version != entry.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified "
-            f"by an inplace operation: the input of a weight of shape "
-            f"{list(entry.weight.shape)} was changed after its use"
-        )
-
-
-_Derived = dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-def _accumulate_weight(
-    entry: Entry, touched: list[torch.Tensor], derived: _Derived
-) -> None:
-    weight = entry.weight
-    into = weight.grad if weight.is_leaf else None
-    if into is not None and into.dtype == entry.grad.dtype == entry.x.dtype:
-        entry.operation.add_weight_gradient(entry.grad, entry.x, into)
-        touched.append(weight)
-        return
-    value = entry.operation.weight_gradient(entry.grad, entry.x, weight.shape)
-    _accumulate(weight, value, touched, derived)
-
-
-def _accumulate(
-    target: torch.Tensor,
-    value: torch.Tensor,
-    touched: list[torch.Tensor],
-    derived: _Derived,
-) -> None:
-    value = value.to(target.dtype)
-    if not target.is_leaf:
-        if id(target) in derived:
-            value = derived[id(target)][1] + value
-        derived[id(target)] = (target, value)
-        return
-    if target.grad is None:
-        target.grad = value
-    else:
-        target.grad.add_(value)
-    touched.append(target)
+__all__ = [
+    "DeferredWeight",
+    "Site",
+    "WeightGradients",
+    "defer",
+    "linear",
+    "may_defer",
+    "multi_head_attention",
+]
 
 
 class _DeferredFunction(torch.autograd.Function):
@@ -187,7 +59,9 @@ class _DeferredFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, used = ctx.saved_tensors
         bias = _learning(ctx.bias)
-        ctx.store.add(Entry(ctx.operation, ctx.weight, bias, x, x._version, grad))
+        site = Site(ctx.operation, ctx.weight, bias, x, x._version)
+        site.grads.append(grad)
+        ctx.store.add(site)
         needed = ctx.needs_input_grad[2]
         dx = ctx.operation.input_gradient(grad, x, used) if needed else None
         return None, None, dx, None, None, None
@@ -209,6 +83,12 @@ class DeferredWeight(torch.Tensor):
     origin: torch.Tensor
     used: torch.Tensor
     store: WeightGradients
+    is_matrix: bool
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the parameter; attention asks for it often, and by torch it takes long."""
+        return self.used.dtype
 
     @classmethod
     def __torch_function__(
@@ -237,7 +117,7 @@ def defer(weight: torch.Tensor, store: WeightGradients) -> DeferredWeight:
     """A view of a weight that puts its gradients off into a store."""
     made = weight.as_subclass(DeferredWeight)
     made.origin, made.used = weight, weight.detach()
-    made.store = store
+    made.store, made.is_matrix = store, weight.dim() == 2
     return made
 
 
@@ -264,7 +144,40 @@ def _is_weight(value: Any) -> bool:
 
 
 _saved_tensors_have_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_in_functorch = torch._C._are_functorch_transforms_active
+_in_autocast = torch._C._is_any_autocast_enabled
 _RULES = rules(_is_weight)
+
+
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``F.linear``, for callers that may hold a deferred weight.
+
+    The common case without torch's way of finding out that a weight is ours.
+    """
+    if type(weight) is not DeferredWeight or not torch.is_grad_enabled():
+        return F.linear(input, weight, bias)
+    used_bias, learns = bias, None
+    if type(bias) is DeferredWeight:
+        used_bias, learns = bias.used, bias.origin
+    if (
+        type(input) is not torch.Tensor
+        or not input.requires_grad
+        or not weight.is_matrix
+        or (bias is not None and learns is None)
+        or input.dtype is not weight.used.dtype
+        or _in_autocast()
+        or _in_functorch()
+        or _saved_tensors_have_hooks(True)
+    ):
+        return F.linear(input, weight, bias)
+    x = LINEAR.kept(input, weight)
+    made = F.linear(x, weight.used, used_bias)
+    site = Site(LINEAR, weight.origin, learns, x.detach(), x._version)
+    site.catch(made)
+    weight.store.sites.append(site)
+    return made if x is input else made.view(*input.shape[:-1], made.shape[-1])
 
 
 def _run(found: Recognised | None) -> torch.Tensor | None:
@@ -280,47 +193,40 @@ def _run(found: Recognised | None) -> torch.Tensor | None:
         used_bias, bias = bias.used, bias.origin
     elif bias is not None and bias.requires_grad:
         return None
-    weight, used, store = stand_in.origin, stand_in.used, stand_in.store
+    used = stand_in.used
     if x.is_floating_point():
-        if torch.is_autocast_enabled(x.device.type):
+        if _in_autocast() and torch.is_autocast_enabled(x.device.type):
             x, used, used_bias = _autocast(x, used, used_bias)
         if x.dtype != used.dtype:
             return None  # torch's own complaint is the best
-    if not x.requires_grad or _saved_tensors_have_hooks(True):
+    rows = operation.kept(x, used)
+    made = _deferring(operation, rows, (used, used_bias), stand_in, bias)
+    return made if rows is x else made.view(*x.shape[:-1], made.shape[-1])
+
+
+def _deferring(
+    operation: WeightOperation,
+    x: torch.Tensor,
+    used: tuple[torch.Tensor, torch.Tensor | None],
+    stand_in: DeferredWeight,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Runs an operation and notes where its gradients come from."""
+    weight, store = stand_in.origin, stand_in.store
+    has_hooks = _saved_tensors_have_hooks(True) is not None
+    store.runs_again |= has_hooks
+    if has_hooks or not x.requires_grad:
         made: torch.Tensor = _DeferredFunction.apply(  # type: ignore[no-untyped-call]
-            store, operation, x, (used, used_bias), weight, bias
+            store, operation, x, used, weight, bias
         )
+        site = Site(operation, weight, _learning(bias), None, 0)
+        site.node = made.grad_fn
     else:
-        made = operation.forward(x, used, used_bias)
-        learning = _learning(bias)
-        made.register_hook(_Keeper(store, operation, weight, learning, x))
-    store.sites.append(Site(made.grad_fn, weight, _learning(bias)))
+        made = operation.forward(x, *used)
+        site = Site(operation, weight, _learning(bias), x.detach(), x._version)
+        site.catch(made)
+    store.sites.append(site)
     return made
-
-
-class _Keeper:
-    """Keeps the gradient of an operation's output, and the input that goes with it."""
-
-    __slots__ = ("_bias", "_operation", "_store", "_version", "_weight", "_x")
-
-    def __init__(
-        self,
-        store: WeightGradients,
-        operation: WeightOperation,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        x: torch.Tensor,
-    ) -> None:
-        self._store, self._operation = store, operation
-        self._weight, self._bias = weight, bias
-        self._x, self._version = x.detach(), x._version
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self._store.add(
-            Entry(
-                self._operation, self._weight, self._bias, self._x, self._version, grad
-            )
-        )
 
 
 def _autocast(
@@ -353,7 +259,11 @@ def _derived(made: torch.Tensor, store: WeightGradients) -> torch.Tensor:
 def _plain(value: Any) -> Any:
     """Arguments with parameters in the place of their stand-ins."""
     if isinstance(value, torch.Tensor):
-        return value.origin if type(value) is DeferredWeight else value
+        if type(value) is not DeferredWeight:
+            return value
+        if not torch.is_grad_enabled():
+            value.store.runs_again = True  # a checkpoint's first forward, perhaps
+        return value.origin
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if type(value) in (tuple, list):
@@ -361,24 +271,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _nothing_overrides(*_: Any) -> bool:
-    return False
-
-
-def _seen_through(function: Any) -> Any:
-    """A function of torch.nn.functional that lets its inner calls be seen.
-
-    Such functions hand themselves over as a whole when an argument has a type of its
-    own; this copy looks away and goes on, so that its linear layers are found.
-    """
-    inside = {**function.__globals__, "has_torch_function": _nothing_overrides}
-    made = types.FunctionType(
-        function.__code__, inside, function.__name__, function.__defaults__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_COMPOSITES = {
-    F.multi_head_attention_forward: _seen_through(F.multi_head_attention_forward)
+_projections: dict[str, Any] = {
+    name: seen_through(getattr(F, name), linear=linear)
+    for name in ("_in_projection", "_in_projection_packed")
 }
+multi_head_attention = seen_through(
+    F.multi_head_attention_forward, linear=linear, **_projections
+)
+"""``F.multi_head_attention_forward`` whose linear layers are found."""
+_COMPOSITES = {F.multi_head_attention_forward: multi_head_attention}

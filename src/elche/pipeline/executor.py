@@ -8,21 +8,15 @@ are waited for where a computation needs them.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 
-from elche.errors import (
-    CommunicationError,
-    ConfigError,
-    ElcheError,
-    RemoteRankError,
-)
+from elche.errors import CommunicationError, ConfigError, RemoteRankError
 from elche.pipeline.backward import StageBackward
-from elche.pipeline.messages import Failure, Message
+from elche.pipeline.messages import Message
+from elche.pipeline.step_io import PeerFailedError, StepInput, StepResults, failure_of
 from elche.pipeline.transport import Address, Transport
 from elche.pipeline.trees import flatten, unflatten
 from elche.schedule.actions import Action, Kind, Schedule
@@ -30,62 +24,6 @@ from elche.schedule.actions import Action, Kind, Schedule
 _TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
 _FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
 _DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
-
-
-class PeerFailedError(ElcheError):
-    """Another rank cannot go on with the step; carries its failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(f"rank {failure.rank} failed: {failure.text}")
-        self.failure = failure
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """What this rank's stages get in one step.
-
-    Attributes:
-        inputs: per microbatch, on the rank of the first stage.
-        targets: per microbatch, on the rank of the last stage.
-        keywords: per microbatch, for the layers of this rank.
-        weights: per microbatch, what its loss counts in the step's loss, loss scale
-            included.
-        input_gradients: whether the gradients of the inputs are wanted.
-        timeout_s: deadline of each wait...
-        arrivals_s: ...but one for these messages, by the receive, may last until
-            `stretch` times so many seconds after the step's begin...
-        stretch: see there.
-        grace_s: ...and so long beyond that, or beyond the wait's own begin.
-        is_timed: whether what the actions take matters: waits for the device after
-            each.
-    """
-
-    inputs: Sequence[Any] = ()
-    targets: Sequence[Any] = ()
-    keywords: Sequence[Mapping[str, Any]] = ()
-    weights: Sequence[float] = ()
-    input_gradients: bool = False
-    timeout_s: float = 300.0
-    arrivals_s: Mapping[Action, float] = field(default_factory=dict)
-    stretch: float = 1.0
-    grace_s: float = 0.0
-    is_timed: bool = False
-
-
-@dataclass
-class StepResults:
-    """What one rank's part of a step gave.
-
-    Attributes:
-        losses: by microbatch, unweighted; on the rank of the last stage.
-        outputs: by microbatch; on the rank of the last stage, in evaluation.
-        input_gradients: by microbatch, one per tensor of the input that can have one;
-            on the rank of the first stage.
-    """
-
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    input_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 
 @final
@@ -255,6 +193,11 @@ class Executor:
                 + (f"shape {shape}" if shape is not None else type(found).__name__)
                 + f" for microbatch {microbatch}; take the mean or the sum over samples"
             )
+        if found.is_complex():
+            raise ConfigError(
+                f"expected loss_fn to return a real number, got {found.dtype} for "
+                f"microbatch {microbatch}"
+            )
         return found.reshape(())
 
     @property
@@ -287,14 +230,6 @@ def _stages_through(actions: Sequence[Action]) -> dict[int, list[int]]:
             place += 1
         found.setdefault(place, []).append(stage)
     return found
-
-
-def failure_of(rank: int, error: Exception) -> Failure:
-    """What the others are told about an error."""
-    if isinstance(error, PeerFailedError):
-        return error.failure
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    return Failure(rank, f"{type(error).__name__}: {error}", "".join(lines))
 
 
 @final

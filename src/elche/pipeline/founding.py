@@ -14,7 +14,8 @@ from elche.pipeline.building import Split, layers_of
 from elche.pipeline.changes import Changes
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.crew import Crew
-from elche.pipeline.planning import make_plan
+from elche.pipeline.memory import memory_limit
+from elche.pipeline.planning import check_asked, make_plan
 from elche.pipeline.profiling import (
     as_message,
     check_measuring,
@@ -99,21 +100,25 @@ class Founding:
             told = self._crew.gather(self._measure, "measuring the layers")
         return self._crew.build(lambda: self._build(told), self._groups)
 
-    def _measure(self) -> list[list[float]]:
-        check_measuring(self._asked.schedule, self.config)
-        device = self._asked.device(self._placement)
-        layers = layers_of(self._asked.model, self._asked.split)
-        return as_message(profile_layers(layers, self.config.sample, device))
+    def _measure(self) -> list[Any]:
+        asked, config = self._asked, self.config
+        check_asked(asked.schedule, asked.micro_batches)
+        check_measuring(asked.schedule, config)
+        device = asked.device(self._placement)
+        layers = layers_of(asked.model, asked.split)
+        most = memory_limit(config, self._placement, device, layers)
+        return [most, as_message(profile_layers(layers, config.sample, device))]
 
     def _build(self, told: Sequence[Any]) -> Parts:
         asked, groups = self._asked, self._groups
         device = asked.device(self._placement)
         layers = layers_of(asked.model, asked.split)
         wanted = asked.schedule
-        mine = [told[rank] for rank in groups.members] if told else []
+        mine = [told[rank][1] for rank in groups.members] if told else []
         if told and isinstance(wanted, str):
+            limits = [told[rank][0] for rank in groups.members]
             wanted, self.config = plan_measured(
-                mine, wanted, asked.micro_batches, self.config
+                mine, limits, wanted, asked.micro_batches, self.config
             )
         num_ranks = len(groups.members)
         plan = make_plan(
@@ -129,11 +134,25 @@ class Founding:
             *(self.config.timeout_s, self.config.auto_repartition),
         )
         plan = replace(plan, schedule=groups.placed(plan.schedule))
-        if not callable(asked.loss_fn):
-            raise ConfigError(
-                "the last stage needs a loss function of (output, target) that "
-                f"returns a scalar, got {asked.loss_fn!r}"
-            )
-        given = draw_up(layers, asked.loss_fn, device, self.config)
+        given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
         built = build_layers(given, plan, self._placement.rank)
         return assemble(given, plan, built, self._crew.peers)
+
+
+def _checked(
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+) -> Callable[[Any, Any], torch.Tensor]:
+    if loss_fn is None or not callable(loss_fn) or isinstance(loss_fn, type):
+        raise ConfigError(
+            "the last stage needs a loss function of (output, target) that returns a "
+            f"scalar, got {loss_fn!r}"
+        )
+    if isinstance(loss_fn, torch.nn.Module):
+        learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]
+        if learning:
+            raise ConfigError(
+                f"loss_fn has parameters that learn ({', '.join(learning[:3])}), which "
+                "no stage holds: they would be in no state_dict and no norm; make that "
+                "part the last layer, or freeze them with requires_grad_(False)"
+            )
+    return loss_fn

@@ -23,6 +23,12 @@ from elche.errors import ContributionError
 from elche.pipeline.deferred import Site
 
 
+class _Came(list[torch.Tensor]):
+    """Parameters that autograd has been to; its ``append`` is the hook, and C."""
+
+    only_counts = True  # so that the hook does not keep a gradient from being deferred
+
+
 @final
 class ContributionGuard:
     """Counts the contributions to the parameters of one stage.
@@ -33,8 +39,6 @@ class ContributionGuard:
         schedule: name of the schedule, for messages; it may be exchanged.
     """
 
-    only_counts = True  # its hooks do not keep a gradient from being deferred
-
     def __init__(
         self, stage: int, parameters: dict[str, nn.Parameter], schedule: str
     ) -> None:
@@ -42,11 +46,11 @@ class ContributionGuard:
         self.schedule = schedule
         self._names = {id(one): name for name, one in parameters.items()}
         self._parameters = {id(one): one for one in parameters.values()}
-        self._seen: Counter[int] | None = None
+        self._came = _Came()
         self._owed: dict[int, set[int]] = {}
         self._last: dict[int, Any] = {}
         self._handles = [
-            one.register_post_accumulate_grad_hook(self._count)
+            one.register_post_accumulate_grad_hook(self._came.append)  # runs no Python
             for one in parameters.values()
         ]
 
@@ -58,18 +62,28 @@ class ContributionGuard:
     def begin_step(self) -> None:
         """Begins to count; forgets a step that was given up."""
         self._owed.clear()
-        self._seen = None
+        self._came.clear()
         self._last = self.versions()
 
     @contextmanager
     def watch(self) -> Iterator[Counter[int]]:
-        """Counts what autograd accumulates meanwhile."""
+        """Counts what autograd accumulates meanwhile; filled in at the end.
+
+        A hook also comes where autograd had no gradient to accumulate.
+        """
         seen: Counter[int] = Counter()
-        self._seen = seen
-        try:
-            yield seen
-        finally:
-            self._seen = None
+        came = self._came
+        came.clear()
+        yield seen
+        changed = set()
+        for one in came:
+            key, version = id(one), _version(one)
+            if version != self._last.get(key):
+                self._last[key] = version
+                changed.add(key)
+            if key in changed:
+                seen[key] += 1
+        came.clear()
 
     def after_backward(
         self,
@@ -92,13 +106,17 @@ class ContributionGuard:
             ContributionError: a parameter got none though an output depends on it, or
                 more than one.
         """
-        twice = [key for key, count in seen.items() if count > 1]
-        if twice and not _runs_backward_inside(roots):
-            self._complain(twice, microbatch, "got more than one contribution")
-        owed = _leaves(deferred) & self._parameters.keys()
-        missing = self._parameters.keys() - seen.keys() - owed
-        if missing:
-            lost = missing & _reachable(roots, sites)
+        if any(count > 1 for count in seen.values()):
+            twice = [key for key, count in seen.items() if count > 1]
+            if not _runs_backward_inside(roots):
+                self._complain(twice, microbatch, "got more than one contribution")
+        owed = _leaves(deferred)
+        if len(owed.union(seen)) < len(self._parameters) or not owed.issubset(
+            self._parameters
+        ):
+            owed &= self._parameters.keys()
+            missing = self._parameters.keys() - seen.keys() - owed
+            lost = missing and missing & _reachable(roots, sites)
             if lost:
                 self._complain(lost, microbatch, "got no contribution")
         if owed:
@@ -113,10 +131,11 @@ class ContributionGuard:
             ContributionError: one that was owed has not come.
         """
         owed = self._owed.pop(microbatch, set())
-        got = {id(one): one for one in touched}
-        for key, one in got.items():
+        for one in touched:
+            key = id(one)
             self._last[key] = _version(one)
-        lost = owed - seen.keys() - got.keys()
+            owed.discard(key)
+        lost = owed and owed - seen.keys()
         if lost:
             self._complain(lost, microbatch, "got no contribution")
 
@@ -147,15 +166,6 @@ class ContributionGuard:
         """
         for microbatch, owed in self._owed.items():
             self._complain(owed, microbatch, "got no contribution (its W never ran)")
-
-    def _count(self, parameter: torch.Tensor) -> None:
-        """Called by autograd, also where it had no gradient to accumulate."""
-        if self._seen is None:
-            return
-        key, version = id(parameter), _version(parameter)
-        if version != self._last.get(key):
-            self._last[key] = version
-            self._seen[key] += 1
 
     def _complain(self, keys: Iterable[int], microbatch: int, what: str) -> None:
         names = sorted(self._names[key] for key in keys)

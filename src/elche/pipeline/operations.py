@@ -30,21 +30,34 @@ class WeightOperation(ABC):
     ) -> torch.Tensor:
         """The gradient of the activation, of its shape."""
 
+    def kept(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The input as it is used and kept: itself, or its rows as a matrix.
+
+        A matrix where torch would otherwise copy it once more for the weight gradient.
+        """
+        return x
+
+    def rows(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output gradient and input in the shape that the gradients below take."""
+        return grad, x
+
     @abstractmethod
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """The gradient of the weight, of this shape."""
+        """The gradient of the weight, of this shape; see :meth:`rows`."""
 
     def add_weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, into: torch.Tensor
     ) -> None:
-        """Adds the gradient of the weight to a tensor."""
+        """Adds the gradient of the weight to a tensor; see :meth:`rows`."""
         into.add_(self.weight_gradient(grad, x, into.shape))
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of a bias along the output's last dimension."""
-        return grad.reshape(-1, grad.shape[-1]).sum(0)
+        return _matrix(grad).sum(0)
 
     @abstractmethod
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
@@ -59,32 +72,40 @@ class Linear(WeightOperation):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.forward`."""
-        if x.dim() == 2 or x.is_contiguous():
-            return F.linear(x, weight, bias)
-        # torch takes a product per sample where the weight needs no gradient.
-        return F.linear(_rows(x), weight, bias).view(*x.shape[:-1], len(weight))
+        return F.linear(x, weight, bias)
 
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.input_gradient`."""
-        return grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+        return _matrix(grad).mm(weight).view(x.shape)
+
+    def kept(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See :meth:`WeightOperation.kept`."""
+        # torch takes a product per sample where the weight needs no gradient.
+        return x if x.is_contiguous() else _matrix(x)
+
+    def rows(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`WeightOperation.rows`."""
+        return _matrix(grad), _matrix(x)
 
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.weight_gradient`."""
-        return _rows(grad).t().mm(_rows(x))
+        return grad.t().mm(x)
 
     def add_weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, into: torch.Tensor
     ) -> None:
         """One product that adds to what is there."""
-        into.addmm_(_rows(grad).t(), _rows(x))
+        into.addmm_(grad.t(), x)
 
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
         """See :meth:`WeightOperation.flops`."""
-        return 2 * grad.numel() * weight.shape[1]
+        return 2 * grad.numel() * weight.size(1)
 
 
 @final
@@ -97,8 +118,6 @@ class MatmulRight(WeightOperation):
         """See :meth:`WeightOperation.forward`."""
         if bias is not None:
             return torch.addmm(bias, x, weight)
-        if weight.dim() == 2 and x.dim() > 2 and not x.is_contiguous():
-            return _rows(x).mm(weight).view(*x.shape[:-1], weight.shape[1])
         return torch.matmul(x, weight)
 
     def input_gradient(
@@ -112,8 +131,27 @@ class MatmulRight(WeightOperation):
     ) -> torch.Tensor:
         """See :meth:`WeightOperation.weight_gradient`."""
         if len(shape) == 2:
-            return _rows(x).t().mm(_rows(grad))
+            return x.t().mm(grad)
         return torch.matmul(x.mT, grad).sum_to_size(shape)
+
+    def kept(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See :meth:`WeightOperation.kept`."""
+        return _matrix(x) if weight.dim() == 2 and not x.is_contiguous() else x
+
+    def rows(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`WeightOperation.rows`."""
+        return (_matrix(grad), _matrix(x)) if weight.dim() == 2 else (grad, x)
+
+    def add_weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """One product that adds to what is there, for a matrix."""
+        if into.dim() == 2:
+            into.addmm_(x.t(), grad)
+        else:
+            super().add_weight_gradient(grad, x, into)
 
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
         """See :meth:`WeightOperation.flops`."""
@@ -260,6 +298,6 @@ class Convolution(WeightOperation):
         return made
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """All leading dimensions as one."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])

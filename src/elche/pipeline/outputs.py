@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.executor import StepResults
+from elche.pipeline.step_io import StepResults
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
@@ -20,9 +20,11 @@ from elche.errors import (
     DeadlineError,
     RemoteRankError,
 )
-from elche.pipeline.executor import failure_of
 from elche.pipeline.messages import Message
+from elche.pipeline.rendezvous import Rendezvous, check_for_abort
+from elche.pipeline.step_io import failure_of
 from elche.pipeline.transport import LOOK_EVERY_S, Address, Transport
+from elche.pipeline.waits import TELL_S, Waits
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 
@@ -31,7 +33,6 @@ GATHER_TAG = EXCHANGE_TAG + 1
 TIE_TAG = EXCHANGE_TAG + 2
 LAYER_TAG = EXCHANGE_TAG + 4
 _UNBLOCK_TAG = (EXCHANGE_TAG + 3) * 2
-_TELL_S = 1.0
 _LEAVE_S = 5.0
 _DECLINE_S = 30.0
 _BEYOND_S = 60.0
@@ -61,11 +62,10 @@ class Peers:
     ) -> None:
         self.rank = placement.rank
         self.world_size = placement.world_size
-        self._waits = _Waits(channel, placement.rank, name)
+        self._waits = Waits(channel, placement.rank, name)
         self.transport = Transport(backend, placement.rank, self._check, self._waits)
         self._channel = channel
         self._group = group
-        self._backend = backend
         self._name = name
         self._listen = placement.listen
         self._closed = False
@@ -85,7 +85,7 @@ class Peers:
         _joined[placement.coordinator, placement.key] = number
         try:
             group = Group.form(
-                channel,
+                _watched(channel, placement.rank, timeout_s),
                 placement.rank,
                 placement.world_size,
                 -number,  # generations of a data-parallel run count up
@@ -99,7 +99,7 @@ class Peers:
         return Peers(placement, channel, group, backend, f"pipeline/{number}")
 
     @staticmethod
-    def decline(placement: Placement, error: Exception) -> None:
+    def decline(placement: Placement, error: BaseException) -> None:
         """Meets the others only to end the run: this rank cannot take part."""
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             Peers.join(placement, _DECLINE_S).fail(error)
@@ -191,7 +191,7 @@ class Peers:
                 continue
             named = ",".join(map(str, ranks))
             groups[ranks] = Group.form(
-                self._channel,
+                _watched(self._channel, self.rank, timeout_s),
                 ranks.index(self.rank),
                 len(ranks),
                 f"{self._name}/{self._formed}/{named}",
@@ -240,7 +240,7 @@ class Peers:
         except RuntimeError as error:
             if not work.is_completed():
                 return False  # the moment has passed, nothing else
-            until_s = time.monotonic() + _TELL_S
+            until_s = time.monotonic() + TELL_S
             while time.monotonic() < until_s:
                 self._check()  # the reason may be on its way
                 time.sleep(LOOK_EVERY_S)
@@ -261,7 +261,7 @@ class Peers:
         self._expect([address])
         return self.transport.receive(address, timeout_s)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the run for all ranks: messages do not work any more."""
         if not self._closed and not isinstance(error, RemoteRankError):
             failure = failure_of(self.rank, error)
@@ -295,7 +295,6 @@ class Peers:
         for group in self._subgroups:
             group.close()
         self._group.close()
-        self._backend = None
         self._channel.close()
 
     def _unblock(self) -> None:
@@ -312,67 +311,9 @@ class Peers:
             self.transport.admit(each)
 
     def _check(self) -> None:
-        abort = self._channel.find_abort()
-        if abort is not None:
-            raise RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)
+        check_for_abort(self._channel)
 
 
-@final
-class _Waits:
-    """Who waits for whom, told through the coordinator.
-
-    Every rank publishes its long waits. One that is waited for and publishes nothing
-    is the one that is late.
-    """
-
-    def __init__(self, channel: ControlChannel, rank: int, name: str) -> None:
-        self._channel = channel
-        self._rank = rank
-        self._name = name
-
-    def begin(self, rank: int, what: str) -> None:
-        """See `LongWaits`."""
-        self.begin_all([rank], what)
-
-    def begin_all(self, ranks: Sequence[int], what: str) -> None:
-        """This rank has waited for half the deadline, for all of these ranks."""
-        self._publish(f"{','.join(map(str, ranks))} {what}")
-
-    def end(self) -> None:
-        """See `LongWaits`."""
-        self._publish("")
-
-    def explain(self, rank: int) -> str:
-        """See `LongWaits`."""
-        return self.explain_all([rank])
-
-    def explain_all(self, ranks: Sequence[int]) -> str:
-        """The deadline has passed, waiting for these ranks: who is to blame."""
-        seen, late = [self._rank], []
-        to_ask = list(ranks)
-        while to_ask:
-            rank = to_ask.pop(0)
-            if rank in seen:
-                continue
-            seen.append(rank)
-            try:
-                told = self._channel.store_get(self._key(rank), _TELL_S).decode()
-            except CommunicationError:
-                told = ""
-            if told:
-                to_ask += map(int, told.partition(" ")[0].split(","))
-            else:
-                late.append(rank)
-        named = " and ".join(f"rank {one}" for one in late or seen)
-        if not late:
-            return f"{named} wait for each other"
-        if len(late) > 1:
-            return f"{named} are late, and wait for nobody"
-        return f"{named} is late, and waits for nobody"
-
-    def _publish(self, text: str) -> None:
-        with contextlib.suppress(CommunicationError):
-            self._channel.store_set(self._key(self._rank), text.encode())
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/waits/{rank}"
+def _watched(channel: ControlChannel, rank: int, timeout_s: float) -> ControlChannel:
+    """The part of a channel that forming a group needs."""
+    return cast(ControlChannel, Rendezvous(channel, rank, timeout_s))

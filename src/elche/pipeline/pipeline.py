@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
 
@@ -18,16 +16,11 @@ from elche.pipeline.backward import SplitProfile, StageBackward
 from elche.pipeline.building import Split
 from elche.pipeline.config import PipelineConfig, pipeline_config
 from elche.pipeline.crew import Crew
-from elche.pipeline.executor import StepInput, StepResults
 from elche.pipeline.founding import Founding, Request
 from elche.pipeline.gradients import clip_norm, unscale
+from elche.pipeline.inputs import Call
 from elche.pipeline.optimizer_state import GivenOptimizers, as_optimizers
-from elche.pipeline.outputs import (
-    EvaluationOutput,
-    StepOutput,
-    joined_gradients,
-)
-from elche.pipeline.patience import Patience
+from elche.pipeline.outputs import EvaluationOutput, StepOutput
 from elche.pipeline.peers import Peers
 from elche.pipeline.profiling import (
     LayerMeasurement,
@@ -36,18 +29,11 @@ from elche.pipeline.profiling import (
     profile_layers,
 )
 from elche.pipeline.reduction import Reduction
-from elche.pipeline.replica_groups import StepShares
-from elche.pipeline.replicas import Replicas, agree_on_groups
-from elche.pipeline.same_batch import COMPARED_STEPS, compare_batches
+from elche.pipeline.replicas import agree_on_groups
 from elche.pipeline.stage import Layer
 from elche.pipeline.state import gather_state, load_state, local_state
-from elche.pipeline.trees import (
-    batch_samples,
-    join_batches,
-    map_tensors,
-    split_batch,
-)
-from elche.runtime.environment import read_placement
+from elche.pipeline.stepping import Stepping
+from elche.runtime.environment import Placement, read_placement
 from elche.schedule.actions import Action, Schedule
 
 
@@ -108,15 +94,6 @@ class Pipeline:
         if self.world_size > 1:
             peers = Peers.join(placement, self.config.timeout_s)
         self._crew = Crew(self.rank, peers, self.config.timeout_s)
-        self._groups = agree_on_groups(
-            self.config.replicas, self.rank, self.world_size, self._crew
-        )
-        self._steps = 0
-        self._patience = Patience(
-            self.config.timeout_s,
-            self.config.patience_factor,
-            self.config.min_patience_s,
-        )
         asked = Request(
             model=model,
             loss_fn=loss_fn,
@@ -125,16 +102,21 @@ class Pipeline:
             devices=devices,
             split=split,
         )
+        # Whoever cannot go on with this ends it for the others, too.
+        with self._crew.ending_on_failure():
+            self._found(asked, placement)
+
+    def _found(self, asked: Request, placement: Placement) -> None:
+        self._groups = agree_on_groups(
+            self.config.replicas, self.rank, self.world_size, self._crew
+        )
         founding = Founding(asked, self.config, placement, self._crew, self._groups)
-        self._parts = founding.build()
+        parts = founding.build()
         self._changes, self.config = founding.changes, founding.config
-        self.schedule = self._parts.plan.schedule
-        self.device = self._parts.given.device
-        if self._parts.tied is not None:
-            with self._crew.ending_on_failure():
-                self._parts.tied.make_equal(self.config.timeout_s)
-        self._replicas = Replicas.join(
-            self._groups, self._parts, self._crew, self.config.timeout_s
+        if parts.tied is not None:
+            parts.tied.make_equal(self.config.timeout_s)
+        self._stepping = Stepping(
+            self._crew, self._groups, parts, self._changes, self.config
         )
 
     def __enter__(self) -> Self:
@@ -146,9 +128,25 @@ class Pipeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and self._crew.peers is not None:
-            self._crew.peers.fail(error)
+        if isinstance(error, (Exception, KeyboardInterrupt)):
+            self._crew.fail(error)
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be copied or pickled: it is one rank's end of "
+            "connections; copy what state_dict() returns"
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs now, of this replica's ranks."""
+        return self._parts.plan.schedule
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._parts.given.device
 
     @property
     def is_first(self) -> bool:
@@ -220,7 +218,7 @@ class Pipeline:
 
     def reductions(self) -> list[Reduction]:
         """This rank's sums over the replicas in the last step, as they began."""
-        return self._replicas.reductions
+        return self._stepping.replicas.reductions
 
     def step(
         self,
@@ -234,64 +232,35 @@ class Pipeline:
         """Runs one batch forward and backward; adds to the parameters' gradients.
 
         Args:
-            batch: read on the first stage's rank. Tensors whose first dimension is that
-                of the first one are cut along it; other values go to all microbatches.
-                Of several replicas each reads its own, of any size; one may have none.
+            batch: read on the first stage's rank. Dense tensors, and arrays that
+                `torch.as_tensor` takes, whose first dimension is that of the first one
+                are cut along it; other values go to all microbatches. Of several
+                replicas each reads its own, of any size; one may have none.
             target: read on the last stage's rank, cut in the same way.
             input_gradients: whether to return the batch's gradients.
-            loss_scale: multiplies all gradients; for float16 (see `unscale_`).
-            **keywords: for the layers of this rank whose forward has such an argument;
-                cut like the batch.
+            loss_scale: multiplies all gradients; for float16 (see `unscale_`). The same
+                on all ranks.
+            **keywords: for the layers whose forward has such an argument, on every rank
+                that has one of them; cut like the batch.
 
         Raises:
-            ConfigError: batch, target or loss are wrong; on every rank.
+            ConfigError: batch, target, loss or a keyword are wrong, or there are no
+                gradients here (`torch.no_grad`); on every rank.
+            MismatchError: ranks call different methods, or give other loss scales.
             ContributionError: a parameter's gradient is lost; do not step.
             RemoteRankError: another rank failed; the gradients are incomplete.
             DeadlineError: a rank is late; the pipeline has ended.
-            CommunicationError: a rank is gone; the pipeline has ended.
+            CommunicationError: a rank is gone; the pipeline has ended, or was closed.
         """
-        self._adopt(self._changes.carry_out(self._parts))
-        shares = self._begin("step", batch, target)
-        if self._steps < COMPARED_STEPS:
-            compare_batches(
-                batch, self.is_first, self.is_last, self._crew, self._groups
+        return self._stepping.step(
+            Call(
+                what="step",
+                batch=batch,
+                target=target,
+                keywords=keywords,
+                loss_scale=loss_scale,
+                input_gradients=input_gradients,
             )
-        given = self._input(batch, target, keywords, shares.mine)
-        is_timed = self._changes.planner.is_due()
-        given = replace(
-            given,
-            weights=shares.weights(shares.index, loss_scale),
-            input_gradients=input_gradients,
-            arrivals_s=self._patience.arrivals_s,
-            stretch=self._patience.stretch,
-            is_timed=is_timed,
-        )
-        # With replicas, shared parameters are summed over all that hold them at once.
-        tied = None if self._groups.are_several else self._parts.tied
-        earlier = [] if tied is None else tied.take()
-        started_s = time.monotonic()
-        train = self._replicas.training(self._parts.executor.train, shares)
-        results, told, reports = self._crew.run(
-            *(train, given),
-            lambda: self._changes.report(
-                self._parts.executor, is_timed and bool(shares.mine)
-            ),
-        )
-        if tied is not None:
-            with self._crew.ending_on_failure():
-                tied.sum_gradients(earlier, self.config.timeout_s)
-        self._patience.ended(time.monotonic() - started_s)
-        self._steps += 1
-        forecast = self._changes.look(reports)
-        if forecast is not None:
-            self._patience.foresee(forecast)
-        losses = self._replicas.losses(told)
-        loss = shares.loss(losses)
-        assert loss is not None, "there is a target"
-        return StepOutput(
-            loss=loss,
-            losses=torch.tensor(losses[shares.index], dtype=torch.float64),
-            input_gradients=joined_gradients(results) if input_gradients else (),
         )
 
     def evaluate(
@@ -308,35 +277,25 @@ class Pipeline:
         Raises:
             ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
         """
-        shares = self._begin("evaluate", batch, target)
-        given = self._input(batch, target, keywords, shares.mine)
-        self._replicas.average_buffers(self._crew, self.config.timeout_s)
-        carry_out = self._parts.executor.evaluate if shares.mine else _nothing
-        modes = self._modes()
-        self.train(False)
-        started_s = time.monotonic()
-        try:
-            results, told, _ = self._crew.run(carry_out, given)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        self._patience.ended(time.monotonic() - started_s)
-        outputs = [results.outputs[i] for i in sorted(results.outputs)]
-        return EvaluationOutput(
-            loss=shares.loss(self._replicas.losses(told)),
-            outputs=join_batches(outputs) if outputs else None,
+        return self._stepping.evaluate(
+            Call(what="evaluate", batch=batch, target=target, keywords=keywords)
         )
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.
 
         Args:
-            max_norm: 2-norm; a shared parameter counts once.
+            max_norm: 2-norm; a shared parameter counts once. The same on all ranks.
 
         Returns:
             The norm before, on every rank.
+
+        Raises:
+            ConfigError: max_norm is no number of at least 0, here or on another rank;
+                nothing has changed.
+            MismatchError: ranks give different ones; nothing has changed.
         """
-        copies: Set[int] = self._replicas.copies
+        copies: Set[int] = self._stepping.replicas.copies
         if self._parts.tied is not None and not self._groups.are_several:
             copies = self._parts.tied.copies
         return clip_norm(self.parameters(), copies, max_norm, self._crew)
@@ -344,8 +303,15 @@ class Pipeline:
     def unscale_(self, loss_scale: float) -> bool:
         """Divides the gradients by a loss scale.
 
+        Args:
+            loss_scale: as in :meth:`step`.
+
         Returns:
             Whether every gradient on every rank is finite; do not step otherwise.
+
+        Raises:
+            ConfigError: it is not above 0 and finite, here or on another rank.
+            MismatchError: ranks give different ones.
         """
         return unscale(self.parameters(), loss_scale, self._crew)
 
@@ -359,7 +325,9 @@ class Pipeline:
         Args:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
-        self._replicas.average_buffers(self._crew, self.config.timeout_s)
+        self._crew.agree_on(rank, "state_dict")
+        replicas = self._stepping.replicas
+        replicas.average_buffers(self._crew, self.config.timeout_s)
         return gather_state(
             self.local_state_dict(),
             self._parts.order_of,
@@ -374,9 +342,10 @@ class Pipeline:
 
         Raises:
             ConfigError: a parameter or buffer of this rank is missing, or has another
-                shape.
+                shape, or the state has what no layer has.
         """
-        load_state(self.local_state_dict(), state, self.rank)
+        parts = self._parts
+        load_state(self.local_state_dict(), state, self.rank, parts.is_elsewhere)
 
     def register_optimizer(self, optimizer: GivenOptimizers) -> None:
         """Tells the pipeline which optimizer follows when layers move.
@@ -416,7 +385,7 @@ class Pipeline:
             layers = self._parts.given.layers
             return as_message(profile_layers(layers, given, self.device))
 
-        told = self._crew.agree(measure, "profiling the layers")
+        told = self._crew.agree(measure, "profile_layers")
         mine = [told[rank] for rank in self._groups.members]
         self._changes.planner.learn(layer_costs_of(mine))
         return [[LayerMeasurement(*one) for one in rows] for rows in told]
@@ -456,7 +425,8 @@ class Pipeline:
         """
         if partition is None and self.config.sample is not None:
             self.profile_layers()
-        self._adopt(
+        self._crew.check_open()
+        self._stepping.adopt(
             self._changes.repartition(self._parts, partition, placement, optimizer)
         )
         return self.partition
@@ -466,65 +436,6 @@ class Pipeline:
         self._parts.detach()
         self._crew.close()
 
-    def _modes(self) -> list[tuple[nn.Module, bool]]:
-        modules = (one for layer in self.layers for one in layer.module.modules())
-        return [(module, module.training) for module in modules]
-
-    def _adopt(self, parts: Parts | None) -> None:
-        """Another plan runs from now on, if there is one."""
-        if parts is None:
-            return
-        self._parts, self.schedule = parts, parts.plan.schedule
-        self._patience.foresee(None)
-        self._replicas = Replicas.join(
-            self._groups, parts, self._crew, self.config.timeout_s
-        )
-
-    def _begin(self, what: str, batch: Any, target: Any) -> StepShares:
-        """All ranks begin the same thing; returns the samples of each microbatch."""
-        samples = batch_samples(batch) if self.is_first else None
-        targets = None
-        if self.is_last and target is not None:
-            targets = batch_samples(target)
-            targets = -1 if targets is None else targets
-        is_alone = not self._groups.are_several
-        error = self._replicas.late_learner()
-        if self.is_first and samples is None and (is_alone or batch is not None):
-            error = (
-                f"{what} needs a batch on rank {self.rank}, which has the first stage: "
-                f"expected a tensor with samples along its first dimension, got "
-                f"{type(batch).__name__}"
-            )
-        elif self.is_last and target is None and what == "step" and is_alone:
-            error = f"step needs a target on rank {self.rank}, which has the last stage"
-        shapes: list[str] = []
-        if self.is_first:
-            map_tensors(batch, lambda tensor: shapes.append(str(list(tensor.shape))))
-        told = self._crew.begin(
-            what, samples, targets, error, " ".join([what, *shapes])
-        )
-        self._patience.begin(" ".join(form for *_, form in told if form))
-        for runner in self._parts.stages.values():
-            runner.stage.step = self._steps
-        return self._replicas.shares(
-            told, self.config.loss_reduction, what != "evaluate"
-        )
-
-    def _input(
-        self, batch: Any, target: Any, keywords: dict[str, Any], sizes: list[int]
-    ) -> StepInput:
-        def here(value: Any) -> list[Any]:
-            moved = map_tensors(value, lambda tensor: tensor.to(self.device))
-            return split_batch(moved, sizes)
-
-        return StepInput(
-            inputs=here(batch) if self.is_first else (),
-            targets=here(target) if self.is_last and target is not None else (),
-            keywords=here(keywords) if keywords else (),
-            timeout_s=self._patience.deadline_s,
-            grace_s=self._patience.grace_s,
-        )
-
-
-def _nothing(given: StepInput) -> StepResults:
-    return StepResults()
+    @property
+    def _parts(self) -> Parts:
+        return self._stepping.parts

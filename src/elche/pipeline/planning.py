@@ -55,10 +55,7 @@ def make_plan(
         ConfigError: schedule, ranks, layers and microbatches do not go together, or
             the schedule deadlocks.
     """
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(
-            f"expected micro_batches of at least 1, got {micro_batches!r}"
-        )
+    check_asked(schedule, micro_batches)
     if num_layers < 1:
         raise ConfigError("the model has no layers")
     made = _schedule(schedule, micro_batches, num_ranks, num_layers, config)
@@ -76,6 +73,24 @@ def make_plan(
     elif num_ranks > 1:
         made = lower(made, _fitting(known_costs(config), made))
     return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
+
+
+def check_asked(schedule: object, micro_batches: object) -> None:
+    """Raises unless a plan can be made for these.
+
+    Raises:
+        ConfigError: there are no microbatches, or the schedule is of another type.
+    """
+    is_int = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not is_int or micro_batches < 1:  # type: ignore[operator]
+        raise ConfigError(
+            f"expected micro_batches of at least 1, got {micro_batches!r}"
+        )
+    if not isinstance(schedule, (str, Schedule)):
+        raise ConfigError(
+            "expected the name of a schedule, the path of a CSV file as text, or a "
+            f"Schedule, got {schedule!r}"
+        )
 
 
 def plan_placed(
@@ -126,11 +141,6 @@ def _schedule(
 ) -> Schedule:
     if isinstance(schedule, Schedule):
         return schedule
-    if not isinstance(schedule, str):
-        raise ConfigError(
-            "expected the name of a schedule, the path of a CSV file as text, or a "
-            f"Schedule, got {schedule!r}"
-        )
     if schedule.endswith(".csv"):
         return _read_csv(Path(schedule))
     costs = known_costs(config)

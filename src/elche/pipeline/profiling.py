@@ -24,7 +24,7 @@ from elche.pipeline.building import LayerList, layers_of
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.messages import Message
 from elche.pipeline.stage import Layer, Stage
-from elche.pipeline.trees import flatten, unflatten
+from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import StageCost
 from elche.schedule.layer_costs import LayerCosts
@@ -81,6 +81,7 @@ def profile_layers(
         ConfigError: a layer cannot be built, or returns no tensor.
     """
     listed = layers if isinstance(layers, LayerList) else layers_of(layers, None)
+    sample = as_tensors(sample, "the sample")
     tensors, structure = flatten(sample, "the sample")
     given = Message(tuple(tensors), structure, (False,) * len(tensors))
     measured: list[LayerMeasurement] = []
@@ -109,6 +110,11 @@ def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
             'costs="measure" chooses the partition; leave partition out, or measure '
             "with profile_layers and give costs"
         )
+    if batch_samples(as_tensors(config.sample, "the sample")) is None:
+        raise ConfigError(
+            "expected one microbatch of the input as sample=, with samples along its "
+            f"first dimension, got {type(config.sample).__name__}"
+        )
     if isinstance(schedule, Schedule) or schedule.endswith(".csv"):
         raise ConfigError(
             'costs="measure" needs the name of a schedule, such as "auto", got one '
@@ -118,6 +124,7 @@ def check_measuring(schedule: str | Schedule, config: PipelineConfig) -> None:
 
 def plan_measured(
     told: Sequence[Sequence[Sequence[float]]],
+    limits: Sequence[float],
     schedule: str,
     micro_batches: int,
     config: PipelineConfig,
@@ -126,6 +133,7 @@ def plan_measured(
 
     Args:
         told: of each rank, its measurements as tuples.
+        limits: of each rank, bytes for parameters, their state and activations.
         schedule: a name.
         micro_batches: of one step.
         config: the other settings.
@@ -135,7 +143,8 @@ def plan_measured(
 
     Raises:
         MismatchError: ranks have different numbers of layers.
-        ConfigError: fewer layers than ranks, or the schedule cannot run.
+        ConfigError: fewer layers than ranks, too little memory, or the schedule cannot
+            run.
     """
     by_rank = [[LayerMeasurement(*one) for one in rows] for rows in told]  # type: ignore[arg-type]
     _check_counts(by_rank)
@@ -145,7 +154,9 @@ def plan_measured(
             for index in range(len(by_rank[0]))
         ),
         devices=tuple(
-            DeviceProfile(name=f"rank {rank}", kind=f"rank {rank}")
+            DeviceProfile(
+                name=f"rank {rank}", kind=f"rank {rank}", memory_bytes=limits[rank]
+            )
             for rank in range(len(by_rank))
         ),
     )

@@ -19,10 +19,10 @@ from torch import nn
 
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError, RemoteRankError
-from elche.pipeline.executor import StepInput, StepResults
 from elche.pipeline.gradient_buckets import Bucket, make_buckets
 from elche.pipeline.peers import Peers
 from elche.pipeline.replica_units import Unit
+from elche.pipeline.step_io import StepInput, StepResults
 
 
 @final

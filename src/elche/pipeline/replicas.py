@@ -19,7 +19,6 @@ from torch import nn
 from elche.errors import MismatchError
 from elche.pipeline.assembly import Parts
 from elche.pipeline.crew import Crew
-from elche.pipeline.executor import StepInput, StepResults
 from elche.pipeline.peers import Peers
 from elche.pipeline.reduction import GradientReduction, Reduction
 from elche.pipeline.replica_buffers import SharedBuffers, average_buffers
@@ -43,6 +42,7 @@ from elche.pipeline.replica_units import (
     read_layer,
 )
 from elche.pipeline.stage import Layer
+from elche.pipeline.step_io import StepInput, StepResults
 
 logger = logging.getLogger(__name__)
 
@@ -190,12 +190,11 @@ class Replicas:
 
     def shares(
         self,
-        told: Sequence[tuple[int | None, int | None, str]],
+        said: Sequence[tuple[int | None, int | None]],
         loss_reduction: str,
         needs_target: bool,
     ) -> StepShares:
         """The shares of a step; see `read_shares`."""
-        said = [(samples, targets) for samples, targets, _ in told]
         return read_shares(
             said, self.groups, self._counts, loss_reduction, needs_target
         )

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from elche.errors import ConfigError
 from elche.pipeline.crew import Crew
+from elche.pipeline.inputs import Seat
 from elche.pipeline.replica_groups import ReplicaGroups
-from elche.pipeline.trees import map_tensors
+from elche.pipeline.trees import as_tensors, map_tensors
 
 COMPARED_STEPS = 2
 _LOOKED_AT = 64
@@ -22,23 +24,21 @@ _LOOKED_AT = 64
 logger = logging.getLogger(__name__)
 
 
-def compare_batches(
-    batch: Any, is_first: bool, is_last: bool, crew: Crew, groups: ReplicaGroups
-) -> None:
+def compare_batches(batch: Any, seat: Seat, crew: Crew, groups: ReplicaGroups) -> None:
     """Warns when the first and the last stage's rank were given different batches.
 
     A rank that was given no batch has nothing to compare. Only a warning: augmentation
     may draw differently on two ranks that hold the same samples.
 
     Args:
-        batch: of this rank.
-        is_first: whether this rank has the first stage.
-        is_last: whether it has the last.
+        batch: as this rank was given it.
+        seat: of this rank.
         crew: all ranks, which call this together.
         groups: their replicas.
     """
-    given = "" if batch is None else fingerprint(batch)
-    told = crew.exchange([is_first, is_last, given], "comparing the batches")
+    reads = seat.is_first or seat.is_last
+    given = fingerprint(batch) if reads and batch is not None else ""
+    told = crew.exchange([seat.is_first, seat.is_last, given], "comparing the batches")
     mine = [(rank, *told[rank]) for rank in groups.members]
     first, read = next((rank, text) for rank, has, _, text in mine if has)
     last, seen = next((rank, text) for rank, _, has, text in mine if has)
@@ -54,7 +54,15 @@ def compare_batches(
 
 
 def fingerprint(batch: Any) -> str:
-    """Tells batches apart by shapes, types and some elements of each tensor."""
+    """Tells batches apart by shapes, types and some elements of each tensor.
+
+    Returns:
+        "" for what would be no batch where it is read.
+    """
+    try:
+        batch = as_tensors(batch, "the batch")
+    except ConfigError:
+        return ""
     found = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> None:

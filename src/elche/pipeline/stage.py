@@ -117,6 +117,14 @@ class Stage:
                     seen.add(id(one))
                     yield layer.prefixed(name), one
 
+    def takes(self, keyword: str) -> bool:
+        """Whether a layer may take a keyword."""
+        return any(one.takes_all or keyword in one.names for one in self._keywords)
+
+    def names(self, keyword: str) -> bool:
+        """Whether a layer's forward names a keyword."""
+        return any(keyword in one.names for one in self._keywords)
+
     def run(self, value: Any, microbatch: int, keywords: dict[str, Any]) -> Any:
         """Runs the layers on a value.
 

@@ -54,22 +54,40 @@ def gather_state(
 
 
 def load_state(
-    mine: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], rank: int
+    mine: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    rank: int,
+    is_known: Callable[[str], bool],
 ) -> None:
     """Copies this rank's part out of the whole model's state.
 
+    Args:
+        mine: this rank's part.
+        state: of the whole model.
+        rank: this rank.
+        is_known: whether a name may be one of another rank's layers.
+
     Raises:
-        ConfigError: something is missing, or has another shape; nothing has changed.
+        ConfigError: something is missing, or has another shape, or belongs nowhere;
+            nothing has changed.
     """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
     wrong = [
         f"{name} {list(value.shape)}"
         for name, value in mine.items()
-        if name not in state or state[name].shape != value.shape
+        if getattr(state.get(name), "shape", None) != value.shape
     ]
     if wrong:
         raise ConfigError(
             f"the state has no {', '.join(wrong[:SHOWN])} (or of another shape), which "
             f"rank {rank} needs"
+        )
+    extra = [name for name in state if name not in mine and not is_known(name)]
+    if extra:
+        raise ConfigError(
+            f"the state has {', '.join(map(str, extra[:SHOWN]))}, which the model has "
+            "not; take out what does not belong to it"
         )
     with torch.no_grad():
         for name, value in mine.items():

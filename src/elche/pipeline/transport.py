@@ -186,7 +186,7 @@ class Transport:
         check: Callable[[], None],
         watch: LongWaits,
     ) -> None:
-        self.group = group
+        self._group: PointToPoint | None = group
         self.rank = rank
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)
@@ -197,6 +197,17 @@ class Transport:
         self._incoming: dict[int, _Incoming] = {}
         self._outgoing: dict[int, _Outgoing] = {}
         self._broken: dict[int, Exception] = {}
+
+    @property
+    def group(self) -> PointToPoint:
+        """The process group.
+
+        Raises:
+            CommunicationError: it has ended.
+        """
+        if self._group is None:
+            raise CommunicationError("the pipeline has been closed")
+        return self._group
 
     def expect(self, addresses: Iterable[Address]) -> None:
         """Announces what will come, in the order in which it will be asked for."""
@@ -290,6 +301,7 @@ class Transport:
             incoming.join()
         for outgoing in self._outgoing.values():
             outgoing.join()
+        self._group = None  # ends the connections: whoever still waits must see it
 
     def _wait(
         self, ready: Callable[[], bool], rank: int, what: str, timeout_s: float
@@ -335,7 +347,8 @@ class Transport:
     def _failure(self, rank: int, what: str) -> CommunicationError:
         return CommunicationError(
             f"rank {self.rank} lost rank {rank} while waiting for {what}: "
-            f"{self._broken.get(rank)}; look at that rank's own output"
+            f"{self._broken.get(rank)}; it has ended, or closed its pipeline before "
+            "this rank did: look at its own output"
         )
 
     def _from(self, rank: int) -> _Incoming:

@@ -7,7 +7,7 @@ msgpack can write; nothing is ever unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,58 @@ import torch
 from elche.errors import ConfigError
 
 _PLAIN = (bool, int, float, str, bytes)
+
+
+def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
+    """The same nesting with arrays (NumPy's, say) as tensors; they share memory.
+
+    Args:
+        value: what a script gives.
+        where: for the message.
+        is_cut: whether every tensor must be one that can be cut.
+
+    Raises:
+        ConfigError: it holds an array of no numbers, a tensor that is not dense or has
+            no values, or a container of another type, which would not be cut.
+    """
+    if isinstance(value, torch.Tensor):
+        if is_cut:
+            _check_dense(value, where)
+        return value
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(as_tensors(one, where, is_cut) for one in value)
+    if type(value) is dict:
+        return {key: as_tensors(one, where, is_cut) for key, one in value.items()}
+    if isinstance(value, (tuple, list, Mapping)):
+        raise ConfigError(
+            f"{where} holds a {type(value).__name__}; expected plain tuples, lists and "
+            "dicts: pass tuple(...) or dict(...) of it"
+        )
+    if hasattr(value, "__array__"):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{where} holds a {type(value).__name__} that is no tensor: {error}"
+            ) from error
+    return value
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _check_dense(tensor: torch.Tensor, where: str) -> None:
+    if not _is_dense(tensor):
+        raise ConfigError(
+            f"{where} holds a tensor of layout {tensor.layout}, which cannot be cut "
+            "into microbatches; expected dense ones, see to_dense() and "
+            "to_padded_tensor()"
+        )
+    if tensor.is_meta:
+        raise ConfigError(f"{where} holds a tensor on the meta device, without values")
 
 
 def flatten(value: Any, where: str) -> tuple[list[torch.Tensor], Any]:
@@ -98,8 +150,8 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts a batch into microbatches.
 
     Args:
-        value: nested; tensors whose first dimension is the batch are cut along it,
-            anything else goes to every microbatch.
+        value: nested; dense tensors whose first dimension is the batch are cut along
+            it, anything else goes to every microbatch.
         sizes: samples of each microbatch.
     """
     total = sum(sizes)
@@ -108,7 +160,9 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     for size in sizes:
 
         def part(tensor: torch.Tensor, begin: int = begin, size: int = size) -> Any:
-            if tensor.dim() == 0 or tensor.shape[0] != total:
+            if tensor.dim() == 0 or not _is_dense(tensor):
+                return tensor
+            if tensor.shape[0] != total:
                 return tensor
             return tensor[begin : begin + size]
 

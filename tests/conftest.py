@@ -11,11 +11,21 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids
 
-LEAK_GRACE_S = 5.0
+LEAK_GRACE_S = 30.0
+QUICK_EXAMPLES = 40
+"""Most examples of a property without the slow tests; with them it has its own number.
+"""
 FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 
-settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+# How fast examples are drawn depends on what else the machine does: no failure.
+settings.register_profile(
+    "default",
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile(
     "fuzz",
     max_examples=FUZZ_EXAMPLES,
@@ -28,17 +38,25 @@ settings.load_profile(PROFILE)
 leaks.adopt_orphans()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under the profile `fuzz`, also raises the examples that a test set itself."""
-    if PROFILE != "fuzz":
-        return
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Examples of properties: more under the profile `fuzz`, fewer in a quick run."""
+    is_quick = "not slow" in config.option.markexpr
     for item in items:
         function = getattr(item, "function", None)
-        if is_hypothesis_test(function):
-            own = function._hypothesis_internal_use_settings
-            function._hypothesis_internal_use_settings = settings(
-                own, max_examples=FUZZ_EXAMPLES
-            )
+        if not is_hypothesis_test(function):
+            continue
+        own = function._hypothesis_internal_use_settings
+        if PROFILE == "fuzz":
+            examples = FUZZ_EXAMPLES
+        elif is_quick:
+            examples = min(own.max_examples, QUICK_EXAMPLES)
+        else:
+            continue
+        function._hypothesis_internal_use_settings = settings(
+            own, max_examples=examples
+        )
 
 
 @pytest.fixture(autouse=True)

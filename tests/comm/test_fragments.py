@@ -145,6 +145,46 @@ def test_a_rank_that_trained_in_an_earlier_window_only_still_counts() -> None:
     assert held(ranks[0][0]) == held(ranks[1][0]) == [3.0, 3.0, 3.0]
 
 
+def test_buffers_are_the_mean_of_those_who_trained_in_this_window() -> None:
+    """Once: a rank whose fragment drifted in an earlier window counted without being
+    one of those that the sum was divided by, and a running variance doubled."""
+    bus = Bus(2)
+    ranks: list[tuple[nn.BatchNorm1d, OverlappedAverager]] = []
+    for rank in (0, 1):
+        model = nn.BatchNorm1d(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        parameters = list(model.parameters())
+        averager = OverlappedAverager(
+            parameters, model, optimizer, bus.group(rank), fragments=2
+        )
+        averager.build()
+        ranks.append((model, averager))
+    for window, trained in enumerate(((1, 1), (1, 0))):
+        for rank, (model, averager) in enumerate(ranks):
+            assert model.running_var is not None
+            if trained[rank]:
+                model.running_var.fill_(4.0 + 2.0 * rank)
+            # Fragment 1 has had no turn: it weighs what was trained in window 0.
+            averager.snapshot(1.0, fragment=window, has_trained=trained[rank] > 0)
+        for rank, (_, averager) in enumerate(ranks):
+            reduction = plan(
+                rank,
+                window=window,
+                weight=trained[rank] / sum(trained),
+                active_ranks=sum(trained),
+                fragment=window,
+                buffers=(0, 1, 2),
+            )
+            averager.begin(reduction, (1.0, 1.0))
+        for _, averager in ranks:
+            assert averager.poll()
+            averager.adopt(plan(window=window), drained=True)
+        expected = 5.0 if window == 0 else 4.0
+        for model, _ in ranks:
+            assert model.running_var is not None
+            assert model.running_var.tolist() == [expected] * 2
+
+
 @pytest.mark.parametrize("kind", [ParameterAverager, OverlappedAverager])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_rank_that_went_astray_comes_back_in_all_fragments(

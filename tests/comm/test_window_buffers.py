@@ -116,6 +116,29 @@ def test_statistics_are_the_mean_of_what_was_taken() -> None:
         assert torch.equal(model.seen, seen)
 
 
+@pytest.mark.parametrize(
+    ("set_by", "active", "becomes"),
+    [
+        ((0,), (True, True, True), False),
+        ((0, 2), (True, True, True), True),
+        ((0,), (True, True, False), True),
+        ((2,), (True, True, False), False),
+    ],
+)
+def test_flags_become_what_most_ranks_have(
+    set_by: tuple[int, ...], active: tuple[bool, ...], becomes: bool
+) -> None:
+    """Of those that trained; a tie raises them. Once they stayed each rank's own."""
+    models, held = ranks(3)
+    for rank in set_by:
+        models[rank].seen.fill_(True)
+    for each in held:
+        each.take()
+    begin(held, active)
+    finish(held)
+    assert [bool(model.seen) for model in models] == [becomes] * 3
+
+
 def test_what_has_travelled_is_sent_before_the_plan_is_there() -> None:
     """Then only what changes for the first time waits for the plan."""
     models, held = ranks(2)

@@ -11,7 +11,7 @@ import torch
 
 from elche.errors import CommunicationError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ def on_ranks(
     world_size: int,
     case: Callable[..., T],
     *args: Sequence[Any],
-    deadline_s: float = 20.0,
+    deadline_s: float = DEADLINE_S,
 ) -> list[T]:
     """Calls ``case(group, *each)`` on a thread per rank, and collects what it returns.
 

@@ -167,6 +167,7 @@ class Trace:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     length: int = 0
     shares: list[tuple[float, ...]] = field(default_factory=list)
+    busy_s: list[tuple[float, ...]] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
@@ -179,15 +180,16 @@ def plain(task: Task) -> Trace:
     return _loop(task, model, optimizer, loader)
 
 
-def shared(task: Task) -> Trace:
-    """The task on this rank of a run."""
+def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
+    """The task on this rank of a run; ``at_step`` is called in each step."""
     model, optimizer, loader = build(task)
     options = {"policy": "sync", **task.options}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
-    trace = _loop(task, model, optimizer, loader)
+    trace = _loop(task, model, optimizer, loader, at_step)
     run = session.current_run()
     if run is not None:
         trace.shares = [report.shares for report in run.reports]
+        trace.busy_s = [report.busy_s for report in run.reports]
         trace.windows = [report.windows for report in run.reports]
         trace.anchors = [report.anchor for report in run.reports]
     trace.rank = elche.rank()
@@ -197,7 +199,11 @@ def shared(task: Task) -> Trace:
 
 
 def _loop(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    at_step: Callable[[], None] = lambda: None,
 ) -> Trace:
     trace = Trace(length=len(loader))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
@@ -214,6 +220,7 @@ def _loop(
             trace.progress.append(session.progress_samples())
             loss = F.cross_entropy(model(x), y)
             _step(task.loop, number, loss, model, optimizer, scaler)
+            at_step()
             if task.loop == "break" and number == 2:
                 break
         trace.orders.append(order)

@@ -31,7 +31,7 @@ def meeting(world_size: int) -> Iterator[Sequence[Mapping[str, str]]]:
 
 
 @contextmanager
-def torch_world(timeout_s: float = 30.0) -> Iterator[None]:
+def torch_world(timeout_s: float = 60.0) -> Iterator[None]:
     """torch's default group of all ranks of the case."""
     place = this_place()
     store = dist.FileStore(os.path.join(os.environ[STORE], "world"), place.world_size)
@@ -49,7 +49,7 @@ def torch_world(timeout_s: float = 30.0) -> Iterator[None]:
 
 
 @contextmanager
-def elche_group(members: Sequence[int], timeout_s: float = 30.0) -> Iterator[Group]:
+def elche_group(members: Sequence[int], timeout_s: float = 60.0) -> Iterator[Group]:
     """A group of elche's own kind."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)

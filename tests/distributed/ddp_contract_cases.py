@@ -118,7 +118,7 @@ def buffers_of_who_trained() -> tuple[Any, Any]:
 
 def evaluate_on_one_rank() -> bool:
     """An evaluation on rank 0 alone waits for nobody."""
-    with torch_world(timeout_s=10.0):
+    with torch_world():
         ddp = DistributedDataParallel(build("cnn"))
         backward(ddp)
         if this_place().rank == 0:
@@ -287,7 +287,7 @@ def refused(case: str) -> str:
         options["strategy"] = "eager"
     elif case == "device_ids":
         options["device_ids"] = [0]
-    with torch_world(timeout_s=10.0):
+    with torch_world():
         try:
             DistributedDataParallel(model, **options)
         except Exception as error:
@@ -297,7 +297,7 @@ def refused(case: str) -> str:
 
 def misused(case: str) -> str:
     """The error of a wrapper that is used wrongly."""
-    with torch_world(timeout_s=10.0):
+    with torch_world():
         model = build("mlp")
         if case == "unfrozen":
             model[0].requires_grad_(False)
@@ -347,7 +347,7 @@ def sparse_on_first_use() -> str:
         def forward(self, index: torch.Tensor) -> torch.Tensor:
             return F.embedding(index, self.table, sparse=True)
 
-    with torch_world(timeout_s=10.0):
+    with torch_world():
         ddp = DistributedDataParallel(Table())
         try:
             ddp(torch.tensor([1, 2])).sum().backward()
@@ -472,7 +472,7 @@ def uneven_loops_alone(divide: bool) -> dict[str, Any]:
 
 
 def early_end() -> str:
-    with torch_world(timeout_s=10.0):
+    with torch_world():
         ddp = DistributedDataParallel(build("mlp"))
         try:
             with ddp.join(throw_on_early_termination=True):

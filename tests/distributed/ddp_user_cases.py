@@ -32,7 +32,7 @@ Found = dict[str, Any]
 
 def both(script: str) -> tuple[Found, Found]:
     """What this rank has at the end with elche's wrapper and with torch's."""
-    with torch_world(timeout_s=20.0), warnings.catch_warnings():
+    with torch_world(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)
         run = SCRIPTS[script]
@@ -376,7 +376,7 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
 
 def caches_of_other_lengths() -> Found:
     """One rank's cache grows, the other's does not."""
-    with torch_world(timeout_s=20.0):
+    with torch_world():
         torch.manual_seed(3)
         model = Caches().double()
         model.grown = torch.ones(6, dtype=torch.float64)
@@ -389,7 +389,7 @@ def caches_of_other_lengths() -> Found:
 
 def an_empty_batch() -> tuple[Found, Found]:
     """Rank 1 has no samples, and a mean of nothing for a loss."""
-    with torch_world(timeout_s=20.0):
+    with torch_world():
         model = build("mlp")
         ddp = DistributedDataParallel(model)
         x, y = data(0, 4 - 4 * this_place().rank)
@@ -401,7 +401,7 @@ def an_empty_batch() -> tuple[Found, Found]:
 
 
 def a_copy_trains_in_a_group() -> tuple[Found, Found]:
-    with torch_world(timeout_s=20.0):
+    with torch_world():
         model = build("mlp")
         twin = copy.deepcopy(DistributedDataParallel(model))
         twin.set_group()
@@ -412,7 +412,7 @@ def a_copy_trains_in_a_group() -> tuple[Found, Found]:
 
 def taken_gradient() -> str:
     """An optimizer in a hook takes the gradient before it is reduced."""
-    with torch_world(timeout_s=20.0):
+    with torch_world():
         model = build("mlp")
 
         def take(parameter: torch.Tensor) -> None:
@@ -429,7 +429,7 @@ def taken_gradient() -> str:
 
 def compiled_norms() -> tuple[Found, Found]:
     """SyncBatchNorm inside a compiled model, and the same one eagerly."""
-    with torch_world(timeout_s=20.0):
+    with torch_world():
         ends = []
         for compiles in (True, False):
             model = convert_sync_batchnorm(build("cnn"), as_group(None, 20.0))

@@ -247,7 +247,7 @@ def meeting(world_size: int) -> Iterator[Sequence[Mapping[str, str]]]:
 @contextmanager
 def joined(
     transport: str,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     members: tuple[int, ...] | None = None,
     name: str = "",
 ) -> Iterator[Group]:
@@ -267,6 +267,13 @@ def joined(
         yield group
     finally:
         group.close()
+
+
+def lose_patience(group: Group, timeout_s: float) -> None:
+    """From here on this rank waits so long: all have come, somebody will not again."""
+    made: Any = group._process_group
+    made._set_default_timeout(timedelta(seconds=timeout_s))
+    group._timeout_s = timeout_s
 
 
 def averager_of(
@@ -376,10 +383,11 @@ def bereaved(transport: str, regroups: bool) -> dict[str, Any]:
     dead = place.world_size - 1
     script = Script(steps=(1,) * place.world_size, model="tied")
     model = build(script)
-    with joined(transport, timeout_s=1.0) as group:
+    with joined(transport) as group:
         averager = averager_of(model, group)
         local_step(model, place.rank, 0)
         all_changed(group, ())
+        lose_patience(group, 1.0)
         if place.rank == dead:
             return {"error": "", "untouched": True, "state": {}}
         averager.snapshot(1.0)

@@ -34,7 +34,7 @@ def gan(rank: int, counts: Sequence[int], steps: int, replicated: bool) -> State
     torch.manual_seed(2 + rank)
     generator, critic = net(5), nn.Linear(2, 1).double()
     if replicated:
-        group = init_group(timeout_s=30.0)
+        group = init_group(timeout_s=60.0)
         replicas = {
             "generator": Replica.wrap(generator, group, name="generator"),
             "critic": Replica.wrap(critic, group, name="critic"),
@@ -76,7 +76,7 @@ def gan_on_this_rank(counts: Sequence[int], steps: int) -> State:
 
 
 def _in_group(case: Callable[[Any], Any], **options: Any) -> Any:
-    group = init_group(**{"timeout_s": 20.0, **options})
+    group = init_group(**{"timeout_s": 60.0, **options})
     try:
         return case(group)
     finally:
@@ -196,7 +196,7 @@ def said_by(wrong: str) -> str:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    said: str = _in_group(case, timeout_s=20.0)
+    said: str = _in_group(case, timeout_s=60.0)
     return said
 
 
@@ -249,7 +249,7 @@ def twice_in_a_row() -> list[float]:
     """Two runs of one process, one after the other."""
     found = []
     for number in range(2):
-        group = init_group(timeout_s=20.0)
+        group = init_group(timeout_s=60.0)
         model = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             model.weight.fill_(10.0 * number + group.rank)

@@ -14,7 +14,7 @@ from elche.session import rank, world_size
 
 
 def main(case: str) -> None:
-    init_group(timeout_s=20.0)
+    init_group(timeout_s=60.0)
     model = nn.Linear(2, 1)
     replica = Replica.wrap(model)
     for number in range(4):

@@ -24,9 +24,12 @@ def _train(case: str, policy: str) -> None:
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, policy="nonsense" if case == "policy" else policy
     )
+    # In windows a rank is sure of its first leases alone, on a machine that is busy.
+    fails_at = (0, 5 if policy == "sync" else 1)
     for epoch in range(2):
         for number, (x,) in enumerate(loader):
-            if elche.rank() == elche.world_size() - 1 and epoch + number == 5:
+            is_last = elche.rank() == elche.world_size() - 1
+            if is_last and (epoch, number) == fails_at:
                 _fail(case)
             model(x).square().mean().backward()
             optimizer.step()

@@ -17,6 +17,7 @@ from elche.replica import Replica, init_group
 from elche.runtime.manual_run import end_manual_run
 from tests.distributed.cases import Task
 from tests.distributed.cases import build as build_task
+from tests.distributed.overlap_cases import lose_patience
 
 State = dict[str, torch.Tensor]
 
@@ -67,7 +68,7 @@ def train_shared(
     sizes: Sequence[Sequence[int]], transport: str, recompute: bool
 ) -> State:
     """This rank's part of it: in step s, rank r has ``sizes[s][r]`` samples."""
-    group = init_group(timeout_s=30.0, transport=transport)
+    group = init_group(timeout_s=60.0, transport=transport)
     model = convert_sync_batchnorm(build(recompute))
     replica = Replica.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -93,12 +94,13 @@ def train_shared(
 
 def hang_without_one_rank(steps_before: int) -> str:
     """The last rank calls the layer no more; the others' error."""
-    group = init_group(timeout_s=1.0)
+    group = init_group(timeout_s=60.0)
     model = convert_sync_batchnorm(build())
     Replica.wrap(model)
     said = ""
     for _ in range(steps_before):
         model(batches(1, 4)[0])
+    lose_patience(group, 1.0)
     if group.rank < group.world_size - 1:
         try:
             model(batches(1, 4)[0])

@@ -116,8 +116,17 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "says"), FAULTS)
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    ("policy", "fault", "says"),
+    [
+        pytest.param(
+            *(policy, *fault),
+            marks=[pytest.mark.slow] * (policy == "sync" and "num_workers" in fault[0]),
+        )
+        for policy in ("sync", "cadence")
+        for fault in FAULTS
+    ],
+)
 def test_faults_are_named_on_every_rank(
     ranks2: RankPool, policy: str, fault: dict[str, Any], says: str
 ) -> None:
@@ -155,7 +164,7 @@ def test_a_loop_cannot_go_on_after_an_error_in_the_data(
     ranks2: RankPool, policy: str
 ) -> None:
     outcomes = ranks2.run(
-        _go_on, policy, case_setup=serve_in_thread, expect_failure=True, timeout_s=30.0
+        _go_on, policy, case_setup=serve_in_thread, expect_failure=True
     )
     for outcome in outcomes:
         assert "epoch 0 was broken off on rank 1 by OSError" in str(outcome.error)

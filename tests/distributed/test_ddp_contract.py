@@ -272,7 +272,7 @@ def test_replacing_the_import_is_enough(tmp_path: Path) -> None:
             env={**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=110,
             check=False,
         )
         # torch's own wrapper sometimes aborts at the interpreter's end, all done.

@@ -41,11 +41,11 @@ def test_fragments_are_averaged_as_in_one_process(
 def test_ranks_end_epochs_identical(ranks3: RankPool, policy: str) -> None:
     """Checksums of the ranks are compared when the next epoch opens, too."""
     options = {"policy": policy, "fragments": 3, "drift_weights": "samples"}
-    options["max_anchor"] = 1  # windows by count, however fast the machine is
+    options["max_anchor"] = 0  # a batch of each rank, however busy the machine is
     task = Task(samples=400, batch_size=8, epochs=3, model="norm", options=options)
     traces = ranks3.run(shared, task, case_setup=serve_in_thread)
     assert identical([trace.state for trace in traces])
-    assert traces[0].windows[0] > 3
+    assert min(traces[0].windows) >= 50 / 3
     for epoch in range(3):
         seen = sorted(index for trace in traces for index in trace.orders[epoch])
         assert seen == list(range(400))
@@ -99,8 +99,8 @@ def test_the_most_that_is_sent_at_once_falls_with_the_fragments(
     ranks2: RankPool,
 ) -> None:
     """A fragment per parameter, of which two hold nearly all."""
-    options = {"policy": "async", "codec": "bf16", "transport": "gloo", "max_anchor": 1}
-    task = Task(samples=800, batch_size=8, epochs=1, model="mlp", options=options)
+    options = {"policy": "async", "codec": "bf16", "transport": "gloo", "max_anchor": 0}
+    task = Task(samples=160, batch_size=8, epochs=1, model="mlp", options=options)
     whole, parts = (
         ranks2.run(
             sent_per_window, _with(task, fragments=count), case_setup=serve_in_thread
@@ -109,7 +109,7 @@ def test_the_most_that_is_sent_at_once_falls_with_the_fragments(
     )
     assert len(set(whole[0][0])) == 1
     peak, last = max(parts[0][0][:-1]), parts[0][0][-1]
-    assert len(parts[0][0]) >= 3  # both turns, and the end
+    assert len(parts[0][0]) >= 10  # both turns, and the end
     assert peak < 0.75 * whole[0][0][0]
     assert last >= whole[0][0][0]  # all fragments, when the epoch ends
     assert identical([state for _, state in parts])

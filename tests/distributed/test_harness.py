@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
+from tests.harness import rank_main
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool, pool_pids
 from tests.harness.rank_process import Outcome, RankCaseFailed
@@ -55,6 +56,7 @@ def read_and_spoil_environment(name: str) -> str | None:
 
 
 def leave_a_thread() -> None:
+    rank_main.LEAK_GRACE_S = 0.0
     threading.Thread(target=threading.Event().wait, name="left-over").start()
 
 
@@ -134,7 +136,7 @@ def test_expected_failure_returns_outcomes_and_keeps_the_ranks(
 def test_timeout_kills_names_and_shows_the_stack(own_pool: RankPool) -> None:
     before = own_pool.run(process_id)
     with pytest.raises(RankCaseFailed, match="rank 1 hung: not through") as caught:
-        own_pool.run(hang_on, 1, timeout_s=0.5)
+        own_pool.run(hang_on, 1, timeout_s=3.0)
     error = caught.value.outcomes[1].error
     assert error is not None
     assert "in hang_on" in error.log

@@ -67,15 +67,20 @@ def test_means_are_over_all_samples(ranks2: RankPool, policy: str) -> None:
         assert (epoch.epoch, epoch.samples) == (number, SAMPLES)
         assert epoch.scalars["index"] == pytest.approx((SAMPLES - 1) / 2, rel=1e-12)
         assert epoch.scalars["rank"] == pytest.approx(epoch.shares[1], rel=1e-12)
-        assert epoch.non_finite["broken"] >= 1
+        assert (epoch.non_finite.get("broken", 0) > 0) == (epoch.rank_samples[1] > 0)
         assert "broken" not in epoch.scalars
         assert epoch.synchronisations >= 1
-        assert all(0.0 < each <= epoch.duration_s for each in epoch.busy_s)
-        assert all(0.0 < each <= epoch.duration_s for each in epoch.transfer_s)
+        for times_s in (epoch.busy_s, epoch.transfer_s):
+            assert max(times_s) <= epoch.duration_s
+            assert [each > 0.0 for each in times_s] == [
+                each > 0 for each in epoch.rank_samples
+            ]
         for busy_s, data_wait_s, transfer_s in zip(
             epoch.busy_s, epoch.data_wait_s, epoch.transfer_s, strict=True
         ):
             assert data_wait_s + transfer_s <= busy_s
+    # On a busy machine a rank may once seem too slow for an epoch, not for the first.
+    assert min(first.epochs[0].rank_samples) > 0
     assert sum(first.epochs[1].shares) == pytest.approx(1.0)
 
 

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from elche.cli import main
 
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).with_name("scripts.py"))
 ELCHE = [sys.executable, "-m", "elche.cli"]
-ENDS_WITHIN_S = 45.0
+ENDS_WITHIN_S = 100.0
 
 
 def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,12 +49,13 @@ FAILURES: list[tuple[str, set[int], str]] = [
     ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
     ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
 ]
-# Each under one policy; under the other in the slow suite.
+# Half of them, each under one policy; the others in the slow suite. What agreement and
+# data refuse is tested in ranks that stay, too, where it costs less.
 PAIRS = [
     pytest.param(
         *failure,
         policy,
-        marks=[pytest.mark.slow] * ((number + turn) % 2),
+        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 3),
     )
     for number, failure in enumerate(FAILURES)
     for turn, policy in enumerate(("sync", "cadence"))
@@ -68,15 +72,14 @@ def test_failures_end_every_rank_with_a_reason(
     assert re.search(says, ended.stderr), ended.stderr
     assert "done" not in ended.stdout
     assert "elche run: ranks [0, 1] ended with codes" in ended.stderr
+    if case == "raise":  # the others show where it was
+        assert "--- traceback of rank 1 ---" in ended.stderr
+        assert ended.stderr.count("in _fail") == 2
 
 
-def test_a_failing_rank_shows_its_traceback_on_the_others() -> None:
-    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "raise")
-    assert "--- traceback of rank 1 ---" in ended.stderr
-    assert ended.stderr.count("in _fail") == 2
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
+)
 def test_torchrun(policy: str) -> None:
     ended = _run(
         sys.executable,
@@ -110,16 +113,13 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
     )
 
 
-def test_policy_of_the_command_line_serves_scripts_that_name_none() -> None:
-    ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", "cadence")
-    assert ended.returncode == 0, ended.stderr
-    assert "policy cadence" in ended.stderr
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("sync", marks=pytest.mark.slow), "cadence"]
+)
 def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
     ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", policy)
     assert ended.returncode == 0, ended.stderr
+    assert f"policy {policy}" in ended.stderr
     states = re.findall(r"state (\S+) samples (\d+)", ended.stdout)
     assert len(states) == 2
     assert len(set(states)) == 1
@@ -140,9 +140,10 @@ def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
     ],
 )
 def test_bad_options(arguments: list[str], code: int, says: str) -> None:
-    ended = _run(*ELCHE, "run", *arguments, SCRIPT, "ok")
-    assert ended.returncode == code, ended.stderr
-    assert says in ended.stderr
+    """In this process: nothing is started."""
+    result = CliRunner().invoke(main, ["run", *arguments, SCRIPT, "ok"])
+    assert result.exit_code == code, result.output
+    assert says in f"{result.output}{result.exception}"
 
 
 def _exits(times: int) -> None:
@@ -155,7 +156,7 @@ def _exits(times: int) -> None:
 
 
 def test_exits_are_clean() -> None:
-    _exits(4)
+    _exits(2)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
         ("second name", "RuntimeError: passed"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_mistakes_are_named_on_every_rank(
     ranks2: RankPool, ranks3: RankPool, world_size: int, wrong: str, says: str
 ) -> None:
@@ -133,11 +133,17 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         own.pop(name, None)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=own, check=False
+        command, capture_output=True, text=True, timeout=100, env=own, check=False
     )
 
 
-@pytest.mark.parametrize("launcher", [ELCHE, TORCHRUN], ids=["elche", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(ELCHE, marks=pytest.mark.slow, id="elche"),
+        pytest.param(TORCHRUN, id="torchrun"),
+    ],
+)
 def test_launchers(launcher: list[str]) -> None:
     ended = _run(*launcher, SCRIPT, "ok")
     assert ended.returncode == 0, ended.stderr
@@ -154,7 +160,9 @@ def test_a_plain_script_is_one_rank_without_sockets() -> None:
     ("case", "says"),
     [
         ("raise", "rank 1 failed: ValueError: a fault in user code"),
-        ("kill", "rank 1 is gone: its connection ended"),
+        pytest.param(
+            "kill", "rank 1 is gone: its connection ended", marks=pytest.mark.slow
+        ),
         ("leave", "check_equal of 'model'"),
         ("quit", "all_reduce_gradients of 'model' failed on rank 0"),
     ],

@@ -22,7 +22,8 @@ TASK = Task(
     batch_size=8,
     epochs=4,
     dtype="float64",
-    options={"policy": "auto", "drift_weights": "samples"},
+    # A limit: on a busy machine a reduction may take as long as many of these batches.
+    options={"policy": "auto", "drift_weights": "samples", "max_anchor": 20},
 )
 
 

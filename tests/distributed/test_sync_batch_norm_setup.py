@@ -62,7 +62,7 @@ def test_policies_in_which_ranks_do_not_meet_refuse(
 
 
 def _by_hand_then_setup() -> list[float]:
-    group = elche.init_group(timeout_s=20.0)
+    group = elche.init_group(timeout_s=60.0)
     replica = elche.Replica.wrap(torch.nn.Linear(2, 2))
     elche.barrier()
     elche.shutdown()

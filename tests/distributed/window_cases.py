@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from elche import session
 from elche.comm.process_group import Group
 from elche.runtime import run as run_module
 from tests.distributed.cases import Task, Trace, build, shared
+from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 
 POISON = 17
 
@@ -84,41 +87,58 @@ def train_on_poison(task: Task) -> Poisoned:
 
 
 class SlowToLoad(Dataset[Any]):
-    """Samples that take a while to load."""
+    """Samples of which a batch takes a while to load."""
 
-    def __init__(self, length: int, load_s: float) -> None:
+    def __init__(
+        self, length: int, load_s: float, spend: Callable[[float], None]
+    ) -> None:
         self._length = length
         self._load_s = load_s
+        self._spend = spend
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self._load_s)
-        return torch.full((4,), float(index % 7))
+    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        self._spend(self._load_s * len(indices))
+        return [torch.full((4,), float(index % 7)) for index in indices]
 
 
-def share_with_slow_loader(policy: str, load_s: list[float]) -> tuple[float, float]:
+def share_with_slow_loader(
+    policy: str, load_s: Sequence[float], is_virtual: bool
+) -> tuple[float, float]:
     """This rank's share of the last epoch, and its delivered seconds per sample."""
     rank = int(os.environ["RANK"])
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    dataset = SlowToLoad(960, load_s[rank])
-    model, optimizer, loader = elche.setup(
-        model, optimizer, DataLoader(dataset, batch_size=8), policy=policy
+    measured: AbstractContextManager[VirtualClock | None] = (
+        virtual_clock() if is_virtual else nullcontext()
     )
-    for _ in range(2):
-        for x in loader:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    with measured as clock:
+        spend = time.sleep if clock is None else clock.advance
+        dataset = SlowToLoad(480, load_s[rank], spend)
+        model, optimizer, loader = elche.setup(
+            model, optimizer, DataLoader(dataset, batch_size=8), policy=policy
+        )
+        for _ in range(2):
+            for x in loader:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
     run = session.current_run()
     assert run is not None
     end = run.reports[-1]
     share, sample_s = end.shares[rank], end.busy_s[rank] / end.samples[rank]
     elche.shutdown()
     return share, sample_s
+
+
+def shared_by_virtual_speeds(task: Task, batch_s: Sequence[float]) -> Trace:
+    """The task where a batch takes every rank so long, on any machine."""
+    with virtual_clock() as clock:
+        spent_s = batch_s[int(os.environ["RANK"])]
+        return shared(task, lambda: clock.advance(spent_s))
 
 
 def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor]:

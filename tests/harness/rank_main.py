@@ -26,7 +26,7 @@ from typing import Any
 from tests.harness import leaks
 
 PR_SET_PDEATHSIG = 1
-LEAK_GRACE_S = 2.0
+LEAK_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)

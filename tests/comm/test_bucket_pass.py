@@ -1,0 +1,158 @@
+"""When a pass sums, hands out and lets go, with the other rank written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.buckets import Bucket
+from elche.comm.exchange import SharedExchange
+from elche.comm.reducer import GradientReducer
+from elche.errors import ConfigError
+
+OTHERS = 10
+
+
+class HalfGroup:
+    """Rank 0 of two; the test plays rank 1 in the memory that they share."""
+
+    rank, world_size, shares_host = 0, 2, True
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """It is rank 0's."""
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Rank 1 adds nothing."""
+
+    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
+        assert ready(), late()
+
+
+def reducer(parameters: list[nn.Parameter]) -> GradientReducer:
+    """One bucket per parameter; after the first pass in the order of gradients."""
+    group: Any = HalfGroup()
+    made = GradientReducer(parameters, group, 1)
+    made.attach()
+    return made
+
+
+def exchanges(made: GradientReducer) -> list[SharedExchange]:
+    held: list[Bucket] = made._pass.buckets
+    found = [bucket.exchange for bucket in held]
+    assert all(isinstance(exchange, SharedExchange) for exchange in found)
+    return [exchange for exchange in found if isinstance(exchange, SharedExchange)]
+
+
+def come(exchange: SharedExchange, messages: int = OTHERS) -> None:
+    """Rank 1 has sent, and read, so many messages."""
+    exchange._written[1] = exchange._read[1] = messages
+
+
+@pytest.fixture
+def chain() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([float(value)])) for value in (2, 3, 5)]
+
+
+def loss_of(chain: list[nn.Parameter]) -> torch.Tensor:
+    """Gradients appear from the last factor to the first."""
+    value = torch.ones(1)
+    for parameter in chain:
+        value = value * parameter
+    return value.sum()
+
+
+def test_a_message_is_summed_before_the_next_gradient(
+    chain: list[nn.Parameter],
+) -> None:
+    made = reducer(chain)
+    first, second, third = exchanges(made)
+    for exchange in (first, second, third):
+        come(exchange)
+    seen: list[list[bool]] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append([e.is_collected for e in (first, second, third)])
+
+    chain[0].register_hook(look)  # the last gradient is about to be accumulated
+    made.begin_step(0.5, 2)
+    loss_of(chain).backward()
+    made.end_step()
+    assert seen == [[True, True, True]] or seen == [[True, True, False]]
+    assert [p.grad.item() for p in chain if p.grad is not None] == [7.5, 5.0, 3.0]
+
+
+def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> None:
+    made = reducer(chain)
+    first, second, third = exchanges(made)
+    come(second)
+    come(third)
+    chain[0].register_hook(lambda gradient: come(first))
+    made.begin_step(1.0, 2)
+    loss_of(chain).backward()
+    made.end_step()
+    assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
+
+
+def test_own_gradients_are_let_go_when_the_next_pass_begins(
+    chain: list[nn.Parameter],
+) -> None:
+    made = reducer(chain)
+    for _ in range(2):
+        for exchange in exchanges(made):
+            come(exchange)
+        made.begin_step(1.0, 2)
+        loss_of(chain).backward()
+        made.end_step()
+        assert [own.item() for own in made._pass._kept if own is not None] == [
+            6,
+            10,
+            15,
+        ]
+        for parameter in chain:
+            parameter.grad = None
+    held: list[list[torch.Tensor | None]] = []
+    chain[2].register_post_accumulate_grad_hook(lambda p: held.append(made._pass._kept))
+    for exchange in exchanges(made):
+        come(exchange)
+    made.begin_step(1.0, 2)
+    loss_of(chain).backward()
+    made.end_step()
+    assert held == [[]]
+
+
+def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
+    chain: list[nn.Parameter],
+) -> None:
+    made = reducer(chain)
+    done: list[str] = []
+    for exchange in exchanges(made):
+        come(exchange)
+
+    def run(*, holds: bool = False) -> None:
+        made.begin_step(1.0, 2)
+        made.hold(holds)
+        loss_of(chain).backward()
+        made.end_step()
+        for exchange in exchanges(made):
+            come(exchange)
+
+    made.run_beneath(lambda: done.append("a"))
+    run(holds=True)
+    loss_of(chain).backward()  # the user's own
+    assert done == []
+    run()
+    run()
+    assert done == ["a"]
+    made.run_beneath(lambda: done.append("b"))
+    made.run_beneath(None)
+    run()
+    assert done == ["a"]
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        reducer([])

@@ -186,7 +186,12 @@ def bench() -> None:
 @click.option(
     "--policy", type=click.Choice(("all", *POLICIES)), default="all", show_default=True
 )
-@click.option("--model", default="mlp", show_default=True, help="mlp, cnn or gpt.")
+@click.option(
+    "--model",
+    default="mlp",
+    show_default=True,
+    help="mlp, cnn, gpt, gpt-small or gpt-10m.",
+)
 @click.option(
     "--seconds",
     type=float,

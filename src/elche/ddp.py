@@ -244,7 +244,7 @@ class DistributedDataParallel(nn.Module):
         reducer = self._built
         reducer.begin_forward()
         refuse_capture()
-        refuse_replaced(self._places)
+        refuse_replaced(self._places, self.module)
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ConfigError(

@@ -216,7 +216,9 @@ def state_dict() -> dict[str, Any]:
     ``sync``), and hand all three back after `setup`: the run then goes on as if it had
     not been interrupted. The loader's own generator, and the module's and Python's
     random numbers, are the script's to save. Tensors, numbers, strings, lists and None
-    only, which `torch.load(weights_only=True)` takes.
+    only, which `torch.load(weights_only=True)` takes. With ``seed=`` augmentation
+    begins again with the draws of the first epoch (give `setup` another seed); speeds,
+    the anchor and, under ``auto``, policy and averaging are found anew.
 
     Raises:
         ConfigError: there is no run yet, or this is the inside of a loop.
@@ -226,6 +228,7 @@ def state_dict() -> dict[str, Any]:
         return {"version": STATE_VERSION, **_process.run.state_dict()}
     if _process.single is None:
         raise ConfigError("elche.state_dict() needs a run: call elche.setup first")
+    _expect_no_batch(_process.single)
     samples = _process.single.samples_done
     return {"version": STATE_VERSION, "samples": samples, "averaging": None}
 
@@ -262,7 +265,16 @@ def load_state_dict(state: dict[str, Any]) -> None:
     if run is not None:
         run.load_state_dict(state)
     elif single is not None:
+        _expect_no_batch(single)
         single.samples_done = samples
+
+
+def _expect_no_batch(single: SingleRun) -> None:
+    if single.samples_in_hand:
+        raise ConfigError(
+            "the state of a run is that between epochs, and this is the inside of a "
+            "loop; call it before or after the loop"
+        )
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:

@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Categorical
+from torch.nn.utils import prune
 
 from elche.comm.ddp_forward import (
     on_backward,
     outputs_in,
+    places_of,
+    refuse_replaced,
     samples_in,
     tensors_in,
     unused_of,
 )
+from elche.errors import ConfigError
 
 
 @dataclass
@@ -83,3 +87,14 @@ def test_a_backward_through_several_outputs_calls_once() -> None:
     outputs[0].sum().backward()
     assert len(calls) == 2
     assert not on_backward([torch.zeros(1)], lambda: calls.append(1))
+
+
+def test_a_parameter_that_a_pruning_moves_is_still_the_same() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    places = places_of(model, list(model.parameters()))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    refuse_replaced(places, model)
+    assert {name for _, _, name, *_ in places} >= {"0.weight_orig", "2.weight"}
+    model[2].weight = nn.Parameter(torch.zeros(2, 4))
+    with pytest.raises(ConfigError, match=r"2\.weight was replaced"):
+        refuse_replaced(places, model)

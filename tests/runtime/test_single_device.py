@@ -130,3 +130,14 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="0: sparse gradients cannot be reduced"):
         check_shared(model, optimizer, _parts()[2], "sync")
+
+
+def test_the_state_of_a_run_is_asked_for_between_epochs() -> None:
+    _, _, loader = elche.setup(*_parts())
+    state = elche.state_dict()
+    for _ in loader:
+        with pytest.raises(ConfigError, match="between epochs"):
+            elche.state_dict()
+        with pytest.raises(ConfigError, match="between epochs"):
+            elche.load_state_dict(state)
+    assert elche.state_dict()["samples"] > 0

@@ -218,3 +218,12 @@ def test_random_deaths_are_drawn_by_their_rate() -> None:
     assert 3 <= len(died) <= 11
     assert len(history.finished) == 12 - len(died)
     assert report_of(sim).efficiency > 0.8
+
+
+@pytest.mark.parametrize("at_s", [3.8, 4.4])
+def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
+    """That window's length was planned for the ranks of the group before."""
+    cluster = cluster_of("async", Fault(at_s=at_s, join=0), options={"anchor": 5})
+    slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7))
+    sim = simulate(slow)
+    assert not sim.history.aborts

@@ -64,3 +64,21 @@ def test_auto_runs_one_step_on_a_link_that_it_leaves() -> None:
 def test_auto_grants_ahead_where_a_reduction_is_quick() -> None:
     report = run("auto", (1.0, 0.25), 0.02, 0.09, run_s=20.0)
     assert report.phases[0].samples > 2 * BATCH
+
+
+def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
+    """A result is seen at a batch's end; that batch is not the reduction's time."""
+    cluster = Cluster(
+        run=Run(
+            policy="async",
+            samples=16000,
+            batch_size=32,
+            model_bytes=4e6,
+            seed=3,
+            options={"anchor": 1},
+        ),
+        devices=(Device(seconds_per_sample=0.01, count=2),),
+        link=Link(latency_s=0.0001, bytes_per_s=1e10),
+    )
+    batches, windows = 500, report_of(simulate(cluster)).windows
+    assert windows >= 0.9 * batches / 2

@@ -27,12 +27,16 @@ def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Plac
     ]
 
 
-def refuse_replaced(places: Sequence[Place]) -> None:
+def refuse_replaced(places: list[Place], model: nn.Module) -> None:
     """Refuses a model whose parameters are not those that are reduced, as they were.
+
+    One that the model holds elsewhere now (pruning and parametrizations move it) is
+    still reduced: ``places`` is brought up to date.
 
     Raises:
         ConfigError: names one.
     """
+    has_moved = False
     for held, key, name, parameter, dtype in places:
         if parameter.dtype is not dtype:
             raise ConfigError(
@@ -40,12 +44,17 @@ def refuse_replaced(places: Sequence[Place]) -> None:
                 f"{parameter.dtype} now; call set_group() on every rank after "
                 "converting it"
             )
-        if held.get(key) is not parameter:
+        if held.get(key) is parameter:
+            continue
+        has_moved = True
+        if all(parameter is not each for each in model.parameters()):
             raise ConfigError(
                 f"{name} was replaced after the model was wrapped, so its gradient "
                 "would not be reduced; assign to its .data, or call set_group() on "
                 "every rank after replacing it"
             )
+    if has_moved:
+        places[:] = places_of(model, [parameter for *_, parameter, _ in places])
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

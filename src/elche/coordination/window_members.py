@@ -25,6 +25,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.book.remove(rank)
     state.throttle.remove(rank)
     state.pacing.change(sorted(state.members))
+    state.last_pace = -1, None  # it was of other ranks
     state.uncalibrated.discard(rank)
     if state.is_draining:
         state.ledger.abandon()
@@ -42,6 +43,7 @@ def add_member(state: WindowState, member: Member) -> None:
     state.leasing.add(member.rank, member.horizon_batches)
     state.book.add(member.rank)
     state.pacing.change(sorted(state.members))
+    state.last_pace = -1, None  # it was of other ranks
 
 
 def _give_work_to_all(state: WindowState) -> None:

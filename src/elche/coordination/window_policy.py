@@ -361,7 +361,10 @@ class WindowPolicy(Policy):
         if state.reduction is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
         if state.reduction.begun_s is not None and not state.reduction.reports:
-            state.note(state.pacing.took(now_s - state.reduction.begun_s))
+            taken_s = now_s - state.reduction.begun_s
+            if event.adopted_at:  # it came while the last of these batches ran
+                taken_s -= 0.5 * state.pacing.batch_s().get(event.rank, 0.0)
+            state.note(state.pacing.took(max(event.sync_s, taken_s)))
         state.reduction.reduced(event)
         state.totals.add(
             event.window,

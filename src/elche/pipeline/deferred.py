@@ -10,12 +10,14 @@ the activations.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from elche.pipeline.operations import WeightOperation
 from elche.pipeline.recognition import LINEAR, VIEWS, Recognised, rules
@@ -102,7 +104,7 @@ class DeferredWeight(torch.Tensor):
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
             rule = _RULES.get(func)
-            if rule is not None and not torch._C._are_functorch_transforms_active():
+            if rule is not None and not _in_functorch() and not _in_forward_mode():
                 done = _run(rule(*args, **kwargs))
                 if done is not None:
                     return done
@@ -110,7 +112,12 @@ class DeferredWeight(torch.Tensor):
                 return _view(func, args, kwargs)
             elif func in _COMPOSITES:
                 return _COMPOSITES[func](*args, **kwargs)
-        return func(*_plain(args), **_plain(kwargs))
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is DeferredWeight:
+            return copy.deepcopy(_plain(args[0]), args[1])  # a parameter's own way
+        made = func(*_plain(args), **_plain(kwargs))
+        if func == _SET_DATA and type(args[0]) is DeferredWeight:
+            args[0].used = args[0].origin.detach()
+        return made
 
 
 def defer(weight: torch.Tensor, store: WeightGradients) -> DeferredWeight:
@@ -139,6 +146,10 @@ def may_defer(parameter: nn.Parameter) -> bool:
     )
 
 
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
 def _is_weight(value: Any) -> bool:
     return type(value) is DeferredWeight
 
@@ -146,6 +157,9 @@ def _is_weight(value: Any) -> bool:
 _saved_tensors_have_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _in_functorch = torch._C._are_functorch_transforms_active
 _in_autocast = torch._C._is_any_autocast_enabled
+_in_function_mode = torch._C._len_torch_function_stack
+_torch_linear = F.linear
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _RULES = rules(_is_weight)
 
 
@@ -165,7 +179,11 @@ def linear(
         type(input) is not torch.Tensor
         or not input.requires_grad
         or not weight.is_matrix
-        or (bias is not None and learns is None)
+        or (bias is not None and (learns is None or learns.dim() != 1))
+        or F.linear is not _torch_linear
+        or weight.store.is_open
+        or _in_function_mode()
+        or _in_forward_mode()
         or input.dtype is not weight.used.dtype
         or _in_autocast()
         or _in_functorch()
@@ -193,6 +211,8 @@ def _run(found: Recognised | None) -> torch.Tensor | None:
         used_bias, bias = bias.used, bias.origin
     elif bias is not None and bias.requires_grad:
         return None
+    if bias is not None and bias.dim() != 1:
+        return None
     used = stand_in.used
     if x.is_floating_point():
         if _in_autocast() and torch.is_autocast_enabled(x.device.type):
@@ -215,7 +235,8 @@ def _deferring(
     weight, store = stand_in.origin, stand_in.store
     has_hooks = _saved_tensors_have_hooks(True) is not None
     store.runs_again |= has_hooks
-    if has_hooks or not x.requires_grad:
+    # What runs again in backward must come after hooks that a user puts on the output.
+    if has_hooks or store.is_open or not x.requires_grad:
         made: torch.Tensor = _DeferredFunction.apply(  # type: ignore[no-untyped-call]
             store, operation, x, used, weight, bias
         )

@@ -78,7 +78,7 @@ class ContributionGuard:
         changed = set()
         for one in came:
             key, version = id(one), _version(one)
-            if version != self._last.get(key):
+            if version != self._last.get(key) or _has_hooks_of_users(one):
                 self._last[key] = version
                 changed.add(key)
             if key in changed:
@@ -177,6 +177,15 @@ class ContributionGuard:
             "changed by hooks or wrappers (DistributedDataParallel does not work "
             "inside a pipeline), this is a fault of elche's"
         )
+
+
+def _has_hooks_of_users(parameter: torch.Tensor) -> bool:
+    """Whether somebody else may have taken the gradient away when it had come."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return not all(
+        getattr(getattr(hook, "__self__", None), "only_counts", False)
+        for hook in hooks.values()
+    )
 
 
 def _version(parameter: torch.Tensor) -> Any:

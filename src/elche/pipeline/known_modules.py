@@ -51,20 +51,25 @@ class KnownModules:
         try:
             yield
         finally:
-            for attributes, _ in self._forwards:
-                attributes.pop("forward", None)
+            for attributes, forward in self._forwards:
+                if attributes.get("forward") is forward:
+                    del attributes["forward"]
 
 
-def _linear(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    parameters = module._parameters
+def _linear_forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    parameters = self._parameters
+    weight = parameters.get("weight")
+    if weight is None or "bias" not in parameters:  # parametrized since
+        return nn.Linear.forward(self, input)  # type: ignore[arg-type]
+    return linear(input, weight, parameters["bias"])
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = parameters.get("weight")
-        if weight is None or "bias" not in parameters:  # parametrized since
-            return nn.Linear.forward(module, input)  # type: ignore[arg-type]
-        return linear(input, weight, parameters["bias"])
 
-    return forward
+_linear_forward.__name__ = "forward"  # what a pickled copy of the module looks for
+
+
+def _linear(module: nn.Module) -> Callable[..., Any]:
+    # Bound, so that a copy that the stage makes of a module computes with its own.
+    return types.MethodType(_linear_forward, module)
 
 
 _attention = seen_through(

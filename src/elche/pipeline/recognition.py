@@ -57,10 +57,10 @@ class _Matmul:
         self._is_weight = is_weight
 
     def __call__(
-        self, input: torch.Tensor, other: torch.Tensor, **options: Any
+        self, input: torch.Tensor, other: torch.Tensor | None = None, **options: Any
     ) -> Recognised | None:
         """``input @ other``."""
-        if options or input.dim() < 2 or other.dim() < 2:
+        if options or other is None or input.dim() < 2 or other.dim() < 2:
             return None
         if self._is_weight(other):
             return Recognised(RIGHT, input, other)

@@ -104,6 +104,8 @@ class WeightGradients:
             microbatch: which one.
             sites: of its forward.
         """
+        if any(site.grads for site in sites):
+            raise differentiates_inside()  # the loss function, say
         self.sites = []  # parts that run again add theirs
         self._open = self._waiting.setdefault(microbatch, [])
         for site in sites:
@@ -112,8 +114,15 @@ class WeightGradients:
     def keep(self, sites: Sequence[Site]) -> None:
         """Keeps the sites whose gradients have come since `open`."""
         for site in (*sites, *self.sites):
-            if site.grads:
+            if len(site.grads) > 1:
+                raise differentiates_inside()
+            if site.grads and site.grads[0] is not None:
                 self.add(site)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is under way."""
+        return self._open is not None
 
     def close(self) -> None:
         """Ends what `open` has begun, also after an error."""
@@ -182,15 +191,18 @@ class WeightGradients:
                 value = operation.weight_gradient(grad, x, weight.shape)
                 _accumulate(weight, value, touched, derived)
             if bias is not None:
-                _accumulate(bias, operation.bias_gradient(grad), touched, derived)
+                value = operation.bias_gradient(grad)
+                if value.shape != bias.shape:  # one element for all
+                    value = value.sum_to_size(bias.shape)
+                _accumulate(bias, value, touched, derived)
 
 
 def differentiates_inside() -> ConfigError:
     """The error of a stage that calls autograd in its forward."""
     return ConfigError(
-        "the stage differentiates in its own forward, where its weights' "
-        "gradients cannot be deferred; take a schedule that does not split "
-        "backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
+        "the stage differentiates in its own forward, or the loss function does, where "
+        "the weights' gradients cannot be deferred; take a schedule that does not "
+        "split backward (1f1b, gpipe), or PipelineConfig(split_backward=False)"
     )
 
 

@@ -429,7 +429,7 @@ class GradientSync(WindowSync):
         own = self._share_rates(samples)
         self._optimizer.step()
         self._set_rates(own)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._window.clear()  # also of what this optimizer does not hold
         return SyncResult(divergence=0.0, parameter_norm=0.0)
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from record import write_record
 from torch import distributed as dist
 from torch import nn
 
@@ -173,13 +174,7 @@ def main() -> None:
             ratio = row["wire_bytes"] / raw["wire_bytes"]
             line += f" {row['wire_bytes'] / 1e6:15.2f} {ratio:6.3f}"
         print(line)
-    if options.json is not None:
-        record = {
-            "torch": torch.__version__,
-            "command": " ".join(sys.argv),
-            "figures": figures,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

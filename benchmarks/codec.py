@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write_record
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
@@ -251,13 +252,7 @@ def main() -> None:
         figures: dict[str, Any] = measure_link(options)
     else:
         figures = measure_coding(options.blocks, options.steps)
-    if options.json is not None:
-        record = {
-            "torch": torch.__version__,
-            "command": " ".join(sys.argv),
-            "figures": figures,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import write_record
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -159,13 +160,7 @@ def main() -> None:
         errors = interval([row["error"] for row in rows])
         apart = [one["loss"] - two["loss"] for one, two in zip(rows, base, strict=True)]
         print(f"{label:32} {interval(losses):18} {errors:18} {interval(apart)}")
-    if options.json is not None:
-        record = {
-            "torch": torch.__version__,
-            "command": " ".join(sys.argv),
-            "figures": figures,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

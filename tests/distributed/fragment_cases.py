@@ -16,7 +16,7 @@ from elche.comm.averaging import ParameterAverager
 from elche.comm.coded_exchange import CodedExchange
 from elche.comm.fragments import DriftSamples, fragments_of
 from elche.comm.overlap import OverlappedAverager
-from elche.runtime.window_sync import OverlappedSync
+from elche.runtime.parameter_sync import OverlappedSync
 from tests.comm.plans import plan
 from tests.distributed.cases import Task
 from tests.distributed.cases import build as build_task

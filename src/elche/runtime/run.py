@@ -40,6 +40,7 @@ from elche.runtime.agreement import (
 )
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
+from elche.runtime.gradient_sync import refuse_stray_gradients
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.news import RunNews
@@ -51,7 +52,7 @@ from elche.runtime.succession import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
-from elche.runtime.window_sync import refuse_state, refuse_stray_gradients
+from elche.runtime.window_sync import refuse_state
 from elche.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)

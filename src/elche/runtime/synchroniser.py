@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from elche.comm.averaging import ParameterAverager
 from elche.comm.buffers import BufferAverager
+from elche.comm.codec_choice import measured_codec
+from elche.comm.fragments import DriftSamples
+from elche.comm.gradient_window import GradientWindow
+from elche.comm.overlap import OverlappedAverager
 from elche.comm.process_group import Group
 from elche.comm.reducer import GradientReducer
 from elche.comm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.gradient_sync import GradientSync
+from elche.runtime.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.parameter_watch import ParameterWatch
 from elche.runtime.summed_loss import SummedReducer
-from elche.runtime.window_sync import WindowSync, make_window_sync
+from elche.runtime.window_sync import WindowSync
 
 
 class Synchroniser:
@@ -140,3 +148,56 @@ class Synchroniser:
 
     def _current_signature(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for p in self._model.parameters()]
+
+
+def make_window_sync(
+    config: RunConfig,
+    parameters: Sequence[nn.Parameter],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+) -> WindowSync:
+    """What the settings ask for, built with all ranks of the group."""
+    if config.sums_gradients:
+        window = GradientWindow(parameters, group)
+        window.build()
+        buffers = WindowBuffers(model, group)
+        sync = GradientSync(
+            parameters,
+            optimizer,
+            window,
+            buffers,
+            config.max_grad_norm,
+            is_sum=config.loss_reduction == "sum",
+        )
+        sync.attach()
+        return sync
+    reset_state = config.optimizer_state == "reset"
+    codec = config.codec
+    if codec == "auto":
+        codec = measured_codec(group, sum(p.numel() for p in parameters))
+    if config.policy == "async":
+        overlapped = OverlappedAverager(
+            parameters,
+            model,
+            optimizer,
+            group,
+            reset_state=reset_state,
+            codec=codec,
+            fragments=config.fragments,
+        )
+        overlapped.build()
+        drifts = DriftSamples(config.drift_weights, config.fragments)
+        return OverlappedSync(overlapped, optimizer, drifts)
+    averager = ParameterAverager(
+        parameters,
+        model,
+        optimizer,
+        group,
+        reset_state=reset_state,
+        codec=codec,
+        fragments=config.fragments,
+    )
+    averager.build()
+    drifts = DriftSamples(config.drift_weights, config.fragments)
+    return ParameterSync(averager, parameters, optimizer, drifts)

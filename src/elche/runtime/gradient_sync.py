@@ -1,0 +1,187 @@
+"""Windows that end in one common step on the gradients summed over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elche.comm.gradient_window import GradientWindow
+from elche.comm.graph_capture import refuse_capture
+from elche.comm.parameter_group import SyncResult
+from elche.comm.window_buffers import WindowBuffers
+from elche.coordination.messages import Reduce
+from elche.errors import ConfigError
+from elche.runtime.window_sync import WindowSync
+
+
+@final
+class GradientSync(WindowSync):
+    """Gradients summed over the window; one common optimizer step at its end.
+
+    Gradients are taken away at the end of every backward pass, so that the loop's own
+    ``optimizer.step()`` finds none and does nothing.
+
+    Args:
+        parameters: the trainable parameters.
+        optimizer: steps them at the window's end.
+        window: sums the gradients.
+        buffers: averages what changed of the model's buffers.
+        max_grad_norm: clip the reduced gradient to this norm.
+        is_sum: the loss is a sum over the samples of a batch, and the gradient to be
+            that of the sum over all samples of the window; else both are means.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        window: GradientWindow,
+        buffers: WindowBuffers,
+        max_grad_norm: float | None,
+        *,
+        is_sum: bool = False,
+    ) -> None:
+        self._is_sum = is_sum
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._window = window
+        self._buffers = buffers
+        self._max_grad_norm = max_grad_norm
+        self._samples = 0
+        self._in_backward = False
+        self._holds = False
+        self._has_seen = False
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Watches for gradients."""
+        for parameter in self._parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(hook)
+
+    def detach(self) -> None:
+        """See :meth:`WindowSync.detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._has_seen = True
+        if not self._in_backward and not self._holds:
+            refuse_capture()
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def hold(self, holds: bool) -> None:
+        """See :meth:`WindowSync.hold`."""
+        self._holds = holds
+
+    def rewind(self) -> None:
+        """See :meth:`WindowSync.rewind`; nothing was added of a pass without an end."""
+        self._in_backward = False
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """Adds ``p.grad`` as what it is: a sum over samples, or times their number."""
+        weight = float(self._samples > 0) if self._is_sum else self._samples
+        self._window.add(weight, is_whole=False)
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._window.extra_bytes
+
+    def rebase(self) -> None:
+        """Parameters only change by common steps; buffers start from here."""
+        self._buffers.rebase()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._buffers.changed()
+
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._samples = samples
+        self._in_backward = self._holds = self._has_seen = False
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        if not self._has_seen:
+            refuse_stray_gradients(self._parameters)
+        if self._is_sum:  # before their samples are counted
+            self._add_gradients()
+        self._window.add(self._samples)
+        self._samples = 0
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`."""
+        samples = self._window.samples
+        total = self._window.reduce()
+        self._buffers.average(plan)
+        if self._is_sum:
+            self._multiply(total)
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        own = self._share_rates(samples)
+        self._optimizer.step()
+        self._set_rates(own)
+        self._window.clear()  # also of what this optimizer does not hold
+        return SyncResult(divergence=0.0, parameter_norm=0.0)
+
+    @torch.no_grad()
+    def _multiply(self, samples: float) -> None:
+        """Makes the sum over the window of its mean."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, samples)
+
+    def _share_rates(self, samples: float) -> list[float]:
+        """Sets every rate to its mean over the window's samples; returns this rank's.
+
+        A schedule in the loop has brought each rank as far as its own batches, and a
+        common step needs a common rate.
+        """
+        own = [float(group["lr"]) for group in self._optimizer.param_groups]
+        message = torch.tensor(
+            [samples, *(rate * samples for rate in own)], dtype=torch.float64
+        )
+        self._window.group.all_reduce(message, "sharing learning rates")
+        total, *sums = message.tolist()
+        if total > 0:
+            self._set_rates([each / total for each in sums])
+        return own
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def refuse_stray_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuses gradients that came without a backward pass, and were not reduced.
+
+    Where such a gradient is, the loop's optimizer has stepped along it on this rank
+    alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    stray = next((p for p in parameters if p.grad is not None), None)
+    if stray is not None:
+        raise ConfigError(
+            f"a parameter of shape {list(stray.shape)} has a gradient, but no backward "
+            "pass of this loop produced one: gradients that are assigned "
+            "(torch.autograd.grad), or that a replayed CUDA graph writes, are not "
+            "reduced; call loss.backward(), or choose policy 'async' or 'cadence', "
+            "which average parameters"
+        )

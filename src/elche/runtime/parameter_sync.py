@@ -1,0 +1,193 @@
+"""Windows that end in averaged parameters, at their end or while the next one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.comm.averaging import ParameterAverager
+from elche.comm.fragments import DriftSamples
+from elche.comm.overlap import OverlappedAverager
+from elche.comm.parameter_group import SyncResult
+from elche.coordination.messages import Reduce
+from elche.runtime.window_sync import WindowSync
+
+
+@final
+class ParameterSync(WindowSync):
+    """Parameters averaged at the end of the window."""
+
+    def __init__(
+        self,
+        averager: ParameterAverager,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        drifts: DriftSamples,
+    ) -> None:
+        self._averager = averager
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._drifts = drifts
+        self._is_finite = True
+        self._in_hand = self._samples = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._averager.extra_bytes
+
+    def rebase(self) -> None:
+        """See :meth:`WindowSync.rebase`."""
+        self._averager.rebase()
+        self._drifts.synchronised(None)
+
+    def state_layout(self) -> str:
+        """See :meth:`WindowSync.state_layout`."""
+        return self._averager.state_layout()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._averager.changed_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WindowSync.state_dict`."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`WindowSync.load_state_dict`."""
+        self._averager.load_state_dict(state)
+
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._in_hand = samples
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._samples += self._in_hand
+        self._in_hand = 0
+
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`."""
+        self._is_finite = all_finite(self._parameters)
+        self._drifts.add(self._samples)
+        self._samples = 0
+        return self._is_finite
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
+        if self._drifts.fragments == 1:
+            result = self._averager.synchronise(plan)
+        else:
+            result = self._averager.synchronise(
+                plan, self._drifts.weights(), is_finite=self._is_finite
+            )
+        self._drifts.synchronised(plan.fragment if self._is_finite else None)
+        if not self._is_finite and not plan.include_state:
+            self._optimizer.state.clear()
+        return result
+
+
+@final
+class OverlappedSync(WindowSync):
+    """Parameters averaged while the next window runs.
+
+    Args:
+        averager: averages them.
+        optimizer: loses its state if this rank went astray.
+        drifts: counts what they weigh.
+    """
+
+    is_overlapped = True
+
+    def __init__(
+        self,
+        averager: OverlappedAverager,
+        optimizer: torch.optim.Optimizer,
+        drifts: DriftSamples,
+    ) -> None:
+        self._averager = averager
+        self._optimizer = optimizer
+        self._drifts = drifts
+        self._is_finite = True
+        self._in_hand = self._samples = self._windows = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._averager.extra_bytes
+
+    def rebase(self) -> None:
+        """See :meth:`WindowSync.rebase`; the first fragment's turn comes next."""
+        self._averager.rebase()
+        self._drifts.synchronised(None)
+        self._windows = 0
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._averager.changed_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WindowSync.state_dict`."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`WindowSync.load_state_dict`."""
+        self._averager.load_state_dict(state)
+
+    def begin_batch(self, samples: int) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._in_hand = samples
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._samples += self._in_hand
+        self._in_hand = 0
+
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
+        has_trained = self._samples > 0
+        self._drifts.add(self._samples)
+        self._samples = 0
+        fragment = self._windows % self._drifts.fragments
+        self._windows += 1
+        weight = self._drifts.weights()[fragment]
+        self._is_finite = self._averager.snapshot(
+            weight, begins=begins, fragment=fragment, has_trained=has_trained
+        )
+        return self._is_finite
+
+    def begin(self, plan: Reduce) -> None:
+        """See :meth:`WindowSync.begin`."""
+        if self._drifts.fragments == 1:
+            self._averager.begin(plan)
+        else:
+            self._averager.begin(plan, self._drifts.weights())
+        self._drifts.synchronised(plan.fragment if self._is_finite else None)
+
+    def poll(self) -> bool:
+        """See :meth:`WindowSync.poll`."""
+        return self._averager.poll()
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        """See :meth:`WindowSync.finish`."""
+        result = self._averager.adopt(plan, drained=is_drained)
+        if not self._is_finite:
+            self._optimizer.state.clear()
+        return result
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is a finite number (one pass, one answer per device)."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return all(
+        bool(
+            torch.stack([n.float() for n in torch._foreach_norm(some)]).isfinite().all()
+        )
+        for some in by_device.values()
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+import sys
 from typing import Any
 
 import pytest
@@ -42,28 +41,29 @@ def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     elche.barrier()
 
 
-def test_a_step_costs_at_most_ten_microseconds() -> None:
-    """Paired passes over the same loader; the median difference per step.
+def test_a_step_adds_a_handful_of_calls() -> None:
+    """Counted, not timed: `benchmarks/single_device.py` says what they take."""
 
-    Of processor time: a machine that does something else does not lengthen it. That a
-    step does not wait either is seen in the quickest pass of each.
-    """
+    def calls(model: nn.Module, optimizer: Any, loader: Any) -> int:
+        count = 0
 
-    def pass_s(model: nn.Module, optimizer: Any, loader: Any) -> tuple[float, float]:
-        started_s = time.process_time(), time.perf_counter()
-        for (x,) in loader:
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return time.process_time() - started_s[0], time.perf_counter() - started_s[1]
+        def seen(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(seen)
+        try:
+            for (x,) in loader:
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+        return count
 
     plain, ours = _parts(), elche.setup(*_parts())
-    pass_s(*plain), pass_s(*ours)
-    passes = [(pass_s(*ours), pass_s(*plain)) for _ in range(31)]
-    busy_s = [mine[0] - theirs[0] for mine, theirs in passes]
-    assert statistics.median(busy_s) / 64 <= 10e-6
-    quickest_s = (min(mine[1] for mine, _ in passes), min(p[1] for _, p in passes))
-    assert (quickest_s[0] - quickest_s[1]) / 64 <= 100e-6
+    calls(*plain), calls(*ours)
+    assert 0 < calls(*ours) - calls(*plain) <= 16 * 64
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/single_device.py --json single.json
 
-Paired passes over the same loader, with and without elche; the median of the differences
-and its 95 % interval, in processor time and in wall time. The bar is 10 µs of processor
-time. The number of calls is a test (`tests/runtime/test_single_device.py`); their time
-depends on the machine.
+Paired passes over the same loader, with and without elche; the median of the
+differences and its 95 % interval, in processor time and in wall time. The bar is 10 µs
+of processor time. The number of calls is a test
+(`tests/runtime/test_single_device.py`); their time depends on the machine.
 """
 
 from __future__ import annotations

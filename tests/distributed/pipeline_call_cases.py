@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from elche.pipeline.peers import Peers
 from elche.pipeline.pipeline import Pipeline
-from tests.distributed.pipeline_cases import WIDTH, Scaled, loss_of
+from tests.distributed.pipeline_cases import CALM, WIDTH, Scaled, loss_of
 from tests.harness.rank_main import this_place
 
 SAMPLES = 8
@@ -40,7 +41,7 @@ def pipeline(layers: list[nn.Module] | None = None, **options: Any) -> Pipeline:
         made if layers is None else layers,
         options.pop("loss_fn", loss_of),
         micro_batches=4,
-        **{"schedule": "zb-h1", "timeout_s": 20.0, **options},
+        **{"schedule": "zb-h1", **CALM, **options},
     )
 
 
@@ -172,6 +173,36 @@ def loaded() -> list[str]:
             told(lambda: pipe.load_state_dict(state)),
         ]
     return texts
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+
+class Inside(nn.Module):
+    """A layer that is no module of the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def loaded_split() -> list[str]:
+    """What wrong names in the state of a model that was split come to."""
+    model: Any = Net()
+
+    def split(net: Net) -> list[nn.Module]:
+        return [Inside(net.body), Inside(net.head)]
+
+    with pipeline(model, split=split, schedule="1f1b") as pipe:
+        state = pipe.state_dict()
+        wrong = [{"head.wieght": torch.ones(1)}, {"2.weight": torch.ones(1)}, {}]
+        return [told(partial(pipe.load_state_dict, {**state, **one})) for one in wrong]
 
 
 def leaves(kind: str) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
-from tests.distributed.pipeline_cases import WIDTH, loss_of
+from tests.distributed.pipeline_cases import CALM, WIDTH, loss_of
 from tests.harness.rank_main import this_place
 
 SAMPLES = 8
@@ -177,9 +177,7 @@ def mistaken(kind: str, path: str | None = None) -> str:
     else:
         given.options.update(schedule=path, micro_batches=2)
     try:
-        with Pipeline(
-            given.layers, given.loss_fn, **given.options, timeout_s=20
-        ) as pipe:
+        with Pipeline(given.layers, given.loss_fn, **given.options, **CALM) as pipe:
             getattr(pipe, given.call)(given.batch, given.target)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -203,7 +201,7 @@ def shuffled(kind: str) -> list[str]:
             loss_of,
             micro_batches=4,
             schedule="1f1b",
-            timeout_s=20,
+            **CALM,
         ) as pipe:
             for x, y in loader:
                 keeps_all = kind != "only what it reads"

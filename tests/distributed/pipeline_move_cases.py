@@ -11,6 +11,7 @@ from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
 from tests.distributed.pipeline_cases import (
+    CALM,
     MODELS,
     WIDTH,
     Work,
@@ -141,7 +142,7 @@ def moved(given: MoveWork) -> Moved:
         schedule=given.schedule,
         partition=given.partitions[0],
         init=(lambda layer: None) if given.built == "meta" else None,
-        timeout_s=20,
+        **CALM,
     ) as pipe:
         if given.built == "meta":
             pipe.load_state_dict(nn.ModuleList(first_layers(given.model)).state_dict())
@@ -181,9 +182,7 @@ def accumulated() -> list[float]:
     x, y = data_for(Work(), 0)
     layers = first_layers("mlp")
     found = []
-    with Pipeline(
-        layers, loss_of, micro_batches=4, schedule="1f1b", timeout_s=20
-    ) as pipe:
+    with Pipeline(layers, loss_of, micro_batches=4, schedule="1f1b", **CALM) as pipe:
         pipe.step(x, y)
         pipe.repartition((1, 7), optimizer=())
         pipe.step(x, y)
@@ -219,7 +218,7 @@ def moved_replicas() -> tuple[list[int], bool]:
         micro_batches=2,
         schedule="1f1b",
         replicas=2,
-        timeout_s=20,
+        **CALM,
     ) as pipe:
         optimizer = optimizer_of("sgd", pipe.named_parameters())
         for step, counts in enumerate(partitions):
@@ -270,9 +269,7 @@ def refused(kind: str) -> list[str]:
         layers = [nowhere_but_on_rank_0, *layers[1:]]
     x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
     found: list[str] = []
-    with Pipeline(
-        layers, loss_of, micro_batches=4, schedule="1f1b", timeout_s=10
-    ) as pipe:
+    with Pipeline(layers, loss_of, micro_batches=4, schedule="1f1b", **CALM) as pipe:
         optimizer: Any = torch.optim.AdamW(pipe.parameters())
         pipe.step(x, y)
         optimizer.step()

@@ -13,7 +13,15 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.reduction import Reduction
 from elche.schedule.actions import Kind
-from tests.distributed.pipeline_cases import MODELS, WIDTH, call, hang, loss_of
+from tests.distributed.pipeline_cases import (
+    CALM,
+    MODELS,
+    WIDTH,
+    call,
+    hang,
+    lose_patience,
+    loss_of,
+)
 from tests.harness.rank_main import this_place
 
 Groups = list[list[int]]
@@ -153,7 +161,7 @@ def together(work: Union) -> Outcome:
         **{"micro_batches": work.micro_batches, **work.own[replica]},
         replicas=work.replicas,
         loss_reduction=work.loss_reduction,
-        timeout_s=20,
+        **CALM,
         **work.options,
     ) as pipe:
         assert pipe.replica == replica
@@ -251,12 +259,13 @@ def stumbles(kind: str, at: int, steps: int) -> tuple[list[str], list[torch.Tens
         micro_batches=4,
         schedule="zb-h1",
         replicas=2,
-        timeout_s=20,
-        min_patience_s=2.0,
+        **CALM,
     )
     middle.pipe = pipe
     try:
-        for _ in range(steps):
+        for step in range(steps):
+            if kind == "hangs" and step == steps - 1:
+                lose_patience(pipe, 2.0)
             pipe.zero_grad()
             told.append(_told(lambda: pipe.step(x, y)))
         gradients = [one.grad for one in pipe.parameters() if one.grad is not None]
@@ -279,7 +288,7 @@ def bad_batches() -> list[str]:
         (x, None) if rank else (x, y),
         (object(), y) if rank else (x, y),
     ]
-    with Pipeline(layers, loss_of, micro_batches=4, replicas=2, timeout_s=20) as pipe:
+    with Pipeline(layers, loss_of, micro_batches=4, replicas=2, **CALM) as pipe:
         found = [_told(lambda b=b: pipe.step(*b)) for b in batches]
         found.append(_told(lambda: pipe.evaluate(x, None if rank else y)))
         layers[0].requires_grad_(True)
@@ -316,9 +325,7 @@ def not_built(kind: str) -> str:
     if kind == "uneven":
         options["replicas"] = 3
     return _told(
-        lambda: Pipeline(
-            layers, loss_of, micro_batches=4, timeout_s=20, **options
-        ).close()
+        lambda: Pipeline(layers, loss_of, micro_batches=4, **CALM, **options).close()
     )
 
 
@@ -327,7 +334,7 @@ def sparse() -> list[str]:
     layers = [nn.Embedding(11, WIDTH, sparse=True), nn.Linear(WIDTH, 11)]
     x = torch.randint(11, (6, 2))
     with Pipeline(
-        layers, loss_of, micro_batches=2, schedule="gpipe", replicas=2, timeout_s=20
+        layers, loss_of, micro_batches=2, schedule="gpipe", replicas=2, **CALM
     ) as pipe:
         return [_told(lambda: pipe.step(x, x)) for _ in range(2)]
 
@@ -354,7 +361,7 @@ def dropped(replicas: int) -> dict[str, torch.Tensor]:
         schedule="gpipe",
         replicas=replicas,
         seed=3,
-        timeout_s=20,
+        **CALM,
     ) as pipe:
         pipe.step(x[mine], y[mine])
         return {
@@ -374,7 +381,7 @@ def begun() -> dict[str, torch.Tensor]:
         micro_batches=2,
         schedule="gpipe",
         replicas=[[0, 1], [2]],
-        timeout_s=20,
+        **CALM,
         stages_per_rank=None,
         **own,
     ) as pipe:
@@ -403,7 +410,7 @@ def normed() -> tuple[int, dict[str, torch.Tensor], list[dict[str, torch.Tensor]
         micro_batches=2,
         schedule="gpipe",
         replicas=groups,
-        timeout_s=20,
+        **CALM,
         **cuts[replica],
     ) as pipe:
         for step in range(2):
@@ -432,7 +439,7 @@ def moved() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         micro_batches=4,
         schedule="zb-h1",
         replicas=2,
-        timeout_s=20,
+        **CALM,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         for step, cut in enumerate(((5, 3), (2, 6), (4, 4))):

@@ -9,8 +9,10 @@ import pytest
 from elche.comm.control_channel import ControlChannel
 from elche.coordination.messages import Failed
 from elche.errors import DeadlineError, RemoteRankError
+from elche.pipeline.peers import Peers
 from elche.pipeline.rendezvous import Rendezvous
 from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.environment import read_placement
 from tests.distributed.pipeline_call_cases import (
     after_close,
     arrays,
@@ -18,6 +20,7 @@ from tests.distributed.pipeline_call_cases import (
     keywords_where_taken,
     leaves,
     loaded,
+    loaded_split,
     norms_that_are_none,
     wrong_calls,
 )
@@ -94,7 +97,14 @@ def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:
     assert "the state has 0.wieght" in first[1]
     assert second[1] == "", "it may be rank 0's"
     assert first[2] == "", "it is rank 1's"
-    assert "the state has no 2.bias [3] (or of another shape)" in second[2]
+    assert "the state has another shape of 2.bias [1] (not [3])" in second[2]
+
+
+def test_names_of_a_split_are_checked_on_every_rank(ranks2: RankPool) -> None:
+    for found in ranks2.run(loaded_split, case_setup=serve_in_thread):
+        assert "the state has head.wieght, which the model has not" in found[0]
+        assert "the state has 2.weight, which the model has not" in found[1]
+        assert found[2:] == [""]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +130,20 @@ def test_a_rank_that_fails_while_groups_form_ends_it_for_all(ranks2: RankPool) -
     first, second = ranks2.run(groups_do_not_form, case_setup=serve_in_thread)
     assert second == "ValueError: no groups today"
     assert first.startswith("RemoteRankError: rank 1 failed: ValueError: no groups")
+
+
+def test_a_rank_that_comes_after_the_end_is_told_why() -> None:
+    with serve_in_thread(2) as environments:
+        place = read_placement(environments[0])
+        assert place.coordinator is not None
+        early = ControlChannel.connect(place.coordinator, place.key, 1, 20.0)
+        try:
+            early.send(Failed(rank=1, error="no data", traceback=""))
+            early.receive(20.0, "the end")
+        finally:
+            early.close()
+        with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
+            Peers.join(place, 5.0)
 
 
 def test_a_wait_for_an_address_ends_with_the_run() -> None:

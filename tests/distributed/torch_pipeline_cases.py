@@ -11,7 +11,14 @@ import torch
 from torch import distributed, nn
 
 from elche.pipeline.pipeline import Pipeline
-from tests.distributed.pipeline_cases import Work, call, data_for, layers_for, loss_of
+from tests.distributed.pipeline_cases import (
+    CALM,
+    Work,
+    call,
+    data_for,
+    layers_for,
+    loss_of,
+)
 from tests.harness.rank_main import this_place
 
 MICRO_BATCHES = 4
@@ -76,7 +83,7 @@ def elche_step(asked: Beside) -> Outcome:
         micro_batches=MICRO_BATCHES,
         schedule=ELCHE_NAMES[asked.schedule],
         replicas=asked.replicas,
-        timeout_s=60,
+        **CALM,
     ) as pipe:
         for samples in asked.samples:
             pipe.zero_grad()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elche.errors import ConfigError
 from elche.pipeline import executor, profiling
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
@@ -105,7 +106,7 @@ def profiled(schedule: str) -> Profiled:
             schedule=schedule,
             costs="measure",
             sample=x[: len(x) // MICRO_BATCHES],
-            timeout_s=30,
+            timeout_s=100,
         ) as pipe,
     ):
         found = pipe.step(x, y)
@@ -115,6 +116,48 @@ def profiled(schedule: str) -> Profiled:
             if one.grad is not None
         }
         return Profiled(len(pipe.layers), pipe.partition, gradients, found.loss)
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Layers of the rank with little memory, and what more of them came to."""
+
+    at_start: int
+    refused: str
+    replanned: int
+    loss: float
+
+
+def limited(memory_bytes: tuple[float, float]) -> Limited:
+    """The fast rank holds few layers, at the start and later."""
+    rank = this_place().rank
+    x, y = batch()
+    with (
+        virtual_time(),
+        Pipeline(
+            layers_with(SLOW_S if rank == SLOW_RANK else FAST_S),
+            F.mse_loss,
+            micro_batches=MICRO_BATCHES,
+            schedule="1f1b",
+            costs="measure",
+            sample=x[: len(x) // MICRO_BATCHES],
+            memory_bytes=memory_bytes,
+            timeout_s=100,
+        ) as pipe,
+    ):
+        places = [1 - SLOW_RANK, SLOW_RANK]
+
+        def of_fast() -> int:
+            sizes = zip(pipe.schedule.placement, pipe.partition, strict=True)
+            return sum(size for place, size in sizes if place == places[0])
+
+        at_start, refused = of_fast(), ""
+        try:
+            pipe.repartition([8, 2], placement=places, optimizer=())
+        except ConfigError as error:
+            refused = str(error)
+        pipe.repartition(optimizer=())
+        return Limited(at_start, refused, of_fast(), pipe.step(x, y).loss)
 
 
 def measuring_fails_on_rank_1() -> None:
@@ -128,5 +171,5 @@ def measuring_fails_on_rank_1() -> None:
         micro_batches=2,
         costs="measure",
         sample=x,
-        timeout_s=20,
+        timeout_s=100,
     )

@@ -143,6 +143,95 @@ def test_a_module_with_a_split_keeps_its_names() -> None:
     assert pipe.state_dict().keys() == twin.state_dict().keys()
 
 
+class Tied(nn.Module):
+    """One weight under three names, two of them in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+        self.body[0].weight = self.body[2].weight = self.first.weight
+        self.register_buffer("scale", torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.first(x)) * self.scale)
+
+
+class Scaled(nn.Module):
+    def __init__(self, model: Tied) -> None:
+        super().__init__()
+        self.inner = model.body
+        self.register_buffer("by", model.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.by
+
+
+def cut_tied(model: Tied) -> list[nn.Module]:
+    return [model.first, Scaled(model), model.head]
+
+
+def test_a_split_keeps_all_names_of_a_shared_weight() -> None:
+    model = Tied()
+    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    pipe = pipeline(model, split=cut_tied)
+    made = pipe.state_dict()
+    assert made.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(made[name], one)
+    twin = Tied()
+    twin.load_state_dict(made)
+    pipe.load_state_dict({name: one + 1 for name, one in expected.items()})
+    for name, one in pipe.state_dict().items():
+        assert torch.equal(one, expected[name] + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head.wieght": 1}, "the state has head.wieght, which the model has not;"),
+        ({"1.inner.0.weight": 1}, r"the state has 1.inner.0.weight, which the model"),
+        ({"head.bias": None}, "the state has no head.bias, which rank 0 needs;"),
+        ({"body.2.weight": None}, "the state has no body.2.weight, which rank 0"),
+        ({"scale": 3}, r"another shape of scale \[1\] \(not \[\]\);"),
+        (
+            {"head.bias": None, "other": 1, "scale": 2},
+            r"no head.bias, which rank 0 needs, and has another shape of scale \[1\] "
+            r"\(not \[\]\), and has other, which the model has not; nothing was loaded",
+        ),
+    ],
+)
+def test_a_state_that_is_not_the_models_changes_nothing(
+    change: dict[str, int | None], said: str
+) -> None:
+    pipe = pipeline(Tied(), split=cut_tied)
+    before = pipe.state_dict()
+    state = {name: one + 1 for name, one in before.items()}
+    for name, size in change.items():
+        if size is None:
+            del state[name]
+        else:
+            state[name] = torch.ones(1)
+    with pytest.raises(ConfigError, match=said):
+        pipe.load_state_dict(state)
+    for name, one in pipe.state_dict().items():
+        assert torch.equal(one, before[name])
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(3, device="meta"), torch.ones(3).numpy(), [1.0, 1.0, 1.0]]
+)
+def test_a_state_of_other_things_than_values_changes_nothing(value: Any) -> None:
+    pipe = pipeline([nn.Linear(6, 6), nn.Linear(6, 3)])
+    before = pipe.state_dict()
+    state = {name: one + 1 for name, one in before.items()}
+    with pytest.raises(ConfigError, match=r"the state has another shape of 1\.bias "):
+        pipe.load_state_dict({**state, "1.bias": value})
+    for name, one in pipe.state_dict().items():
+        assert torch.equal(one, before[name])
+
+
 def test_a_split_must_hold_the_whole_model() -> None:
     with pytest.raises(ConfigError, match=r"no layer of split holds bias of the model"):
         layers_of(Net(), lambda net: [*net.body, net.head])

@@ -32,6 +32,7 @@ from tests.pipeline.profiling_cases import (
     Emulated,
     batch,
     layers_with,
+    limited,
     measuring_fails_on_rank_1,
     profiled,
     virtual_time,
@@ -192,6 +193,23 @@ def test_the_slow_rank_gets_fewer_layers(ranks2: RankPool, schedule: str) -> Non
     for name, one in gradients.items():
         assert (together[name] - one).norm() <= 1e-12 * one.norm()
     assert slow.loss == fast.loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.distributed
+def test_memory_holds_for_layers_that_move_later(ranks2: RankPool) -> None:
+    # With its state a layer takes 1344 bytes; its activations come on top.
+    limits = [math.inf] * 2
+    limits[1 - SLOW_RANK] = 10_000.0
+    for found in ranks2.run(limited, tuple(limits), case_setup=serve_in_thread):
+        assert 1 <= found.at_start <= 6
+        assert "may hold 10,000 bytes, but the parameters of its" in found.refused
+        assert 1 <= found.replanned <= 6
+        assert found.loss == pytest.approx(expected()[1], rel=1e-12)
+    free = (math.inf, math.inf)
+    for found in ranks2.run(limited, free, case_setup=serve_in_thread):
+        assert found.at_start >= 7
+        assert found.refused == ""
+        assert found.replanned >= 7
 
 
 @pytest.mark.distributed

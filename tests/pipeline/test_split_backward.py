@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ConfigError, ProtocolError
+from elche.pipeline import weight_gradients
 from elche.pipeline.backward import StageBackward
 from elche.pipeline.guard import ContributionGuard
 from elche.pipeline.messages import Message
@@ -124,6 +126,47 @@ def _hooked_output(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.T
     return made * 2
 
 
+def _tripled(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(3 * one for one in gradients)
+
+
+def _hooked_node(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    made = F.linear(x, w, b)
+    made.register_hook(lambda grad: grad + 1)
+    made.grad_fn.register_prehook(_tripled)
+    made.register_hook(lambda grad: grad * grad)
+    return made * 2
+
+
+def _hooked_node_apart(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The node of a view of a matrix product of rows that lie apart."""
+    made = _apart(x) @ w
+    made.grad_fn.register_prehook(_tripled)
+    return made.sum(1) * 2
+
+
+def _hooked_convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    made = F.conv2d(_square(x), w)
+    made.grad_fn.register_prehook(_tripled)
+    return made.flatten(1)
+
+
+def _hooked_behind(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A hook on what a layer before has made, found through the graph."""
+    made = torch.tanh(F.linear(x, w, b))
+    made.grad_fn.next_functions[0][0].register_prehook(_tripled)
+    return made
+
+
+def _hooked_after_change(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    made = F.linear(x, w, b)
+    made.mul_(2)
+    made.register_hook(lambda grad: grad * grad)
+    return made + 1
+
+
 ONES = torch.ones(4, dtype=torch.float64)
 TOKENS = torch.arange(12).reshape(3, 4) % 5
 DEFERRED: dict[str, Callable[[], nn.Module]] = {
@@ -158,6 +201,11 @@ DEFERRED: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "attention of two": Mixed,
     "hooked output": lambda: Of(_hooked_output, (4, 6), (4,)),
+    "hooked node": lambda: Of(_hooked_node, (4, 6), (4,)),
+    "hooked node apart": lambda: Of(_hooked_node_apart, (6, 4)),
+    "hooked convolution": lambda: Of(_hooked_convolution, (2, 1, 3, 3)),
+    "hooked behind": lambda: Of(_hooked_behind, (4, 6), (4,)),
+    "hooked after change": lambda: Of(_hooked_after_change, (4, 6), (4,)),
     "hooked layer": lambda: _hooked_layer(),
     "own forward": lambda: Doubled(6, 4),
     "linear of rows apart": lambda: nn.Sequential(Of(_apart), nn.Linear(6, 4)),
@@ -191,6 +239,8 @@ IMMEDIATE: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(6, 4).double(), torch.ones(2, 6).double()
     ),
     "hooked": lambda: _hooked(),
+    "hooked accumulation": lambda: _hooked_accumulation("register_prehook"),
+    "watched accumulation": lambda: _hooked_accumulation("register_hook"),
     "parametrized bias": lambda: torch.nn.utils.parametrize.register_parametrization(
         nn.Linear(6, 4), "bias", nn.Identity()
     ),
@@ -218,6 +268,38 @@ def _hooked() -> nn.Module:
     module = nn.Linear(6, 4, bias=False)
     module.weight.register_hook(lambda grad: grad * 3)
     return module
+
+
+def _hooked_accumulation(register: str) -> nn.Module:
+    """A hook where autograd accumulates; it ends with the node that it stands on."""
+    module = nn.Linear(6, 4, bias=False).double()
+    node = get_gradient_edge(module.weight).node
+    module.kept = node
+    seen: list[int] = []
+    if register == "register_prehook":
+        node.register_prehook(_tripled)
+    else:
+        node.register_hook(lambda *_: seen.append(1))
+    module.seen = seen
+    return module
+
+
+def test_hooks_on_accumulation_run_once_per_microbatch() -> None:
+    module = _hooked_accumulation("register_hook")
+    runner = runner_for(module)
+    split(runner, [torch.randn(3, 6).double() for _ in range(2)])
+    split(runner, [torch.randn(3, 6).double()])
+    assert module.seen == [1, 1, 1]
+
+
+def test_hooks_are_found_where_torch_does_not_number_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_gradients, "RemovableHandle", object)
+    module = Of(_hooked_node, (4, 6), (4,)).double()
+    runner = runner_for(module)
+    check_equal(module, runner, [torch.randn(rows, 6).double() for rows in (5, 3)])
+    assert runner.profile.deferred_share == 1.0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

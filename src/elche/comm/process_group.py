@@ -13,22 +13,36 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 
-from elche.comm.control_channel import ControlChannel
 from elche.comm.exchange import wait_until
 from elche.errors import CommunicationError
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
+class RendezvousChannel(Protocol):
+    """Where the ranks of a group tell each other their addresses.
+
+    A control channel to the coordinator is one.
+    """
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks."""
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes; raises when none comes."""
+
+
 class _ControlStore(dist.Store):
     """A rendezvous store behind the control channel, for one generation."""
 
-    def __init__(self, channel: ControlChannel, prefix: str, timeout_s: float) -> None:
+    def __init__(
+        self, channel: RendezvousChannel, prefix: str, timeout_s: float
+    ) -> None:
         super().__init__()
         self._channel = channel
         self._prefix = prefix
@@ -74,7 +88,7 @@ class Group:
 
     @staticmethod
     def form(
-        channel: ControlChannel,
+        channel: RendezvousChannel,
         rank: int,
         world_size: int,
         generation: int | str,

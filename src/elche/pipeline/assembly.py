@@ -106,12 +106,10 @@ class Parts:
         """Whether a name of the state may be another rank's.
 
         Only names of the model's layers tell: other ranks' layers are not built here.
-        Extra state is nobody's, and layers of `split` may have any names.
+        Extra state is nobody's. Of a model that was split, all names are known.
         """
         layers = self.given.layers
-        if any(aliases is not None for aliases in layers.aliases):
-            return True
-        if name.endswith(EXTRA_STATE):
+        if name in layers.state_names or name.endswith(EXTRA_STATE):
             return True
         return any(
             name == prefix or name.startswith(f"{prefix}.")

@@ -25,6 +25,7 @@ from elche.pipeline.weight_gradients import (
     Site,
     WeightGradients,
     differentiates_inside,
+    hooks_made,
 )
 
 
@@ -37,6 +38,7 @@ class _Flight:
     is_split: bool
     runs_again: bool = False
     sites: list[Site] = field(default_factory=list)
+    hooks_before: object = None
     versions: dict[int, Any] = field(default_factory=dict)
     input_is_done: bool = False
 
@@ -167,6 +169,7 @@ class StageBackward:
     ) -> Any:
         store = self._store
         store.sites, store.runs_again = flight.sites, False
+        flight.hooks_before = hooks_made()
         with self._deferring.installed(), self._known.installed():
             value = self.stage.run(value, microbatch, keywords)
         flight.runs_again = store.runs_again
@@ -298,7 +301,7 @@ class StageBackward:
         if not flight.is_split:
             _differentiate(outputs, gradients)
             return
-        self._store.open(microbatch, flight.sites)
+        self._store.open(microbatch, flight.sites, flight.hooks_before)
         try:
             if flight.runs_again:
                 # Checkpointed parts must see the same weights as in forward.

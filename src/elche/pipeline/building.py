@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from elche.errors import ConfigError
+from elche.pipeline.naming import names_of_split
 from elche.pipeline.stage import Layer
 
 LayerSource = nn.Module | Callable[[], nn.Module]
@@ -28,12 +29,15 @@ class LayerList:
         unpacks: see `elche.pipeline.stage.Stage`.
         aliases: the model's names of a layer's parameters and buffers, where they are
             not prefix and own name.
+        state_names: of a model that was split: every name of its state_dict, with all
+            names of the same tensor.
     """
 
     names: tuple[str, ...]
     sources: tuple[LayerSource, ...]
     unpacks: bool
     aliases: tuple[dict[str, str] | None, ...]
+    state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -180,7 +184,11 @@ def _listed(model: Any, split: Split | None) -> LayerList:
                 f"split= cuts a module, got {type(model).__name__} as the model"
             )
         _check_sizes(model, None)
-        return _split(model, list(split(model)))
+        modules = list(split(model))
+        found = names_of_split(model, modules)
+        return LayerList(
+            *(found.names, tuple(modules), True, found.aliases), found.of_state
+        )
     if isinstance(model, nn.Sequential):
         children = dict(model.named_children())
         nothing = (None,) * len(children)
@@ -248,46 +256,6 @@ def _described(source: LayerSource) -> str:
 
 def _is_meta(module: nn.Module) -> bool:
     return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
-
-
-def _split(model: nn.Module, modules: list[nn.Module]) -> LayerList:
-    prefixes = {id(one): name for name, one in model.named_modules()}
-    originals: dict[int, str] = {}
-    for name, one in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        originals.setdefault(id(one), name)
-    covered: set[int] = set()
-    names: list[str] = []
-    aliases: list[dict[str, str] | None] = []
-    for index, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"expected split to return modules, got {type(module).__name__} at "
-                f"{index}; wrap a function in a module"
-            )
-        held = (*module.named_parameters(), *module.named_buffers())
-        covered |= {id(one) for _, one in held}
-        prefix = prefixes.get(id(module))
-        names.append(f"{index}" if prefix is None else prefix)
-        if prefix is not None:
-            aliases.append(None)
-            continue
-        foreign = [name for name, one in held if id(one) not in originals]
-        if foreign:
-            raise ConfigError(
-                f"layer {index} of split has {', '.join(foreign[:3])}, which the model "
-                "has not; layers must hold the model's own parameters"
-            )
-        aliases.append({name: originals[id(one)] for name, one in held})
-    left = [name for key, name in originals.items() if key not in covered]
-    if left:
-        raise ConfigError(
-            f"no layer of split holds {', '.join(left[:3])} of the model, which would "
-            "never be trained; add the module that does"
-        )
-    return LayerList(tuple(names), tuple(modules), True, tuple(aliases))
 
 
 def _initialise(

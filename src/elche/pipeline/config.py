@@ -31,7 +31,7 @@ class PipelineConfig:
             Adam's) and activations may fill on it, for ``costs="measure"``; infinity
             for no limit. None takes nine tenths of what a CUDA device has free at the
             start, and no limit on the CPU. With given costs their `memory` is the
-            limit. Layers that move later are not held to it.
+            limit. Layers that move later are held to it, too.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see `elche.pipeline.guard`.

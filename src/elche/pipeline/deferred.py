@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from elche.pipeline.operations import WeightOperation
 from elche.pipeline.recognition import LINEAR, VIEWS, Recognised, rules
@@ -144,6 +145,25 @@ def may_defer(parameter: nn.Parameter) -> bool:
         and not parameter._backward_hooks
         and all(getattr(owner, "only_counts", False) for owner in owners)
     )
+
+
+def has_node_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user has put hooks where autograd accumulates a parameter's gradient.
+
+    torch tells only who registers another one; it takes some microseconds.
+    """
+    node = get_gradient_edge(parameter).node
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that changes nothing."""
 
 
 def _in_forward_mode() -> bool:

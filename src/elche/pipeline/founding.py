@@ -115,8 +115,8 @@ class Founding:
         layers = layers_of(asked.model, asked.split)
         wanted = asked.schedule
         mine = [told[rank][1] for rank in groups.members] if told else []
+        limits = [told[rank][0] for rank in groups.members] if told else []
         if told and isinstance(wanted, str):
-            limits = [told[rank][0] for rank in groups.members]
             wanted, self.config = plan_measured(
                 mine, limits, wanted, asked.micro_batches, self.config
             )
@@ -126,7 +126,7 @@ class Founding:
         )
         planner = Planner(
             *(asked.schedule, plan, self.config),
-            layer_costs_of(mine) if told else None,
+            layer_costs_of(mine, limits) if told else None,
             says=self._placement.rank == groups.members[0],
         )
         self.changes = Changes(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 
@@ -24,7 +24,7 @@ from elche.pipeline.messages import Message
 from elche.pipeline.rendezvous import Rendezvous, check_for_abort
 from elche.pipeline.step_io import failure_of
 from elche.pipeline.transport import LOOK_EVERY_S, Address, Transport
-from elche.pipeline.waits import TELL_S, Waits
+from elche.pipeline.waits import REASON_WITHIN_S, Waits
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 
@@ -85,7 +85,7 @@ class Peers:
         _joined[placement.coordinator, placement.key] = number
         try:
             group = Group.form(
-                _watched(channel, placement.rank, timeout_s),
+                Rendezvous(channel, placement.rank, timeout_s),
                 placement.rank,
                 placement.world_size,
                 -number,  # generations of a data-parallel run count up
@@ -191,7 +191,7 @@ class Peers:
                 continue
             named = ",".join(map(str, ranks))
             groups[ranks] = Group.form(
-                _watched(self._channel, self.rank, timeout_s),
+                Rendezvous(self._channel, self.rank, timeout_s),
                 ranks.index(self.rank),
                 len(ranks),
                 f"{self._name}/{self._formed}/{named}",
@@ -240,7 +240,7 @@ class Peers:
         except RuntimeError as error:
             if not work.is_completed():
                 return False  # the moment has passed, nothing else
-            until_s = time.monotonic() + TELL_S
+            until_s = time.monotonic() + REASON_WITHIN_S
             while time.monotonic() < until_s:
                 self._check()  # the reason may be on its way
                 time.sleep(LOOK_EVERY_S)
@@ -312,8 +312,3 @@ class Peers:
 
     def _check(self) -> None:
         check_for_abort(self._channel)
-
-
-def _watched(channel: ControlChannel, rank: int, timeout_s: float) -> ControlChannel:
-    """The part of a channel that forming a group needs."""
-    return cast(ControlChannel, Rendezvous(channel, rank, timeout_s))

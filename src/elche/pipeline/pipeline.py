@@ -317,7 +317,7 @@ class Pipeline:
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank under the model's names."""
-        return local_state(self.layers)
+        return local_state(self.layers, self._parts.given.layers.state_names)
 
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the whole model under its own names, on the CPU.
@@ -342,7 +342,7 @@ class Pipeline:
 
         Raises:
             ConfigError: a parameter or buffer of this rank is missing, or has another
-                shape, or the state has what no layer has.
+                shape, or the state has what no layer has; nothing was loaded here.
         """
         parts = self._parts
         load_state(self.local_state_dict(), state, self.rank, parts.is_elsewhere)

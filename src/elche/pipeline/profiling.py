@@ -31,6 +31,7 @@ from elche.schedule.layer_costs import LayerCosts
 from elche.schedule.plan import PlanConfig
 from elche.schedule.planner import plan_pipeline
 from elche.schedule.profile import (
+    ADAM_STATE_FACTOR,
     DeviceProfile,
     LayerProfile,
     LayerTimes,
@@ -181,14 +182,19 @@ def plan_measured(
         placement=devices,
         memory=tuple(limits[rank] for rank in by_device),
     )
-    return made, replace(config, partition=chosen.partition.sizes, costs=costs)
+    sizes = chosen.partition.sizes
+    # The limits are those of the costs now, and of every later plan (`Planner`).
+    return made, replace(config, partition=sizes, costs=costs, memory_bytes=None)
 
 
-def layer_costs_of(told: Sequence[Sequence[Sequence[float]]]) -> LayerCosts:
+def layer_costs_of(
+    told: Sequence[Sequence[Sequence[float]]], limits: Sequence[float] = ()
+) -> LayerCosts:
     """What all ranks have measured as costs, in seconds and bytes.
 
     Args:
         told: of each rank, its measurements as tuples.
+        limits: of each rank, bytes for parameters, their state and activations.
 
     Raises:
         MismatchError: ranks have different numbers of layers.
@@ -207,7 +213,9 @@ def layer_costs_of(told: Sequence[Sequence[Sequence[float]]]) -> LayerCosts:
                 for one in row
             )
             for row in rows
-        )
+        ),
+        memory=tuple(limits),
+        state=tuple(ADAM_STATE_FACTOR * one.parameter_bytes for one in rows[0]),
     )
 
 

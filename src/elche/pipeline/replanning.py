@@ -76,7 +76,8 @@ class Planner:
         schedule: as the user gave it; a name, or a schedule.
         plan: that runs.
         config: the settings.
-        profiled: what each layer costs on each rank, where that has been measured.
+        profiled: what each layer costs on each rank, where that has been measured;
+            its memory limits hold for all later plans.
         says: whether this rank writes the log.
     """
 
@@ -93,6 +94,7 @@ class Planner:
         self._config = config
         self._says = says
         self.profiled = profiled
+        self._limits = () if profiled is None else profiled.memory
         self.places = plan.schedule.placement
         costs = known_costs(config)
         if costs is None or costs.placement != self.places:
@@ -122,7 +124,7 @@ class Planner:
 
         Raises:
             ConfigError: the counts are no partition, or the schedule is not defined
-                for the stages that are left.
+                for the stages that are left, or a rank's memory does not hold them.
         """
         places = self.places if placement is None else tuple(placement)
         num_ranks, num_layers = self.plan.schedule.num_ranks, sum(self.plan.partition)
@@ -160,7 +162,8 @@ class Planner:
             return assumed_costs(self.measured or self.costs, sizes)
         if self.measured is None:
             return self.profiled
-        planned = stage_costs(self.profiled, self.plan.schedule.placement, sizes)
+        known = replace(self.profiled, memory=())  # it runs, whatever that takes
+        planned = stage_costs(known, self.plan.schedule.placement, sizes)
         return corrected(self.profiled, planned, self.measured)
 
     def is_due(self) -> bool:
@@ -182,7 +185,8 @@ class Planner:
 
     def learn(self, profiled: LayerCosts) -> None:
         """Takes new profiles of the layers."""
-        self.profiled, self.measured = profiled, None
+        self.profiled = replace(profiled, memory=self._limits)
+        self.measured = None
 
     def take(self, reports: Sequence[Any], may_move: bool) -> Change | None:
         """Takes the times of all ranks of a step.
@@ -242,8 +246,8 @@ class Planner:
         makespan = simulate(runs, costs).makespan
         if isinstance(self._wanted, Schedule):
             return None
-        layers = replace(self.layer_costs(), memory=())
-        best = best_sizes(layers, schedule.placement, sizes, schedule.num_microbatches)
+        layers, count = self.layer_costs(), schedule.num_microbatches
+        best = best_sizes(layers, schedule.placement, sizes, count)
         if best == sizes:
             return None
         try:

@@ -12,8 +12,15 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from elche.pipeline.deferred import DeferredWeight, WeightGradients, defer, may_defer
+from elche.pipeline.deferred import (
+    DeferredWeight,
+    WeightGradients,
+    defer,
+    has_node_hooks,
+    may_defer,
+)
 from elche.pipeline.trees import map_tensors
+from elche.pipeline.weight_gradients import hooks_made
 
 
 class OwnBackward(nn.Module):
@@ -61,7 +68,7 @@ class Layer:
 
     def prefixed(self, name: str) -> str:
         """The model's name of a parameter or buffer of this layer."""
-        if self.aliases is not None:
+        if self.aliases is not None and name in self.aliases:
             return self.aliases[name]
         return f"{self.name}.{name}" if self.name else name
 
@@ -209,19 +216,33 @@ class Deferring:
         self._stage = stage
         self._store = store
         self._slots: list[tuple[Any, str, nn.Parameter, DeferredWeight]] = []
+        self._hooks_seen: object = None
+        self._hooked: set[int] = set()
 
     def begin_step(self) -> None:
         """Makes new stand-ins: parameters may have been exchanged since."""
         made: dict[int, DeferredWeight] = {}
         self._slots = []
+        if hooks_made() != self._hooks_seen:
+            self._find_hooks()
         for owner in _owners(self._stage.modules):
             for name, parameter in owner._parameters.items():
                 if parameter is None or not may_defer(parameter):
+                    continue
+                if id(parameter) in self._hooked:
                     continue
                 if id(parameter) not in made:
                     made[id(parameter)] = defer(parameter, self._store)
                 stand_in = made[id(parameter)]
                 self._slots.append((owner._parameters, name, parameter, stand_in))
+
+    def _find_hooks(self) -> None:
+        """Parameters with hooks on their nodes are left to autograd."""
+        owners = _owners(self._stage.modules)
+        own = [one for owner in owners for one in owner.parameters(recurse=False)]
+        asked = [one for one in own if may_defer(one)]
+        self._hooked = {id(one) for one in asked if has_node_hooks(one)}
+        self._hooks_seen = hooks_made()
 
     @contextmanager
     def installed(self) -> Iterator[None]:

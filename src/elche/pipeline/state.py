@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,21 @@ from elche.pipeline.stage import Layer
 SHOWN = 3
 
 
-def local_state(layers: Iterable[Layer]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of these layers under the model's names."""
+def local_state(
+    layers: Iterable[Layer], names: Mapping[str, tuple[str, ...]]
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of these layers under the model's names.
+
+    Args:
+        layers: of this rank.
+        names: all names of a tensor that the model knows under several, by each.
+    """
     return {
-        layer.prefixed(name): value
+        known: value
         for layer in layers
         for name, value in layer.module.state_dict().items()
         if isinstance(value, torch.Tensor)
+        for known in names.get(layer.prefixed(name), (layer.prefixed(name),))
     }
 
 
@@ -73,22 +81,35 @@ def load_state(
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"expected a state_dict, got {type(state).__name__}")
-    wrong = [
-        f"{name} {list(value.shape)}"
+    missing = [name for name in mine if name not in state]
+    other = [
+        f"{name} {_form(state[name])} (not {_form(value)})"
         for name, value in mine.items()
-        if getattr(state.get(name), "shape", None) != value.shape
+        if name in state and _form(state[name]) != _form(value)
+    ]
+    extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
+    wrong = [
+        *([f"has no {_few(missing)}, which rank {rank} needs"] if missing else []),
+        *([f"has another shape of {_few(other)}"] if other else []),
+        *([f"has {_few(extra)}, which the model has not"] if extra else []),
     ]
     if wrong:
         raise ConfigError(
-            f"the state has no {', '.join(wrong[:SHOWN])} (or of another shape), which "
-            f"rank {rank} needs"
-        )
-    extra = [name for name in state if name not in mine and not is_known(name)]
-    if extra:
-        raise ConfigError(
-            f"the state has {', '.join(map(str, extra[:SHOWN]))}, which the model has "
-            "not; take out what does not belong to it"
+            f"the state {', and '.join(wrong)}; nothing was loaded on rank {rank}; "
+            "give the state_dict of this model"
         )
     with torch.no_grad():
         for name, value in mine.items():
             value.copy_(state[name])
+
+
+def _form(value: Any) -> str:
+    """What must be alike where a value is copied into another."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"
+
+
+def _few(names: Sequence[str]) -> str:
+    left = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {left} more" if left > 0 else "")

@@ -28,6 +28,7 @@ from elche.pipeline.messages import (
     head_within,
     read_head,
 )
+from elche.pipeline.waits import REASON_WITHIN_S
 
 LOOK_EVERY_S = 0.05
 JOIN_S = 5.0
@@ -338,7 +339,7 @@ class Transport:
 
     def _check_for_a_while(self) -> None:
         """The reason for a broken connection may be on its way."""
-        until_s = time.monotonic() + 1.0
+        until_s = time.monotonic() + REASON_WITHIN_S
         while time.monotonic() < until_s:
             self._check()
             with self.condition:

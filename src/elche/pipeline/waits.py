@@ -11,6 +11,8 @@ from elche.errors import CommunicationError
 from elche.pipeline.rendezvous import Rendezvous
 
 TELL_S = 1.0
+REASON_WITHIN_S = 5.0
+"""How long the reason for a lost connection may take to come by the coordinator."""
 
 
 @final

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
 from elche.pipeline.operations import WeightOperation
@@ -32,12 +33,9 @@ class Site:
         version: of the input's memory when it was used.
         grads: gradients of the output that have come; one, or none if nothing of the
             stage's outputs depends on it.
-        hooks: of the output, ours among them; None where autograd runs it.
     """
 
-    __slots__ = (
-        "bias", "grads", "hooks", "node", "operation", "version", "weight", "x"
-    )  # fmt: skip
+    __slots__ = ("bias", "grads", "node", "operation", "version", "weight", "x")
 
     def __init__(
         self,
@@ -54,7 +52,6 @@ class Site:
         self.version = version
         self.node: Any = None
         self.grads: list[torch.Tensor] = []
-        self.hooks: OrderedDict[Any, Any] | None = None
 
     def catch(self, output: torch.Tensor) -> None:
         """Has autograd put the gradient of the output into `grads`.
@@ -67,13 +64,26 @@ class Site:
         hooks["ours"] = self.grads.append
         output._backward_hooks = hooks
         node._register_hook_dict(output)  # type: ignore[union-attr]
-        self.node, self.hooks = node, hooks
+        self.node = node
 
     def catch_last(self) -> None:
-        """Hooks that a user has put on the output since come before ours."""
-        if self.hooks is not None and len(self.hooks) > 1:
-            # torch goes by the order of the dict, which move_to_end leaves alone.
-            self.hooks["ours"] = self.hooks.pop("ours")
+        """Takes the gradient after all hooks that a user has put there since.
+
+        Those of the output itself come before those of its node, and ours is the last.
+        """
+        if self.x is not None:
+            self.node.register_prehook(self._take)
+
+    def _take(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        self.grads[-1:] = gradients[:1]
+
+
+def hooks_made() -> object:
+    """Another value whenever a hook has been put on a tensor or a node since.
+
+    torch numbers the handles of all hooks; where it does not, nobody can be sure.
+    """
+    return getattr(RemovableHandle, "next_id", None) or object()
 
 
 _Derived = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -97,19 +107,23 @@ class WeightGradients:
         self._open: list[Site] | None = None
         self._waiting: dict[int, list[Site]] = {}
 
-    def open(self, microbatch: int, sites: Sequence[Site]) -> None:
+    def open(
+        self, microbatch: int, sites: Sequence[Site], hooks_before: object
+    ) -> None:
         """Begins to keep what backward defers, under a microbatch.
 
         Args:
             microbatch: which one.
             sites: of its forward.
+            hooks_before: what :func:`hooks_made` said before it.
         """
         if any(site.grads for site in sites):
             raise differentiates_inside()  # the loss function, say
         self.sites = []  # parts that run again add theirs
         self._open = self._waiting.setdefault(microbatch, [])
-        for site in sites:
-            site.catch_last()
+        if hooks_made() != hooks_before:
+            for site in sites:
+                site.catch_last()
 
     def keep(self, sites: Sequence[Site]) -> None:
         """Keeps the sites whose gradients have come since `open`."""

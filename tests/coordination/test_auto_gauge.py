@@ -210,3 +210,15 @@ def test_a_rank_that_trains_nothing_waits_for_all_of_a_reduction() -> None:
     gauge.reduced(reduced(1, 0, 0.21, adopted_at=0), BATCH)
     gauge.follow()
     assert gauge.cluster(BATCH).sync_s == pytest.approx(0.21)
+
+
+def test_rounding_leaves_no_step_with_less_than_no_fixed_time() -> None:
+    """Once -3e-18 s of it ended a run."""
+    for samples in range(3, 60):
+        for milliseconds in range(7, 40, 3):
+            gauge = gauge_of()
+            step_s = milliseconds / 1000.0
+            steps(gauge, [1, samples], [step_s / samples / 2.0, step_s / samples / 2.0])
+            steps(gauge, [samples, 1], [step_s, step_s])
+            gauge.learn(0.001)
+            assert min(gauge.cluster(BATCH).fixed_s) >= 0.0

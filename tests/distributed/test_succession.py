@@ -10,7 +10,7 @@ import torch
 
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
-from elche.coordination import auto_policy
+from elche.coordination import auto_calibration, auto_policy
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, plain, shared
 from tests.harness.rank_pool import RankPool
@@ -59,7 +59,7 @@ def test_what_one_rank_did_alone_is_what_all_go_on_from(
     monkeypatch.setattr(auto_policy, "Chooser", Scripted)
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_policy, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
     returned: list[int] = []
     go_back = auto_policy.AutoPolicy._return_to_steps
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from elche.coordination.auto_policy import ALONE_ANCHOR, OBSERVED_WINDOWS
+from elche.coordination.auto_policy import OBSERVED_WINDOWS
+from elche.coordination.auto_windows import ALONE_ANCHOR
 from elche.coordination.messages import (
     BeginEpoch,
     EpochOpened,

@@ -61,7 +61,8 @@ class _Costs:
             fewer, less_s = _typical(small)
             slope_s = (step_s - less_s) / (samples - fewer)
             slope_s = min(max(slope_s, LEAST_S * step_s), self.sample_s)
-            self.sample_s, self.fixed_s = slope_s, step_s - samples * slope_s
+            # Rounding must not leave less than nothing.
+            self.sample_s, self.fixed_s = slope_s, max(0.0, step_s - samples * slope_s)
         self.factor = 1.0
 
     def deviations(self) -> list[float]:

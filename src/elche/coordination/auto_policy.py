@@ -10,22 +10,22 @@ is granted before. It goes on measuring. Windows change between ``cadence`` and
 only where the fastest device would be faster alone: it then trains in windows of its
 own, which is no other rule, and the others follow it.
 
-A rank that is left out is timed again now and then, at a cost of at most a hundredth:
-under windows of averaged parameters by a batch of its own; where the fastest device
-trains alone in place of ``sync``, by some steps of ``sync`` when an epoch begins. So
-are ways back found. Pure.
+A rank that is left out is timed again now and then (`elche.coordination.auto_trials`).
+So are ways back found. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from elche.cadence.chooser import Choice, Chooser
-from elche.cadence.goodput import predict
+from elche.cadence.own_guard import MakeGuard
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
+from elche.coordination.auto_calibration import Calibration, Found
 from elche.coordination.auto_gauge import Gauge
+from elche.coordination.auto_trials import TRIAL_GRANTS, Trials
+from elche.coordination.auto_windows import is_outdated, windows_config
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
     BatchesDone,
@@ -42,27 +42,9 @@ from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync_policy import SyncPolicy
 from elche.coordination.window_policy import TakenOver, WindowPolicy
 
-EXPLORING_GRANTS = 2
-"""So many grants of steps leave out either half of the ranks before the choice: those
-of the other half get large.
-"""
-EARLY_GAIN = 1.5
-"""What is better by this factor after a single grant is chosen at once."""
-GLANCE_GAIN = 2.0
-"""What is better by this factor after the very first step, which is not warm, too."""
-SLOW_REDUCTION_S = 0.1
-"""If one takes so long, steps are granted singly until the first is measured."""
 OBSERVED_GRANTS = 16
 OBSERVED_WINDOWS = 8
 """Measured anew so often, the choice is looked at again."""
-ANOTHER_ANCHOR = 2
-"""Overlapped windows that should be longer or shorter by this factor are rebuilt."""
-ALONE_ANCHOR = 20
-"""Batches in a window of a device that trains alone."""
-TRIAL_COST = 0.01
-"""Part of the time that timing left out ranks again may take."""
-TRIAL_GRANTS = 4
-"""Grants of steps after which it is decided whether ``sync`` stays this time."""
 
 
 class AutoPolicy(Policy):
@@ -72,12 +54,18 @@ class AutoPolicy(Policy):
         config: the run's settings.
         members: all ranks, in order.
         settings: what else the ranks agreed on.
+        make_guard: makes what watches the replicas' divergence in windows.
     """
 
     def __init__(
-        self, config: RunConfig, members: Sequence[Member], settings: Settings
+        self,
+        config: RunConfig,
+        members: Sequence[Member],
+        settings: Settings,
+        make_guard: MakeGuard,
     ) -> None:
         self._config = config
+        self._make_guard = make_guard
         self._members = {member.rank: member for member in members}
         self._epochs = settings.epochs
         self._sync = SyncPolicy(config, members, settings.min_share_samples)
@@ -88,16 +76,16 @@ class AutoPolicy(Policy):
         self._running: Choice | None = None
         horizon = max(member.horizon_batches for member in members)
         self._ahead_steps = horizon + 2
-        self._calibration_grants = self._ahead_steps + 2 * EXPLORING_GRANTS
+        self._calibration = Calibration(
+            self._gauge, self._sync, self._new_chooser, self._ahead_steps
+        )
         self._is_gradients = self._is_glance = False
         self._is_final = len(members) == 1
-        self._now_s = self._tried_s = 0.0
-        self._next_tried = 0
+        self._now_s = 0.0
+        self._trials = Trials()
         self._trial = 0
         self._first_window = 0
         self._state_from: int | None = None
-        self._probe_s = 0.0
-        self._variants: list[tuple[int, ...]] = []
         self._reports: dict[int, dict[int, StepsDone]] = {}
         self._epoch = -1
         self._sizes = BatchSizes(())
@@ -139,9 +127,8 @@ class AutoPolicy(Policy):
 
     def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:
         """See :meth:`Policy.prepare_epoch`."""
-        self._probe_s = self._probe_s or sync_s
         is_new = self._choice is None and not (self._is_final or self._gauge.grants)
-        self._sync.grant_singly(is_new and self._probe_s >= SLOW_REDUCTION_S)
+        self._calibration.prepare(sync_s, is_new=is_new)
         self._state_from = None
         if self._windows is not None and self._is_gradients and not self._is_final:
             # In steps ranks must do the same, so their optimizers must be the same.
@@ -200,10 +187,8 @@ class AutoPolicy(Policy):
         """What runs now stays to the end; steps are shared among all again."""
         self._is_final = True
         if self._windows is None:
-            self._choice, self._trial, self._variants = None, 0, []
-            self._sync.grant_again()
-            self._sync.grant_singly(False)
-            self._sync.leave_out(())
+            self._choice, self._trial = None, 0
+            self._calibration.break_off()
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """See :meth:`Policy.regrouped`."""
@@ -242,15 +227,9 @@ class AutoPolicy(Policy):
     @property
     def _is_outdated(self) -> bool:
         """Whether windows run otherwise than was chosen since."""
-        now, then = self._choice, self._running
-        assert now is not None
-        assert then is not None
-        if not now.is_carried_out_as(then):
-            return True
-        anchors = sorted((now.anchor, then.anchor))
-        return (
-            now.carried_out_by == "async" and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
-        )
+        assert self._choice is not None
+        assert self._running is not None
+        return is_outdated(self._running, self._choice)
 
     def _committed(self, outcome: Outcome, event: Event | None) -> int:
         """Samples of the epoch that are in the model at its end."""
@@ -275,10 +254,13 @@ class AutoPolicy(Policy):
         ordered = [reports[rank] for rank in sorted(reports)]
         self._gauge.took_steps(ordered)
         if self._choice is None:
+            found = None
             if self._gauge.grants > before:
-                self._calibrate(told)
+                found = self._calibration.measured(self._members, self._batch_size)
             elif not before:
-                self._glance(ordered, told)
+                found = self._calibration.glance(ordered, self._batch_size)
+            if found is not None:
+                self._choose(found, told)
         elif self._trial:
             if self._gauge.grants > before:
                 self._try_steps(told)
@@ -306,25 +288,15 @@ class AutoPolicy(Policy):
         running, windows = self._running, self._windows
         assert running is not None
         assert windows is not None
-        if self._is_gradients or not running.left_out:
-            return
-        rank = running.left_out[self._next_tried % len(running.left_out)]
-        batch_s = self._gauge.batch_s(rank, self._batch_size)
-        # Others may wait for it, and its drift weighs in the mean of one window.
-        cost_s = batch_s + running.prediction.window_s
-        if (self._now_s - self._tried_s) * TRIAL_COST < cost_s:
-            return
-        leased = windows.try_out(rank, batch_s)
-        if leased:
-            told.instructions += leased
-            self._tried_s = self._now_s
-            self._next_tried += 1
+        if not self._is_gradients:
+            told.instructions += self._trials.try_out(
+                windows, running, self._gauge, self._batch_size, self._now_s
+            )
 
     def _is_trial_due(self) -> bool:
         """Whether steps of all ranks would cost little of the time without them."""
-        step_s = predict("sync", self._gauge.cluster(self._batch_size)).window_s
-        steps = TRIAL_GRANTS + 2 * self._ahead_steps
-        return (self._now_s - self._tried_s) * TRIAL_COST >= steps * step_s
+        cluster = self._gauge.cluster(self._batch_size)
+        return self._trials.are_steps_due(cluster, self._ahead_steps, self._now_s)
 
     def _return_to_steps(self) -> None:
         """The epoch begins under ``sync``; a few grants tell whether it stays."""
@@ -348,61 +320,20 @@ class AutoPolicy(Policy):
         if self._wants_windows:
             self._sync.stop_granting()
 
-    def _glance(self, reports: Sequence[StepsDone], told: Outcome) -> None:
-        """The first step was run, on devices that are not warm yet.
-
-        On a slow link each further one costs more than it tells: windows are chosen at
-        once if by these times, too long as they are, they are twice as good. Speeds are
-        measured in the first of them.
-        """
-        if self._probe_s < SLOW_REDUCTION_S:
-            return
-        gauge = self._gauge.at_a_glance(reports, self._probe_s)
-        cluster = gauge.cluster(self._batch_size)
-        chooser = self._new_chooser()
-        choice = chooser.observe(cluster)
-        stays = predict("sync", cluster).goodput
-        if choice.left_out or choice.prediction.goodput < GLANCE_GAIN * stays:
-            return
-        self._gauge, self._is_glance = gauge, True
-        self._choose(chooser, choice, told)
-
-    def _calibrate(self, told: Outcome) -> None:
-        """A further grant was measured while nothing is chosen yet."""
-        gauge = self._gauge
-        if gauge.grants == 1:
-            self._sync.grant_singly(False)
-            gauge.learn(self._probe_s)
-            cluster = gauge.cluster(self._batch_size)
-            chooser = self._new_chooser()
-            choice = chooser.observe(cluster)
-            stays = predict("sync", cluster).goodput
-            if choice.prediction.goodput >= EARLY_GAIN * stays:
-                self._choose(chooser, choice, told)
-                return
-            halves = gauge.halves(self._members, self._batch_size)
-            self._variants = [
-                half for half in halves for _ in range(EXPLORING_GRANTS)
-            ] + [()]
-        if self._variants:
-            self._sync.leave_out(self._variants.pop(0))
-        if gauge.grants >= self._calibration_grants:
-            gauge.learn(self._probe_s)
-            choice = self._chooser.observe(gauge.cluster(self._batch_size))
-            self._choose(self._chooser, choice, told)
-
     def _new_chooser(self) -> Chooser:
         # A rank that trains nothing would be the slowest one that others wait for.
         return Chooser(leaves_out=self._config.max_batch_diff is None)
 
-    def _choose(self, chooser: Chooser, choice: Choice, told: Outcome) -> None:
+    def _choose(self, found: Found, told: Outcome) -> None:
         """The first choice fixes the update rule."""
+        self._is_glance = found.gauge is not self._gauge
+        self._gauge, self._chooser = found.gauge, found.chooser
+        self._choice = found.choice
         self._gauge.finish_learning()
         self._gauge.grants = 0
         self._sync.leave_out(())
-        self._chooser, self._choice = chooser, choice
         self._is_gradients = not self._wants_windows
-        chooser.fix_update("gradients" if self._is_gradients else "parameters")
+        self._chooser.fix_update("gradients" if self._is_gradients else "parameters")
         self._say(told)
 
     def _observe(self, told: Outcome) -> None:
@@ -434,29 +365,19 @@ class AutoPolicy(Policy):
         """Windows under the chosen policy, with the speeds that were measured."""
         choice = self._choice
         assert choice is not None
-        name, most = choice.carried_out_by, max(1, self._config.max_anchor)
         hints = self._config.speed_hints
         if not self._is_glance:
             hints = self._gauge.speeds(self._members, choice.left_out, self._batch_size)
         self._is_glance = False
-        config = replace(
-            self._config,
-            policy=name,
-            anchor=min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most),
-            speed_hints=hints,
-        )
-        if name == "async":  # shorter ones would end before their reduction
-            lowest = max(config.anchor, min(config.min_anchor, most))
-            config = replace(config, min_anchor=lowest)
-        if choice.is_alone:  # its windows only keep the others up to date
-            config = replace(config, outer="average", outer_lr=None)
+        config = windows_config(self._config, choice, hints)
         if self._running is None or self._running.left_out != choice.left_out:
-            self._tried_s, self._next_tried = self._now_s, 0
+            self._trials.begin(self._now_s)
         self.name, self._running = config.policy, choice
         return WindowPolicy(
             config,
             list(self._members.values()),
             self._epochs,
+            self._make_guard(),
             idle=frozenset(choice.left_out),
             first_window=self._first_window
             if self._windows is None

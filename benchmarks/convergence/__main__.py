@@ -2,10 +2,12 @@
 
     python -m benchmarks.convergence --study lags
     python -m benchmarks.convergence --study lags --table --json lags.json
+    python -m benchmarks.convergence --study grown --table --against 4
 
 The first runs what is missing of a study, one thread, and prints its table; every run
 is a line of `--results`, so it may be stopped and begun again (`--seconds`). The second
-only prints. All studies take some six hours of a core. `docs/convergence.md` says
+only prints; the third prints the differences, seed by seed, to the study's fourth
+line as well. All studies take some six hours of a core. `docs/convergence.md` says
 what was found.
 """
 
@@ -25,7 +27,7 @@ from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
 from benchmarks.convergence.frontier import LARGE, LARGE_WIDTH
 from benchmarks.convergence.frontier import STUDIES as FRONTIER
-from benchmarks.convergence.report import Line, line, table
+from benchmarks.convergence.report import Line, differences_table, line, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
 from benchmarks.convergence.study import LENGTHS, LONG, TEXT_BATCHES, alone
@@ -100,6 +102,21 @@ def curve_of(results: Results, single: Setting) -> dict[int, float]:
     return found if len(found) > 1 else {}
 
 
+def against(trials: Sequence[Trial], results: Results, number: int) -> str:
+    """A study's settings beside one of them, seed by seed.
+
+    Args:
+        trials: the study.
+        results: what is known.
+        number: which of the settings that were run, from 1.
+    """
+    every = {trial.setting.key(): trial.setting for trial in trials}
+    known = [setting for setting in every.values() if results.of(setting)]
+    if not 1 <= number <= len(known):
+        raise SystemExit(f"--against: expected a line from 1 to {len(known)}")
+    return differences_table(known, known[number - 1], results)
+
+
 def main() -> None:
     """Runs a study, or prints its table."""
     parser = argparse.ArgumentParser(
@@ -111,6 +128,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("convergence.jsonl"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--against", type=int, help="a line of the study's table")
     parser.add_argument("--json", type=Path, help="write the table here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,6 +145,8 @@ def main() -> None:
         made = lines(trials, results)
         found[name] = [each.as_dict() for each in made]
         print(f"{name}\n\n{table(made)}\n")
+        if args.against is not None:
+            print(f"{against(trials, results, args.against)}\n")
     if args.json is not None:
         rows = (f' "{name}": {_rows(found[name])}' for name in names)
         args.json.write_text("{\n" + ",\n".join(rows) + "\n}\n")

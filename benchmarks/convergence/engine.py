@@ -116,8 +116,11 @@ class Compressor:
 def _train_in_common(
     held: Replicas, method: Method, streams: Tensor, start: int, stop: int
 ) -> None:
-    """The first rank takes steps with the mean gradient of a batch of every rank."""
-    total, size = len(streams), len(method.speeds)
+    """The first rank takes steps with the mean gradient of a batch of every rank.
+
+    Or of so many batches as the method says.
+    """
+    total, size = len(streams), method.first_batches or len(method.speeds)
     for begin in range(start, stop, size):
         samples = streams[begin : min(begin + size, stop)]
         held.gradients(1, _union(samples))

@@ -59,6 +59,61 @@ def growing() -> list[Trial]:
     )
 
 
+def grown() -> list[Trial]:
+    """Growing windows beside fixed ones, as many of them, at one lag of 2.
+
+    A run of 8000 batches has, at eight ranks and anchors 1, 2 and 4, 363, 181 and 90
+    windows; growing from anchor 1 it has 204 with power 1 and 177 with 1.5, from
+    anchor 2 97. At four ranks it is 727, 363 and 181, and 411, 356 and 196.
+    """
+    usual = nesterov(1.0)
+    shapes: tuple[dict[str, Any], ...] = (
+        {"anchor": 1},
+        {"anchor": 1, "growth": 1.0},
+        {"anchor": 1, "growth": 1.5},
+        {"anchor": 2},
+        {"anchor": 2, "growth": 1.0},
+        {"anchor": 4},
+    )
+    return untuned(
+        *(
+            text(lr, fleet=fleet, lag=2, state="local", seeds=4, **usual, **shape)
+            for fleet, lr in (("8 mixed", 8e-3), ("1:1:2:4", 6e-3))
+            for shape in shapes
+        )
+    )
+
+
+def openings() -> list[Trial]:
+    """A first fifth in the steps that elche's `sync` takes: of one batch.
+
+    At the learning rate of one device, and at higher ones.
+    """
+    usual: dict[str, Any] = {"state": "local", "seeds": 4, **nesterov(1.0)}
+    parts: list[dict[str, Any]] = [{}, {"first_sync": 0.2, "first_batches": 1}]
+    averaged = usual | {"state": "average"}
+    windows = [
+        *(
+            (fleet, anchor, lag, usual)
+            for fleet in ("8 mixed", "1:1:2:4")
+            for anchor, lag in ((1, 2), (5, 4), (20, 4))
+        ),
+        *((fleet, 5, 0, averaged) for fleet in ("8 mixed", "1:1:2:4")),
+    ]
+    return untuned(
+        *(
+            text(4e-3, fleet=fleet, anchor=anchor, lag=lag, **part, **more)
+            for fleet, anchor, lag, more in windows
+            for part in parts
+        ),
+        *(
+            text(5.6e-3, fleet="8 mixed", anchor=anchor, lag=lag, **part, **usual)
+            for anchor, lag in ((1, 2), (5, 4))
+            for part in parts
+        ),
+    )
+
+
 def warm_ups() -> list[Trial]:
     """Does a longer warm-up of the learning rate what common steps do?"""
     usual = nesterov(1.0)
@@ -107,11 +162,45 @@ def steps() -> list[Trial]:
 
 
 def partial() -> list[Trial]:
-    """Eight ranks that go part of the way to the mean at every synchronisation."""
-    fixed: dict[str, Any] = {"fleet": "8 mixed", "anchor": 1, "state": "local"}
+    """Eight ranks that go part of the way to the mean at every synchronisation.
+
+    To be compared, at the same bytes, with those that go the whole way (`mix` 1 here,
+    and the studies `sparse` and `eight`).
+    """
+    usual = nesterov(1.0)
+    blocking: dict[str, Any] = {**SHORT, "lag": 0}
     return [
-        *(text(1.28e-2, mix=part, **fixed) for part in (1.0, 0.5, 0.25)),
-        *untuned(text(1.28e-2, mix=0.5, lag=2, **fixed)),
+        *(text(1.28e-2, mix=part, **blocking) for part in (1.0, 0.5)),
+        text(8e-3, mix=0.5, **SHORT, **usual),
+        *untuned(
+            text(8e-3, mix=0.5, **blocking, **usual),
+            *(text(8e-3, mix=part, **LATE, **usual) for part in (0.75, 0.5)),
+            *(text(8e-3, mix=part, **SHORT, **usual) for part in (0.75, 0.25)),
+            text(8e-3, mix=0.5, **LOCAL, **usual),
+        ),
+    ]
+
+
+def averages() -> list[Trial]:
+    """Is Nesterov more than a larger learning rate? Both tuned, windows short."""
+    eight: dict[str, Any] = {"fleet": "8 mixed", "state": "local"}
+    four: dict[str, Any] = {"fleet": "1:1:2:4", "lag": 2, "state": "local"}
+    usual, mild, seeds = nesterov(1.0), nesterov(1.0, 0.25), {"seeds": 4}
+    return [
+        text(1.28e-2, **eight, **seeds),
+        text(8e-3, **eight, **usual, **seeds),
+        text(1.28e-2, lag=2, **eight, **seeds),
+        text(8e-3, lag=2, **eight, **usual, **seeds),
+        text(9.6e-3, **four, **seeds),
+        text(6e-3, **four, **usual, **seeds),
+        text(1.28e-2, anchor=5, lag=4, **eight, **seeds),
+        text(1.28e-2, **eight, **mild),
+        text(1e-2, lag=2, **eight, **mild),
+        text(8e-3, **four, **mild),
+        *untuned(
+            text(1.28e-2, first_sync=0.2, **eight, **seeds),
+            text(9.6e-3, first_sync=0.2, **four, **seeds),
+        ),
     ]
 
 
@@ -157,8 +246,8 @@ def large() -> list[Trial]:
     def trial(centre: float, **settings: Any) -> Trial:
         return Trial(Setting(LARGE, LARGE_BATCHES, Method(**settings)), centre)
 
-    def shorter(batches: int) -> Trial:
-        return Trial(Setting(LARGE, batches, Method()), 1.6e-3, 1, tuned=False)
+    def shorter(batches: int, lr: float) -> Trial:
+        return Trial(Setting(LARGE, batches, Method()), lr, tuned=False)
 
     usual = nesterov(1.0)
     four: dict[str, Any] = {"fleet": "1:1:2:4", "state": "local", **usual}
@@ -166,10 +255,19 @@ def large() -> list[Trial]:
         trial(1.6e-3),
         trial(2.5e-3, batches_per_step=8),
         trial(2.5e-3, **usual, **SHORT),
-        trial(1.6e-3, anchor=1, lag=2, **four),
-        trial(1.6e-3, batches_per_step=4),
-        shorter(1000),
-        shorter(2000),
+        *untuned(
+            trial(6.4e-3, first_sync=0.2, **usual, **SHORT),
+            trial(6.4e-3, first_sync=0.2, **usual, **LATE),
+        ),
+        trial(4e-3, anchor=1, lag=2, **four),
+        trial(4e-3, batches_per_step=4),
+        shorter(1000, 1.6e-3),
+        shorter(2000, 1.6e-3),
+        shorter(2000, 1e-3),
+        *untuned(
+            trial(6.4e-3, **usual, **LATE),
+            trial(6.4e-3, codec="int4", **usual, **SHORT),
+        ),
     ]
 
 
@@ -177,28 +275,31 @@ def small() -> list[Trial]:
     """The same with 64 k parameters and as few samples."""
     fixed: dict[str, Any] = {"batches": LARGE_BATCHES, "seeds": 4}
     four: dict[str, Any] = {"fleet": "1:1:2:4", "state": "local", **nesterov(1.0)}
-    eight: dict[str, Any] = {"fleet": "8 mixed", "state": "local", **nesterov(1.0)}
+    usual = nesterov(1.0)
     return [
         text(5e-3, **fixed),
         text(8e-3, batches_per_step=4, **fixed),
         text(1e-2, batches_per_step=8, **fixed),
-        text(1e-2, anchor=1, **eight, **fixed),
-        text(1e-2, anchor=1, lag=2, **eight, **fixed),
-        text(1e-2, anchor=1, lag=2, codec="int4", **eight, **fixed),
-        text(1e-2, anchor=5, lag=4, **eight, **fixed),
+        text(1e-2, **usual, **SHORT, **fixed),
+        text(1e-2, codec="int4", **usual, **SHORT, **fixed),
+        text(1e-2, **usual, **LATE, **fixed),
+        text(1e-2, first_sync=0.2, **usual, **SHORT, **fixed),
+        text(1e-2, first_sync=0.2, **usual, **LATE, **fixed),
         text(8e-3, anchor=1, **four, **fixed),
         text(8e-3, anchor=1, lag=2, **four, **fixed),
-        text(8e-3, anchor=1, lag=2, codec="int4", **four, **fixed),
     ]
 
 
 STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "phases": phases,
+    "openings": openings,
     "warm_ups": warm_ups,
     "begun": begun,
     "growing": growing,
+    "grown": grown,
     "steps": steps,
     "partial": partial,
+    "averages": averages,
     "dense": dense,
     "hundred": hundred,
     "small": small,

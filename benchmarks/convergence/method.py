@@ -37,6 +37,8 @@ class Method:
             the power of minus this, at most 20 times.
         first_sync: first part of the run in which all ranks take common steps with the
             mean gradient of a batch of each.
+        first_batches: batches in such a step, if not one of each rank. With 1 they are
+            the steps of one device, and of elche's ``sync``.
         last_sync: such a part at the end; it begins with the mean of the ranks' states.
         lag: ticks (batches of the fastest rank) from the snapshot to the adoption of a
             mean; −1 for a whole window.
@@ -59,7 +61,8 @@ class Method:
         top: part of a drift that is sent, the largest elements of each rank; what is
             not sent stays in the rank's own parameters. Of one device: part of every
             batch's gradient, and what is not sent is added to the next one.
-        mix: part of the way to the mean that a rank goes.
+        mix: part of the way to the mean that a rank goes; the outer step beyond the
+            mean it takes whole, so that the ranks' mean is the consensus.
         codec: how drifts travel, with error feedback; of one device: gradients.
         optimizer: ``"adamw"`` or ``"sgd"`` (momentum 0.9).
 
@@ -75,6 +78,7 @@ class Method:
     last_anchor: int = 0
     growth: float = 0.0
     first_sync: float = 0.0
+    first_batches: int = 0
     last_sync: float = 0.0
     lag: int = 0
     weights: str = "equal"
@@ -109,12 +113,14 @@ class Method:
                 raise ValueError(f"{name} anchor {anchor} is longer than {self.anchor}")
         if self.first_sync + self.last_sync >= 1.0:
             raise ValueError("between the common steps no part of the run is left")
+        if self.first_batches and (self.first_sync == 0.0 or self.last_sync > 0.0):
+            raise ValueError("first_batches needs common steps at the beginning only")
         if self.state == "late" and self.lag == 0:
             raise ValueError("state 'late' needs a lag")
         if self.state in ("average", "second") and self.lag != 0:
             raise ValueError("averaged state cannot come late; use state 'late'")
-        if self.mix != 1.0 and self.outer != "average":
-            raise ValueError("going part of the way needs plain averaging")
+        if self.mix != 1.0 and (self.weights, self.top) != ("equal", 1.0):
+            raise ValueError("going part of the way needs equal weights, whole drifts")
 
     @property
     def speeds(self) -> tuple[float, ...]:

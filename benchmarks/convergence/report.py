@@ -135,6 +135,50 @@ def line(
     return Line(setting.batches, setting.method, lr, runs, value, penalty, half, *found)
 
 
+def difference(
+    setting: Setting, other: Setting, results: Results
+) -> tuple[int, float, float]:
+    """What one setting loses to another, seed by seed, each at its best learning rate.
+
+    Args:
+        setting: which.
+        other: to which; both were run.
+        results: all runs.
+
+    Returns:
+        How many seeds both have, the mean difference, and half of its 95 % interval
+        (NaN with fewer than four seeds).
+
+    Raises:
+        ValueError: they have no seed in common.
+    """
+    found = []
+    for each in (setting, other):
+        lr = results.best(each, (0,))
+        found.append({} if lr is None else results.of(each)[lr])
+    first, second = found
+    differences = [first[seed] - second[seed] for seed in first if seed in second]
+    if not differences:
+        raise ValueError(f"no seed of {setting.key()} and {other.key()} is common")
+    half = interval(differences) if len(differences) >= PAIRED else math.nan
+    return len(differences), mean(differences), half
+
+
+def differences_table(
+    settings: Sequence[Setting], other: Setting, results: Results
+) -> str:
+    """A Markdown table of what settings lose to another one."""
+    rows = [
+        f"| method | seeds | minus {describe(other.method)} |",
+        "|---|---|---|",
+    ]
+    for setting in settings:
+        seeds, found, half = difference(setting, other, results)
+        spread = "" if math.isnan(half) else f" ± {half:.4f}"
+        rows.append(f"| {describe(setting.method)} | {seeds} | {found:+.4f}{spread} |")
+    return "\n".join(rows)
+
+
 def describe(method: Method) -> str:
     """A method in words."""
     if len(method.speeds) == 1:
@@ -155,6 +199,9 @@ def describe(method: Method) -> str:
         words.append(f"growing with power {method.growth:g}")
     for where, part in (("first", method.first_sync), ("last", method.last_sync)):
         words += [f"{where} {100 * part:g} % sync"] if part else []
+    if method.first_batches:
+        batches = "one batch" if method.first_batches == 1 else "{} batches"
+        words.append("steps of " + batches.format(method.first_batches))
     late = "a window late" if method.lag < 0 else f"lag {method.lag}"
     words.append(late if method.lag else "blocking")
     of_state = "second moment average" if method.state == "second" else method.state

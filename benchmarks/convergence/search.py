@@ -48,7 +48,7 @@ def wanted(trial: Trial, results: Results) -> list[Column]:
         missing = [
             Column(seed, lr)
             for lr in rates
-            for seed in SCREENING
+            for seed in (SCREENING if trial.tuned else range(trial.seeds))
             if seed not in known.get(lr, {})
         ]
         if missing:

@@ -114,13 +114,16 @@ class Synchroniser:
         drifts = base - pending.parameters
         sent = drifts if method.top == 1.0 else largest(drifts, method.top)
         mean = self._coded_sum(sent, weights, part)
+        remainder = (drifts - mean).mul_(1.0 - method.mix) if method.mix < 1.0 else None
         before = base.clone()
         for column, outer in enumerate(self._outer):
             self._outer_step(column, outer, part, mean[column], progress)
         if method.top < 1.0:
             held.theta[:, :, part] += base - before + sent
         else:
-            correction = (base - pending.parameters).mul_(method.mix)
+            correction = base - pending.parameters
+            if remainder is not None:
+                correction -= remainder
             correction -= pending.shift
             held.theta[:, :, part] += correction
         self._share_state(pending, weights)
@@ -145,9 +148,13 @@ class Synchroniser:
             held.reset_state()
 
     def _weights(self, counts: Tensor) -> Tensor:
-        """Normalised weights of the ranks' drifts; a rank that did nothing has none."""
+        """Normalised weights of the ranks' drifts.
+
+        A rank that did nothing has none, unless it holds a remainder of its own.
+        """
+        whole = self._method.mix == 1.0
         raw = {
-            "equal": (counts > 0).float(),
+            "equal": (counts > 0).float() if whole else torch.ones_like(counts),
             "samples": counts,
             "sqrt": counts.sqrt(),
         }[self._method.weights]

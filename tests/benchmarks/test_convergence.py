@@ -23,7 +23,13 @@ from benchmarks.convergence.replicas import (
     Column,
     Replicas,
 )
-from benchmarks.convergence.report import describe, interval, samples_for
+from benchmarks.convergence.report import (
+    describe,
+    difference,
+    differences_table,
+    interval,
+    samples_for,
+)
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
 from benchmarks.convergence.tasks import Task
@@ -89,19 +95,20 @@ def reference(method: Method, seed: int, lr: float) -> float:
         assert pending is not None
         _, taken, batches = pending
         raw = {
-            "equal": [float(n > 0) for n in batches],
+            "equal": [float(n > 0 or method.mix < 1.0) for n in batches],
             "samples": [float(n) for n in batches],
             "sqrt": [math.sqrt(n) for n in batches],
         }[method.weights]
         drift = torch.zeros(SIZE)
         for weight, snapshot in zip(raw, taken, strict=True):
             drift += weight / sum(raw) * (base - snapshot)
+        mean_of_ranks = base - drift
         momentum = method.outer_momentum * momentum + drift
         if method.outer == "nesterov":
             drift = drift + method.outer_momentum * momentum
         base = base - method.outer_lr * drift
         for p, snapshot in zip(ranks, taken, strict=True):
-            p.data += base - snapshot
+            p.data += method.mix * (mean_of_ranks - snapshot) + base - mean_of_ranks
         for key in ("exp_avg", "exp_avg_sq"):
             if method.state == "average":
                 held = [o.state[p][key] for o, p in zip(optimizers, ranks, strict=True)]
@@ -158,6 +165,8 @@ NESTEROV: dict[str, Any] = {"outer": "nesterov", "outer_lr": 0.8, "outer_momentu
         {"fleet": "8 mixed", "anchor": 1, "lag": 2, "state": "local", **NESTEROV},
         {"fleet": "1:4", "anchor": 1, "lag": -1, "state": "local", **NESTEROV},
         {"fleet": "1:4", "anchor": 2, "optimizer": "sgd", "state": "local"},
+        {"fleet": "1:1:2:4", "anchor": 2, "state": "local", "mix": 0.5},
+        {"fleet": "1:1:2:4", "lag": 1, "state": "local", "mix": 0.7, **NESTEROV},
     ],
 )
 def test_virtual_ranks_train_as_ranks_of_torch_do(settings: dict[str, Any]) -> None:
@@ -234,6 +243,9 @@ def test_nearly_all_in_common_steps_is_one_device_with_larger_steps() -> None:
     fourfold = train(Points(), Method(batches_per_step=4), columns, BATCHES)
     mixed = train(Points(), Method(**SAME, first_sync=0.99), columns, BATCHES)
     assert mixed == pytest.approx(fourfold, rel=1e-3)
+    single = train(Points(), Method(), columns, BATCHES)
+    few = Method(**SAME, first_sync=0.99, first_batches=1)
+    assert train(Points(), few, columns, BATCHES) == pytest.approx(single, rel=1e-3)
 
 
 def test_the_outer_momentum_fades_to_nothing() -> None:
@@ -284,9 +296,12 @@ def test_what_is_not_sent_of_a_gradient_is_sent_later() -> None:
         ({"first_anchor": 2}, "first anchor 2 is longer than"),
         ({"last_anchor": 2}, "last anchor 2 is longer than"),
         ({"first_sync": 0.6, "last_sync": 0.4}, "no part of the run is left"),
+        ({"first_batches": 1}, "needs common steps at the beginning only"),
+        ({"first_batches": 1, "first_sync": 0.1, "last_sync": 0.1}, "beginning only"),
         ({"state": "second", "lag": 3}, "cannot come late"),
         ({"state": "average", "lag": 3}, "cannot come late"),
-        ({"mix": 0.5, **NESTEROV}, "needs plain averaging"),
+        ({"mix": 0.5, "weights": "samples"}, "needs equal weights"),
+        ({"mix": 0.5, "top": 0.2}, "needs equal weights, whole drifts"),
     ],
 )
 def test_methods_that_mean_nothing_are_refused(
@@ -337,6 +352,23 @@ def test_samples_for_a_loss_are_read_off_the_curve() -> None:
         samples_for(1.0, {1000: 3.0})
 
 
+def test_settings_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    results = Results(tmp_path / "runs.jsonl")
+    one = Setting("points", BATCHES, Method(fleet="1:4"))
+    other = Setting("points", BATCHES, Method(fleet="1:4", lag=1, state="local"))
+    for seed, value in enumerate((1.0, 2.0, 3.0, 5.0, 9.0)):
+        results.add(one, 0.1, seed, value)
+        results.add(one, 0.2, seed, value + 3.0)
+    for seed, value in enumerate((3.0, 3.0, 5.0, 8.0)):
+        results.add(other, 0.4, seed, value)
+    seeds, mean, half = difference(other, one, results)
+    assert (seeds, mean) == (4, pytest.approx(2.0))
+    assert half == pytest.approx(interval([2.0, 1.0, 2.0, 3.0]))
+    assert "| 4 | +2.0000 ± 1.2990 |" in differences_table([other], one, results)
+    with pytest.raises(ValueError, match="is common"):
+        difference(Setting("points", 1, Method()), one, results)
+
+
 def test_intervals_are_students() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
     assert math.isnan(interval([1.0]))
@@ -357,6 +389,16 @@ def test_intervals_are_students() -> None:
             {"fleet": "1:4", "anchor": 5, "last_anchor": 1, "first_sync": 0.1},
             "1:4, anchor 5, at last 1, first 10 % sync, blocking, state average, "
             "average",
+        ),
+        (
+            {"fleet": "1:4", "first_sync": 0.2, "first_batches": 1},
+            "1:4, anchor 1, first 20 % sync, steps of one batch, blocking, "
+            "state average, average",
+        ),
+        (
+            {"fleet": "1:4", "first_sync": 0.2, "first_batches": 3},
+            "1:4, anchor 1, first 20 % sync, steps of 3 batches, blocking, "
+            "state average, average",
         ),
         (
             {

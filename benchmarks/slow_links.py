@@ -97,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--speeds", default="1,0.25")
     parser.add_argument("--link-mbit", type=float, required=True)
+    parser.add_argument("--link-delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--solo-seconds", type=float, default=5.0)
@@ -106,6 +107,8 @@ def main() -> int:
     args = parser.parse_args()
     args.model, args.policies = "gpt-10m", "async"
     words = ["--link-mbit", str(args.link_mbit), "--codec", args.codec]
+    if args.link_delay_ms:
+        words += ["--link-delay-ms", str(args.link_delay_ms)]
     found = measure(args, *words, others=("ddp",) if args.ddp else ())
     values = figures(found)
     print(report(values))

@@ -197,12 +197,45 @@ def test_room_is_made_at_once_and_kept_until_less_is_asked() -> None:
         report(che, [10.0, 40.0], sync_ms=0.01)
     assert che.anchor == 100
     che.make_room(2_000.0)
-    assert che.anchor == 100
+    assert che.anchor == 100  # not more than twice that
     for _ in range(60):
         report(che, [10.0, 40.0], sync_ms=0.01)
     assert che.anchor == 50  # by one per report, as far as it may
     with pytest.raises(ConfigError, match="least_ms must be"):
         che.make_room(math.nan)
+
+
+def test_room_for_a_pause_is_given_back_at_once() -> None:
+    """It fell by one per window once: 180 windows of up to 200 batches."""
+    che = el_che(2, max_anchor=200)
+    report(che, [10.0, 40.0], sync_ms=0.0)
+    che.make_room(30_000.0)
+    assert (che.anchor, che.batch_counts) == (200, (800, 200))
+    che.make_room(1_200.0)
+    assert (che.anchor, che.batch_counts) == (30, (120, 30))
+    che.make_room(40.0)
+    assert che.anchor == 10  # what it was before any room was made
+
+
+def test_room_given_back_leaves_what_the_tuning_had_reached() -> None:
+    che = el_che(2, max_anchor=200, overhead_target=0.10)
+    for _ in range(6):
+        report(che, [10.0, 40.0], sync_ms=240.0)
+    assert che.anchor == 60
+    che.make_room(8_000.0)
+    che.make_room(40.0)
+    assert che.anchor == 60
+
+
+def test_room_is_given_back_after_a_resume_too() -> None:
+    che, resumed = el_che(2, max_anchor=200), el_che(2, max_anchor=200)
+    report(che, [10.0, 40.0], sync_ms=0.0)
+    che.make_room(30_000.0)
+    resumed.load_state_dict(json.loads(json.dumps(che.state_dict())))
+    for other in (resumed, resumed.resized([0, 1])):
+        assert other.anchor == 200
+        other.make_room(400.0)
+        assert other.anchor == 10
 
 
 def test_room_ends_at_the_limits() -> None:

@@ -53,11 +53,38 @@ def test_windows_last_as_long_as_room_is_asked_for(
     for wall_ms, counts, sync_ms in reports:
         che.report_timing(wall_ms, counts, sync_ms)
     before = che.anchor
-    che.make_room(least_ms)
+    che.make_room(least_ms)  # the first: nothing was raised that could be given back
     assert before <= che.anchor <= max(1, before, che.max_anchor)
     if che.is_calibrated and che.enabled:
         longest_ms = che.max_anchor * che.anchor_wall_ms / che.anchor
         assert che.anchor_wall_ms >= min(least_ms, longest_ms) * (1 - 1e-6)
+    else:
+        assert che.anchor == before
+
+
+@given(
+    runs(),
+    st.lists(st.floats(0.0, 1e12), min_size=1, max_size=4),
+    st.floats(0.0, 1e6),
+)
+@settings(max_examples=200, deadline=None)
+def test_room_for_pauses_is_given_back(
+    run: tuple[ElChe, list[tuple[list[float], list[int], float]]],
+    pauses_ms: list[float],
+    least_ms: float,
+) -> None:
+    """However long reductions took: a normal one brings the anchor back near it."""
+    che, reports = run
+    for wall_ms, counts, sync_ms in reports:
+        che.report_timing(wall_ms, counts, sync_ms)
+    before = che.anchor
+    for pause_ms in pauses_ms:
+        che.make_room(pause_ms)
+    che.make_room(least_ms)
+    if che.is_calibrated and che.enabled:
+        batch_ms = che.anchor_wall_ms / che.anchor
+        least = min(least_ms / batch_ms + 1.0, che.max_anchor)
+        assert che.anchor <= max(before, 2.0 * least)
     else:
         assert che.anchor == before
 

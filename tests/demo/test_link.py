@@ -50,6 +50,24 @@ def test_a_socket_inside_and_nothing_left() -> None:
     assert not _namespaces()
 
 
+def test_a_delay_is_one_of_every_message() -> None:
+    if not _can_make_namespaces():
+        pytest.skip("needs Linux and a user who may make network namespaces")
+    with slow_link(2, 50.0, delay_ms=30.0) as network, network.listener() as listener:
+        place = listener.getsockname()
+        code = (
+            "import socket,time;began_s=time.monotonic();"
+            f"socket.create_connection({place!r},20).close();"
+            "print(time.monotonic()-began_s)"
+        )
+        command = [*network.command(1), "python3", "-c", code]
+        ended = subprocess.run(
+            command, check=True, timeout=60, capture_output=True, text=True
+        )
+    assert float(ended.stdout) >= 0.06  # there and back
+    assert not _namespaces()
+
+
 def test_without_the_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
@@ -72,6 +90,8 @@ def test_settings() -> None:
     assert "--link-mbit 100 --codec int8" in config.command()
     with pytest.raises(ConfigError, match="expected positive --link-mbit, got 0"):
         BenchConfig(speeds=(1.0, 0.25), link_mbit=0.0)
+    with pytest.raises(ConfigError, match="0 or more, and --link-mbit with it"):
+        BenchConfig(speeds=(1.0, 0.25), link_delay_ms=20.0)
     with pytest.raises(ConfigError, match="unknown codec 'int3'; choose one of fp32"):
         BenchConfig(speeds=(1.0, 0.25), codec="int3")
 

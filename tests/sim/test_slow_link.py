@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
 from elche.sim.report import Report, report_of
 from tests.sim.checks import simulate
 
@@ -82,3 +82,32 @@ def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
     )
     batches, windows = 500, report_of(simulate(cluster)).windows
     assert windows >= 0.9 * batches / 2
+
+
+def test_windows_are_short_again_after_one_reduction_that_hung() -> None:
+    """The first one took 10 s, the others 0.2: windows stayed near the longest."""
+    bytes_per_s = MODEL_BYTES / 0.2
+
+    def simulated(changes: tuple[LinkChange, ...], bytes_per_s: float) -> Report:
+        cluster = Cluster(
+            run=Run(
+                policy="async",
+                samples=BATCH * 5_000,
+                batch_size=BATCH,
+                model_bytes=MODEL_BYTES,
+                seed=2,
+                options={"anchor": 5, "max_anchor": 50},
+            ),
+            devices=tuple(
+                Device(seconds_per_sample=0.01 / BATCH / speed) for speed in (1.0, 0.25)
+            ),
+            link=Link(bytes_per_s=bytes_per_s),
+            link_changes=changes,
+        )
+        return report_of(simulate(cluster))
+
+    usual = simulated((), bytes_per_s)
+    recovered = LinkChange(at_s=1.0, bytes_per_s=bytes_per_s)
+    hung = simulated((recovered,), MODEL_BYTES / 10.0)
+    # The pause and windows of up to 50 batches of 0.04 s pass before it is known.
+    assert hung.windows >= usual.windows * (1.0 - 2 * (10.0 + 2.0) / usual.seconds)

@@ -13,6 +13,9 @@ MAX_GROWTH = 2
 """The most an anchor may grow by in one report, as a factor."""
 SYNC_HISTORY = 3
 """Synchronisations whose median time counts."""
+ROOM_SLACK = 2
+"""Room that was made is given back at once where the anchor is more than so many times
+what is asked for; less falls by one per report, so that noise moves little."""
 _ROUNDING = 1e-9
 
 
@@ -33,6 +36,7 @@ class Anchor:
         "_maximum",
         "_minimum",
         "_override",
+        "_raised_from",
         "_room",
         "_sync_ms",
         "_target",
@@ -45,6 +49,7 @@ class Anchor:
         self._first, self._minimum, self._maximum = first, minimum, maximum
         self._override: int | None = None
         self._room = 1
+        self._raised_from: int | None = None
         self._target = overhead_target
         self._sync_ms: list[float] = []
         self._value = self._start()
@@ -84,27 +89,39 @@ class Anchor:
         if overhead > self._target:
             wanted = min(self._value * overhead / self._target, self.maximum)
             wanted = max(math.ceil(wanted - _ROUNDING), self.minimum)
-            self._value = min(wanted, self._value * MAX_GROWTH)
+            wanted = min(wanted, self._value * MAX_GROWTH)
+            if wanted > self._value:
+                self._value, self._raised_from = wanted, None
         elif overhead < self._target / 2 and self._value > self.minimum:
-            self._value -= 1
+            self._fall_to(self._value - 1)
 
     def make_room(self, least: int) -> bool:
         """Raises the anchor to ``least`` at once, as far as the maximum allows.
 
-        The auto-tune takes it no lower until another number is given. It is not part
-        of the state: whoever goes on from that measures anew.
+        The auto-tune takes it no lower until another number is given. Where that is
+        much lower (`ROOM_SLACK`), the first one was a pause and not the link: the
+        anchor falls at once, to ``least`` or to what it was raised from if that is
+        more. ``least`` is not part of the state: whoever goes on from that measures
+        anew.
 
         Returns:
-            Whether the anchor is higher now.
+            Whether the anchor is another one now.
 
         Raises:
             ConfigError: the number is no integer of at least 1.
         """
         self._room = check_int("least", least, 1)
         before = self._value
-        if self.enabled:
-            self._value = max(before, min(self._room, self.maximum))
-        return self._value > before
+        if not self.enabled:
+            return False
+        least = min(self._room, self.maximum)
+        if least > before:
+            if self._raised_from is None:
+                self._raised_from = before
+            self._value = least
+        elif self._raised_from is not None and before > ROOM_SLACK * least:
+            self._fall_to(min(before, max(least, self._raised_from)))
+        return self._value != before
 
     def nudge_down(self, factor: float) -> bool:
         """Multiplies the anchor by ``factor``, brought into 0.1 to 1.0, rounded up.
@@ -119,7 +136,7 @@ class Anchor:
             raise ConfigError(f"factor must be finite, such as 0.5, got {factor!r}")
         before = self._value
         shorter = math.ceil(before * min(max(factor, 0.1), 1.0) - _ROUNDING)
-        self._value = min(before, max(1, shorter))
+        self._fall_to(min(before, max(1, shorter)))
         return self._value < before
 
     def set_maximum(self, maximum: int) -> None:
@@ -130,15 +147,18 @@ class Anchor:
         """
         was_enabled = self.enabled
         self._override = check_int("max_anchor", maximum, 0)
-        if self.enabled:
-            self._value = (
-                min(self._value, self.maximum) if was_enabled else self._start()
-            )
+        if not self.enabled:
+            return
+        if was_enabled:
+            self._fall_to(min(self._value, self.maximum))
+        else:
+            self._value, self._raised_from = self._start(), None
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as values that JSON keeps exactly."""
         return {
             "value": self._value,
+            "raised_from": self._raised_from,
             "max_anchor": self._override,
             "sync_ms": list(self._sync_ms),
         }
@@ -155,8 +175,17 @@ class Anchor:
             anchor.set_maximum(state["max_anchor"])
         value = check_int("anchor", state["value"], 1)
         anchor._value = min(value, anchor.maximum) if anchor.enabled else value
+        raised_from = state.get("raised_from")  # older states have none
+        if raised_from is not None:
+            anchor._raised_from = check_int("raised_from", raised_from, 1)
+            anchor._fall_to(anchor._value)
         anchor._sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
         return anchor
+
+    def _fall_to(self, value: int) -> None:
+        self._value = value
+        if self._raised_from is not None and value <= self._raised_from:
+            self._raised_from = None
 
     def _start(self) -> int:
         return max(self.minimum, min(self._first, self.maximum))

@@ -262,8 +262,10 @@ class ElChe:
 
         For overlapped reductions: a window shorter than the reduction of the one before
         would wait for it. The anchor rises at once, not report by report, and the
-        auto-tune takes it no lower until this is called again. Nothing happens before a
-        rank is measured.
+        auto-tune takes it no lower until this is called again. One that was raised for
+        much more than is asked for now, as after a pause of the link, falls at once to
+        what is asked, or to what it was raised from if that is more. Nothing happens
+        before a rank is measured.
 
         Args:
             least_ms: milliseconds, not negative.

@@ -62,7 +62,9 @@ class Route(ABC):
         self._tag = tag
         self._number = 0
         self._weight = 0.0
-        self._others = [r for r in range(peers.world_size) if r != peers.rank]
+        # Each begins with the next rank, or all would send to the first one first.
+        size = peers.world_size
+        self._others = [(peers.rank + step) % size for step in range(1, size)]
         self._last_sends: list[list[Transfer]] = [[], []]
         self._scratch = torch.empty(2, CHUNK_ELEMENTS)
         self.own = range(0)

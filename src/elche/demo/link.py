@@ -12,8 +12,9 @@ import ctypes
 import os
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,12 +77,19 @@ class Link:
 
 
 @contextlib.contextmanager
-def slow_link(ranks: int, mbit: float) -> Iterator[Link]:
+def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
     """Makes the network, and removes it in the end.
+
+    Connections of the ranks use cubic, Linux's default, whatever this host's is: BBR
+    takes a cable without delay for one that needs next to nothing under way, and with
+    traffic both ways leaves a part of it unused.
 
     Args:
         ranks: how many there are.
         mbit: rate of each rank's cable, each way, in 10^6 bits per second.
+        delay_ms: how long the switch holds back every frame, the coordinator's too; a
+            process in user space does it (`link_delay`), because kernels often lack
+            netem.
 
     Raises:
         ConfigError: this machine or this user cannot make namespaces.
@@ -92,9 +100,14 @@ def slow_link(ranks: int, mbit: float) -> Iterator[Link]:
     addresses = [f"10.77.0.{rank + 1}" for rank in range(ranks)]
     coordinator = "10.77.0.254"
     rate = f"rate {mbit:g}mbit burst 64kb latency 400ms"
+    relays = contextlib.ExitStack()
     try:
         _ip(f"netns add {switch}")
-        _ip(f"-n {switch} link add hub type bridge")
+        if delay_ms:
+            _ip(f"-n {switch} link add hub type veth peer name phub")
+            _ip(f"-n {switch} link set phub arp off up")
+        else:
+            _ip(f"-n {switch} link add hub type bridge")
         _ip(f"-n {switch} link set hub up")
         _ip(f"-n {switch} addr add {coordinator}/24 dev hub")
         for rank, name in enumerate(names):
@@ -103,14 +116,21 @@ def slow_link(ranks: int, mbit: float) -> Iterator[Link]:
             _ip(
                 f"-n {name} link add {DEVICE} type veth peer name {port} netns {switch}"
             )
-            _ip(f"-n {switch} link set {port} master hub up")
+            # A port that answered for the coordinator would be a way past the relay.
+            attached = "arp off" if delay_ms else "master hub"
+            _ip(f"-n {switch} link set {port} {attached} up")
             _ip(f"-n {name} addr add {addresses[rank]}/24 dev {DEVICE}")
             _ip(f"-n {name} link set lo up")
             _ip(f"-n {name} link set {DEVICE} up")
+            _ip(f"-n {name} route change 10.77.0.0/24 dev {DEVICE} congctl cubic")
             for place, device in ((name, DEVICE), (switch, port)):
                 _run(f"tc -n {place} qdisc add dev {device} root tbf {rate}")
+        if delay_ms:
+            ports = ["phub", *(f"p{rank}" for rank in range(ranks))]
+            relays.enter_context(_relay(switch, delay_ms, ports))
         yield Link(switch, coordinator, tuple(zip(names, addresses, strict=True)))
     finally:
+        relays.close()
         for name in (*names, switch):
             with contextlib.suppress(OSError):
                 subprocess.run(
@@ -121,6 +141,31 @@ def slow_link(ranks: int, mbit: float) -> Iterator[Link]:
 def sent_bytes() -> int:
     """Bytes that this rank's cable has carried from it; 0 without such a cable."""
     return int(SENT_BYTES.read_text()) if SENT_BYTES.exists() else 0
+
+
+@contextlib.contextmanager
+def _relay(switch: str, delay_ms: float, ports: Sequence[str]) -> Iterator[None]:
+    """The process that passes frames on between the switch's ports."""
+    command = ["ip", "netns", "exec", switch, sys.executable, "-m"]
+    command += ["elche.demo.link_delay", f"{delay_ms:g}", *ports]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline().strip() != "ready":
+                raise ConfigError(
+                    "cannot delay a link: the process that should pass frames on did "
+                    "not start; expected a user who may open packet sockets (root)"
+                )
+            yield
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _enter(namespace: str) -> None:

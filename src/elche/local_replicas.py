@@ -72,6 +72,7 @@ class LocalReplicas:
         self._model = model
         self._copies: list[nn.Module] = []
         self._signature: object = None
+        self._versions: list[int] = []
         self._threads = ReplicaThreads(self.devices, timeout_s)
         self._rebuild()
 
@@ -130,8 +131,8 @@ class LocalReplicas:
         """Forward and backward on all devices, added up in the model's ``p.grad``.
 
         See :meth:`train_step` for arguments, result and errors. Gradients that are
-        there already stay, as in any backward pass. Copies must hold what the model
-        holds: call :meth:`sync_params` after every change of it.
+        there already stay, as in any backward pass. Copies take over what has changed
+        of the model's parameters; after writing to ``p.data`` call :meth:`sync_params`.
         """
         length = _length(batch)
         if not length:
@@ -172,6 +173,7 @@ class LocalReplicas:
             targets = [*replica.parameters(), *replica.buffers()]
             for target, tensor in zip(targets, source, strict=True):
                 target.copy_(tensor)
+        self._versions = _versions(self._model)
 
     def close(self) -> None:
         """Ends the threads. The model stays usable."""
@@ -181,6 +183,8 @@ class LocalReplicas:
         """Lets the copies follow a model that was frozen, unfrozen or grown."""
         if self._signature != _signature(self._model):
             self._rebuild()
+        elif self._versions != _versions(self._model):
+            self.sync_params()
         for replica in self._copies:
             for module, other in zip(
                 self._model.modules(), replica.modules(), strict=True
@@ -199,6 +203,13 @@ class LocalReplicas:
                 f"SyncBatchNorm {bound[0]!r} spans other processes; replicas in one "
                 "process cannot take part in that"
             )
+        for name, parameter in self._model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f"{name} has a gradient hook, which a copy of the model would not "
+                    "have; change gradients after backward(), or use a process per "
+                    "device"
+                )
         self._model.to(self.devices[0])
         before = _take_gradients(self._model)
         self._copies = [
@@ -207,6 +218,7 @@ class LocalReplicas:
         for parameter, gradient in before:
             parameter.grad = gradient
         self._signature = _signature(self._model)
+        self._versions = _versions(self._model)
 
     @torch.no_grad()
     def _add_gradients(self, added: Sequence[Gradients]) -> None:
@@ -298,6 +310,11 @@ def _signature(model: nn.Module) -> object:
         (id(tensor), tensor.requires_grad, tuple(tensor.shape))
         for tensor in (*model.parameters(), *model.buffers())
     )
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """What every change in place raises: an optimizer's step, a loaded state."""
+    return [p._version for p in model.parameters()]
 
 
 def _take_gradients(model: nn.Module) -> Gradients:

@@ -71,6 +71,43 @@ def test_a_state_is_that_of_a_synchronisation(
     assert averager.state_dict()["groups"][0]["momentum"] is None
 
 
+@pytest.mark.parametrize("state", [[1], "a state", 3, torch.zeros(3)])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    _, averager = made(ParameterAverager)
+    says = f"expected a state of averaging, got {type(state).__name__}"
+    with pytest.raises(MismatchError, match=says):
+        averager.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"residual": 3}, "a residual with entries .*, got int"),
+        ({"residual": torch.ones(3)}, "a residual with entries .*, got Tensor"),
+        ({"residual": {"own": (0, 0)}}, r"a residual with entries .*, got \['own'\]"),
+        ({"own": 3}, r"own elements as \(start, stop\), got 3"),
+        ({"own": (0, "1")}, r"own elements as \(start, stop\), got \(0, '1'\)"),
+        ({"own": (0, 4)}, r"own elements within 0..3, got \(0, 4\)"),
+        ({"world_size": 0}, "world_size of a residual to be at least 1, got 0"),
+        ({"ranks": None}, "ranks of a residual to be at least 1, got None"),
+        ({"momentum": 3}, "expected a momentum of 3 elements of float32, got int"),
+    ],
+)
+def test_an_entry_that_is_something_else_is_refused(
+    entry: dict[str, Any], says: str
+) -> None:
+    _, averager = made(ParameterAverager)
+    state = averager.state_dict()
+    group = state["groups"][0]
+    residual = {"residual": torch.ones(3), "own": (0, 0), "world_size": 2, "ranks": 1}
+    if entry.keys() & {"residual", "momentum"}:
+        group.update(entry)
+    else:
+        group["residual"] = residual | entry
+    with pytest.raises(MismatchError, match=says):
+        averager.load_state_dict(state)
+
+
 def test_a_residual_without_a_codec_is_dropped_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -93,7 +130,11 @@ def test_a_residual_without_a_codec_is_dropped_and_said(
     [
         ({"version": 2}, "expected version 1, got 2"),
         ({"groups": []}, "expected 1 groups of parameters, of float32; it belongs"),
-        ({"groups": [{"dtype": "float32"}]}, r"expected entries .*, got \['dtype'\]"),
+        ({"groups": [{"dtype": "float32"}]}, r"with entries .*, got \['dtype'\]"),
+        ({"groups": [[1, 2]]}, "groups of parameters with entries .*, got list"),
+        ({"groups": [None]}, "groups of parameters with entries .*, got NoneType"),
+        ({"groups": [{1: 2, "dtype": 3}]}, r"with entries .*, got \['1', 'dtype'\]"),
+        ({"groups": 3}, "expected 1 groups of parameters"),
     ],
 )
 def test_another_layout_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -26,6 +26,7 @@ from elche.coordination.messages import (
     Abort,
     BarrierPassed,
     BarrierReached,
+    Failed,
     Left,
     Welcome,
 )
@@ -196,6 +197,25 @@ def test_one_rank_that_vanishes_ends_the_other_with_its_name(served: Served) -> 
         abort = first.receive(WAIT_S, "the reason")
         assert isinstance(abort, Abort)
         assert "rank 1 is gone" in abort.reason
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_end_is_told_why_without_asking(
+    served: Served, late: int
+) -> None:
+    failed = Failed(rank=1 - late, error="no data", traceback="at line 3")
+    with closing(served.channel(1 - late)) as early:
+        early.send(failed)
+        assert isinstance(early.receive(WAIT_S, "the reason"), Abort)
+    with closing(served.channel(late)) as channel:
+        abort = channel.receive(WAIT_S, "the reason")
+        assert isinstance(abort, Abort)
+        assert abort == Abort(
+            rank=late,
+            reason=f"rank {1 - late} failed: no data",
+            failed_rank=1 - late,
+            traceback="at line 3",
+        )
 
 
 def test_values_of_the_rendezvous_come_before_or_after_they_are_asked_for(

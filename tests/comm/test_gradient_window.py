@@ -155,6 +155,25 @@ def test_a_batch_without_samples_leaves_no_trace() -> None:
     assert parameter.grad is None
 
 
+def test_what_is_no_number_on_one_rank_counts_nowhere() -> None:
+    bus = Bus(2)
+    models = [Net() for _ in range(2)]
+    windows = [made(model, bus.group(rank)) for rank, model in enumerate(models)]
+    for poison in (float("nan"), float("inf")):
+        run(windows[0], models[0], 0, [3, 2])
+        (models[1].loss(4, 100) * poison).backward()
+        windows[1].add(4)
+        run(windows[1], models[1], 1, [2])
+        assert [window.is_finite for window in windows] == [True, False]
+        windows[0].begin()
+        windows[1].begin(counts=windows[1].is_finite)
+        assert [window.finish() for window in windows] == [5, 5]
+        for model, window in zip(models, windows, strict=True):
+            assert_equal(model, on_one([[3, 2]], Net()), 1e-13)
+            window.clear()
+            assert window.is_finite  # of the window to come
+
+
 def test_channels_last_gradients_keep_their_places() -> None:
     parameter = nn.Parameter(
         torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)

@@ -297,3 +297,22 @@ def test_average_does_it_all_at_once_for_a_lone_rank() -> None:
     assert models[0].mean[0, 0].item() == 0.25
     assert models[0].count[0].item() == 7
     assert held[0].changed() == ()
+
+
+def test_a_buffer_that_is_resized_is_each_ranks_own() -> None:
+    models, held = ranks(2)
+    for turn in (1.0, 2.0):
+        for rank, model in enumerate(models):
+            model.mean += turn * (1 + rank)
+            model.phase += turn
+        if turn == 2.0:  # it has travelled before
+            models[1].register_buffer("mean", torch.full((3, 2), 7.0))
+        for each in held:
+            each.take()
+        begin(held, [True, True])
+        finish(held)
+    assert torch.equal(models[0].mean, torch.full((2, 2), 3.5))  # its own
+    assert torch.equal(models[1].mean, torch.full((3, 2), 7.0))
+    assert all(torch.equal(model.phase, models[0].phase) for model in models)
+    models[0].mean += 1.0
+    assert held[0].changed() == ()

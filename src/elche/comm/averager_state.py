@@ -9,7 +9,7 @@ a run goes on to the bit as if it had not been interrupted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,13 +61,15 @@ def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
     return {"version": VERSION, "groups": groups}
 
 
-def misfit_of(state: dict[str, Any], layouts: Sequence[tuple[str, int]]) -> str:
-    """What is wrong with a state; "" if it fits.
+def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
+    """What is wrong with a state, whatever it is; "" if it fits.
 
     Args:
         state: what is to be loaded.
         layouts: dtype and elements of each group of parameters.
     """
+    if not isinstance(state, Mapping):
+        return f"expected a state of averaging, got {type(state).__name__}"
     if state.get("version") != VERSION:
         return f"expected version {VERSION}, got {state.get('version')!r}"
     groups = state.get("groups")
@@ -78,25 +80,55 @@ def misfit_of(state: dict[str, Any], layouts: Sequence[tuple[str, int]]) -> str:
             "or to other fragments"
         )
     for (dtype, numel), each in zip(layouts, groups, strict=True):
-        if set(each) != _GROUP_KEYS:
-            return f"expected entries {sorted(_GROUP_KEYS)}, got {sorted(each)}"
+        wrong = _other_keys(each, _GROUP_KEYS)
+        if wrong:
+            return f"expected groups of parameters with {wrong}"
         if (each["dtype"], each["numel"]) != (dtype, numel):
             return (
                 f"expected {numel} elements of {dtype}, got {each['numel']} of "
                 f"{each['dtype']}; it belongs to other parameters"
             )
         residual = each["residual"]
-        if residual is not None and set(residual) != _RESIDUAL_KEYS:
-            return f"expected entries {sorted(_RESIDUAL_KEYS)}, got {sorted(residual)}"
+        wrong = "" if residual is None else _misfit_residual(residual, numel)
+        if wrong:
+            return wrong
         vectors = {
             "momentum": (each["momentum"], dtype),
             "base": (each["base"], dtype),
-            "residual": (residual and residual["residual"], "float32"),
+            "residual": (None if residual is None else residual["residual"], "float32"),
         }
         for name, (value, kind) in vectors.items():
             wrong = _misfit(value, kind, numel)
             if wrong:
                 return f"expected a {name} of {numel} elements of {kind}, got {wrong}"
+    return ""
+
+
+def _other_keys(value: object, keys: set[str]) -> str:
+    """What entries were expected, and what came instead; "" for a mapping of those."""
+    if not isinstance(value, Mapping):
+        return f"entries {sorted(keys)}, got {type(value).__name__}"
+    if set(value) == keys:
+        return ""
+    return f"entries {sorted(keys)}, got {sorted(map(str, value))}"
+
+
+def _misfit_residual(residual: object, numel: int) -> str:
+    """What is wrong with a codec's residual beside its vector; "" if nothing is."""
+    wrong = _other_keys(residual, _RESIDUAL_KEYS)
+    if wrong:
+        return f"expected a residual with {wrong}"
+    assert isinstance(residual, Mapping)
+    own = residual["own"]
+    is_range = isinstance(own, (list, tuple)) and len(own) == 2
+    if not (is_range and all(type(at) is int for at in own)):
+        return f"expected a residual's own elements as (start, stop), got {own!r}"
+    if not 0 <= own[0] <= own[1] <= numel:
+        return f"expected a residual's own elements within 0..{numel}, got {own!r}"
+    for name in ("world_size", "ranks"):
+        count = residual[name]
+        if type(count) is not int or count < 1:
+            return f"expected {name} of a residual to be at least 1, got {count!r}"
     return ""
 
 

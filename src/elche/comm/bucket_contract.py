@@ -23,6 +23,8 @@ class PassOptions:
         static_graph: every backward is like the first one: gradients may come several
             times in one pass, and unused parameters are known.
         staged: messages pass through host memory, for ranks on unlike devices.
+        keeps_strides: in a message a parameter lies as in memory; False: as its shape
+            says, for ranks of other memory formats. Then ``as_views`` must be False.
 
     Raises:
         ConfigError: a value is not one of these.
@@ -33,6 +35,7 @@ class PassOptions:
     as_views: bool = True
     static_graph: bool = False
     staged: bool = False
+    keeps_strides: bool = True
 
     def __post_init__(self) -> None:
         if self.cap_bytes < 1:
@@ -40,6 +43,11 @@ class PassOptions:
         if self.strategy not in ("overlapped", "synchronous"):
             raise ConfigError(
                 f"expected strategy 'overlapped' or 'synchronous', got {self.strategy}"
+            )
+        if self.as_views and not self.keeps_strides:
+            raise ConfigError(
+                "expected as_views=False with keeps_strides=False: a view of a message "
+                "would not lie as its parameter does"
             )
 
 

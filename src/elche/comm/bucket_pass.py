@@ -147,9 +147,17 @@ class BucketPass:
         parameters = [self._parameters[at] for at in self.order]
         self.buckets = make_buckets(parameters, self._options.cap_bytes)
         for bucket in self.buckets:
-            bucket.open(self._group, staged=self._options.staged)
+            bucket.open(
+                self._group,
+                staged=self._options.staged,
+                keeps_strides=self._options.keeps_strides,
+            )
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
+
+    def forget_strides(self) -> None:
+        """Before :meth:`attach`: ranks lay their parameters out differently."""
+        self._options = replace(self._options, as_views=False, keeps_strides=False)
 
     def make_static(self) -> None:
         """Takes every backward for one like the first, which has not been yet.
@@ -359,16 +367,17 @@ class BucketPass:
                     own = parameter.grad
                     kept.append(own)
                     if used[index] and closed.source is not None:
-                        parameter.grad = self._reduced(own, summed[index])
+                        parameter.grad = self._reduced(parameter, summed[index])
                     elif not self.is_given(parameter):
                         parameter.grad = None
                     self._given[id(parameter)] = parameter.grad
         self._kept = kept if self._options.as_views else []
 
-    def _reduced(self, own: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor:
+    def _reduced(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         if self._options.as_views:
             return total
-        return total.clone() if own is None else own.copy_(total)
+        own = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+        return own.copy_(total)
 
     def _reorder(self, source: int) -> None:
         """Orders buckets as gradients appeared on one rank in the first backward."""

@@ -64,6 +64,7 @@ class Bucket:
     missing: bool = False
     _flat: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _staged: bool = False
+    _keeps_strides: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -89,18 +90,22 @@ class Bucket:
             device=first.device,
         )
 
-    def open(self, group: Members, *, staged: bool = False) -> None:
+    def open(
+        self, group: Members, *, staged: bool = False, keeps_strides: bool = True
+    ) -> None:
         """Makes the exchange, together with all ranks.
 
         Args:
             group: the process group.
             staged: the message is host memory, into and out of which gradients are
                 copied, because other ranks hold them on another kind of device.
+            keeps_strides: a gradient lies in the message as its parameter in memory;
+                False: as its shape says.
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
         numel = sum(_real_numel(p) for p in self.parameters) + len(self.parameters)
-        self._staged = staged
+        self._staged, self._keeps_strides = staged, keeps_strides
         where = torch.device("cpu") if staged else device
         self.exchange = open_exchange(group, numel, dtype, where, SIDES)
         for side in range(SIDES):
@@ -117,7 +122,8 @@ class Bucket:
         at, views = 0, []
         for parameter in self.parameters:
             numel = _real_numel(parameter)
-            views.append(_shaped_like(flat[at : at + numel], parameter))
+            part = flat[at : at + numel]
+            views.append(_shaped_like(part, parameter, strided=self._keeps_strides))
             at += numel
         return [*views, flat[at:]]
 
@@ -223,11 +229,13 @@ def _real_numel(tensor: torch.Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _shaped_like(
+    flat: torch.Tensor, parameter: torch.Tensor, *, strided: bool
+) -> torch.Tensor:
     """A view of ``flat`` with the parameter's shape, and its strides if dense."""
     if parameter.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
-    if parameter.is_contiguous() or not _is_dense(parameter):
+    if not strided or parameter.is_contiguous() or not _is_dense(parameter):
         return flat.view(parameter.shape)
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 

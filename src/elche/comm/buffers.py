@@ -4,18 +4,24 @@ A buffer that any rank wrote is overwritten by the plain mean over the ranks tha
 samples. Which ones that are must be agreed: a flag per buffer travels with every
 message, so a buffer seen to change on any rank goes along from then on, and one that
 never changes (a mask) never travels. Statistics of SyncBatchNorm layers are equal as
-they are, to the bit, and never travel either.
+they are, to the bit, and never travel either. A second flag says that a rank has
+resized a buffer, or has it no more: each rank keeps its own from then on.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
+from elche.comm.known_buffers import KnownBuffers, held
 from elche.comm.process_group import Group
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 
 SNAPSHOT_ELEMENTS = 65_536
+
+_log = logging.getLogger(__name__)
 
 
 class BufferWatch:
@@ -82,7 +88,9 @@ class BufferAverager:
         self._model = model
         self._group = group
         self._watch = BufferWatch(model)
+        self._known = KnownBuffers(model)
         self._travelling: set[int] = set()
+        self._own: set[int] = set()
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
@@ -102,52 +110,66 @@ class BufferAverager:
             active_ranks: ranks that had samples.
             mine: whether this rank is one of them; else it sends zeros.
         """
-        buffers = list(self._model.buffers())
+        buffers = self._known.present()
         equal = _synchronised(self._model)
         floats = {
             index
             for index, buffer in enumerate(buffers)
-            if buffer.is_floating_point() and id(buffer) not in equal
+            if buffer is not None
+            and buffer.is_floating_point()
+            and id(buffer) not in equal
         }
-        written = floats.intersection(self._watch.written()) if mine else set()
-        flags = self._reduce(
-            buffers, sorted(self._travelling), written, active_ranks if mine else 0
-        )
-        new = sorted({i for i, flag in enumerate(flags) if flag} - self._travelling)
+        written = self._known.numbers_of(self._watch.written()) if mine else set()
+        written &= floats - self._own
+        divisor = active_ranks if mine else 0
+        flags = self._reduce(buffers, sorted(self._travelling), written, divisor)
+        new = sorted(flags - self._travelling - self._own)
         if new:
             self._travelling.update(new)
-            self._reduce(buffers, new, written, active_ranks if mine else 0)
+            self._reduce(buffers, new, written, divisor)
         self._watch.mark()
 
     def _reduce(
         self,
-        buffers: list[torch.Tensor],
+        buffers: list[torch.Tensor | None],
         indices: list[int],
         written: set[int],
         divisor: int,
-    ) -> list[float]:
-        """One message: a flag per buffer, then the mean of ``indices``."""
-        double = any(buffer.dtype == torch.float64 for buffer in buffers)
-        dtype = torch.float64 if double else torch.float32
-        numel = sum(buffers[index].numel() for index in indices)
-        message = torch.zeros(len(buffers) + numel, dtype=dtype)
-        for index in written:
-            message[index] = 1.0
-        at = len(buffers)
-        for index in indices:
-            size = buffers[index].numel()
-            if divisor:
-                part = buffers[index].detach().reshape(-1).to("cpu", dtype)
-                message[at : at + size] = part / divisor
-            at += size
+    ) -> set[int]:
+        """One message: two flags per buffer, then the mean of ``indices``.
+
+        Returns:
+            What any rank has written.
+        """
+        kinds, count = self._known.kinds, len(buffers)
+        double = any(kind.dtype == torch.float64 for kind in kinds)
+        numel = sum(kinds[index].numel for index in indices)
+        message = torch.zeros(
+            2 * count + numel, dtype=torch.float64 if double else torch.float32
+        )
+        for index, buffer in enumerate(buffers):
+            message[index] = float(index in written)
+            message[count + index] = float(buffer is None)
+        parts = message[2 * count :].split([kinds[index].numel for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            buffer = buffers[index]
+            if divisor and buffer is not None:
+                part.copy_(buffer.detach().reshape(-1)).div_(divisor)
         self._group.all_reduce(message, "averaging buffers")
-        at = len(buffers)
-        for index in indices:
-            size = buffers[index].numel()
-            buffers[index].copy_(message[at : at + size].view(buffers[index].shape))
-            at += size
-        flags: list[float] = message[: len(buffers)].tolist()
-        return flags
+        self._leave_out(message[count : 2 * count])
+        for index, part in zip(indices, parts, strict=True):
+            if index not in self._own:
+                buffer = held(buffers[index])
+                buffer.copy_(part.view(buffer.shape))
+        return set(message[:count].nonzero().view(-1).tolist())
+
+    def _leave_out(self, flags: torch.Tensor) -> None:
+        """These are each rank's own from now on."""
+        new = set(flags.nonzero().view(-1).tolist()) - self._own
+        if new:
+            _log.info("buffers %s: each rank keeps its own", self._known.named(new))
+        self._own |= new
+        self._travelling -= new
 
 
 def _synchronised(model: nn.Module) -> set[int]:

@@ -194,5 +194,6 @@ class ControlChannel:
         why = f": {error}" if error else ""
         return CommunicationError(
             f"rank {self._rank} lost the coordinator{why}; the launcher has ended or "
-            "was stopped"
+            "was stopped, or it did not take this rank (a wrong ELCHE_KEY, or a rank "
+            "that is there already)"
         )

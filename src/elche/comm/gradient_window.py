@@ -9,6 +9,7 @@ comes after the reduction.
 The message carries a flag per parameter, so that one that no rank used keeps
 ``grad=None``, and the rank's samples. What a rank added up is kept until it adds to the
 next window, so a reduction that fails can be redone (:meth:`GradientWindow.connect`).
+A rank whose sums are no numbers sends zeros, and no samples.
 Cost: two model copies beside the gradients, and one more where ranks sum in shared
 memory.
 """
@@ -75,8 +76,17 @@ class _Accumulator:
         if sums:
             torch._foreach_add_(sums, gradients, alpha=samples)
 
-    def send(self, samples: float) -> None:
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sums are numbers; waits for them."""
+        return all(math.isfinite(float(n)) for n in torch._foreach_norm(self._sums))
+
+    def send(self, samples: float, *, counts: bool) -> None:
         message = self.exchange.contribution(0)
+        if not counts:
+            message.zero_()
+            self.exchange.begin(0)
+            return
         torch._foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
         message[self._numel : -1] = torch.tensor(self._used).to(self._dtype)
         message[-1] = samples
@@ -137,6 +147,11 @@ class GradientWindow:
         """This rank's samples in the window so far."""
         return 0.0 if self._is_reduced else self._samples
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether what this rank has added up are numbers; waits for them."""
+        return self._is_reduced or all(each.is_finite for each in self._sums)
+
     def build(self) -> None:
         """Opens the messages; with all ranks."""
         self.connect(self._group)
@@ -173,18 +188,23 @@ class GradientWindow:
             self._samples += samples
         self.clear()
 
-    def reduce(self) -> float:
+    def reduce(self, *, counts: bool = True) -> float:
         """Sums over all ranks, and waits for it: :meth:`begin`, then :meth:`finish`."""
-        self.begin()
+        self.begin(counts=counts)
         return self.finish()
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Ends the window on this rank: sends what was added up."""
+    def begin(self, *, counts: bool = True) -> None:
+        """Ends the window on this rank: sends what was added up.
+
+        Args:
+            counts: False: it is no contribution (see :attr:`is_finite`): zeros are sent
+                in its place.
+        """
         if self._is_reduced:
             self._forget()
         for each in self._sums:
-            each.send(self._samples)
+            each.send(self._samples, counts=counts)
 
     @torch.no_grad()
     def finish(self) -> float:

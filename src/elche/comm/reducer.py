@@ -7,6 +7,8 @@ whatever the shares. How that is done, bucket by bucket and out of place, is
 gradients are kept until the next backward's reduction; then ``p.grad`` becomes a view
 of the reduced bucket. Cost: two gradient copies beside ``p.grad``, or four where ranks
 sum in shared memory. A ``p.grad`` kept by reference is overwritten two passes later.
+Where ranks hold parameters in other memory formats (channels last on a GPU, say), the
+sum is copied into the gradient that is there instead.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.
@@ -14,8 +16,10 @@ why this one exists.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from elche.comm.bucket_contract import Closed, PassOptions
@@ -45,6 +49,7 @@ class GradientReducer:
         buffers: BufferAverager | None = None,
         norms: NormScope | None = None,
     ) -> None:
+        self._group = group
         self._norms = norms
         self._buffers = buffers
         self._parameters = list(parameters)
@@ -83,14 +88,29 @@ class GradientReducer:
         return self._scale is not None and not self._holds
 
     def attach(self) -> None:
-        """Allocates buckets and hooks every parameter.
+        """Allocates buckets and hooks every parameter; with all ranks.
 
         Raises:
             ConfigError: there is no parameter.
         """
         if not self._parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
+        if not self._formats_agree():
+            self._pass.forget_strides()
         self._pass.attach()
+
+    def _formats_agree(self) -> bool:
+        """Whether all ranks hold every parameter in the same memory format."""
+        strided = [
+            (index, parameter.stride())
+            for index, parameter in enumerate(self._parameters)
+            if not parameter.is_contiguous()
+        ]
+        formats = torch.zeros(self._group.world_size, dtype=torch.int64)
+        if strided:
+            formats[self._group.rank] = zlib.crc32(repr(strided).encode())
+        self._group.all_reduce(formats, "comparing memory formats")
+        return len(set(formats.tolist())) == 1
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""

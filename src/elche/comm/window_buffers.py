@@ -12,10 +12,14 @@ What is sent is taken at the window's end. Increments that come later stay, and 
 in the next window; a float buffer that is written meanwhile is overwritten all the
 same. Buffers that have travelled before can be sent before it is known which changed
 this time (:meth:`WindowBuffers.begin_known`).
+
+Behind a buffer's values travels a flag: a rank has resized it, or has it no more (a
+cache that grows with the longest sequence). Each rank keeps its own from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +28,13 @@ import torch
 from torch import nn
 
 from elche.comm.buffers import SNAPSHOT_ELEMENTS, BufferWatch
+from elche.comm.known_buffers import BufferKind, KnownBuffers
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 
 WHAT = "averaging buffers"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +55,16 @@ class WindowBuffers:
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
-        self._model = model
+        self._known = KnownBuffers(model)
         self._group = group
         self._watch = BufferWatch(model)
         self._common: dict[int, torch.Tensor] = {}
         self._common_floats: dict[int, torch.Tensor] = {}
         self._taken: dict[int, torch.Tensor] | None = None
         self._waiting: set[int] = set()
+        self._own: set[int] = set()
         self._ever: set[int] = set()
-        self._known: list[int] = []
+        self._sent_early: list[int] = []
         self._sent: list[_Sent] = []
         self._plan: Reduce | None = None
         self.rebase()
@@ -64,7 +72,7 @@ class WindowBuffers:
     def connect(self, group: Group) -> None:
         """Sends through another group from now on, whose ranks may know nothing."""
         self._group = group
-        self._sent, self._known = [], []
+        self._sent, self._sent_early = [], []
         self._ever.clear()
 
     @torch.no_grad()
@@ -73,17 +81,30 @@ class WindowBuffers:
         self._watch.mark()
         self._waiting.clear()
         self._taken = None
+        present = self._present()
         self._common = {
             index: _counted(buffer)
-            for index, buffer in enumerate(self._model.buffers())
-            if _is_counter(buffer)
+            for index, kind, buffer in present
+            if not kind.is_averaged
         }
         # A large one that never changes (a mask) is not worth a copy.
         self._common_floats = {
             index: _exact(buffer)
-            for index, buffer in enumerate(self._model.buffers())
-            if _is_averaged(buffer) and buffer.numel() <= SNAPSHOT_ELEMENTS
+            for index, kind, buffer in present
+            if kind.is_averaged and buffer.numel() <= SNAPSHOT_ELEMENTS
         }
+
+    def _present(self) -> list[tuple[int, BufferKind, torch.Tensor]]:
+        """Buffers that this rank holds as all do, with their numbers."""
+        pairs = zip(self._known.kinds, self._known.present(), strict=True)
+        return [
+            (index, kind, buffer)
+            for index, (kind, buffer) in enumerate(pairs)
+            if buffer is not None
+        ]
+
+    def _written(self) -> set[int]:
+        return self._known.numbers_of(self._watch.written()) - self._own
 
     def changed(self) -> tuple[int, ...]:
         """Indices of buffers written since they last travelled.
@@ -91,7 +112,7 @@ class WindowBuffers:
         After :meth:`take` those written until then.
         """
         if self._taken is None:
-            return tuple(sorted(self._waiting.union(self._watch.written())))
+            return tuple(sorted(self._waiting.union(self._written())))
         return tuple(sorted(self._waiting))
 
     def average(self, plan: Reduce) -> None:
@@ -112,13 +133,12 @@ class WindowBuffers:
         These are counters, buffers that changed, and those that ever travelled. A
         large buffer that only other ranks changed is read later, the first time.
         """
-        self._waiting.update(self._watch.written())
+        self._waiting.update(self._written())
         self._watch.mark()
         self._taken = {
-            index: _counted(buffer) if _is_counter(buffer) else _exact(buffer)
-            for index, buffer in enumerate(self._model.buffers())
-            if _is_counter(buffer)
-            or (_is_averaged(buffer) and index in self._waiting | self._ever)
+            index: _exact(buffer) if kind.is_averaged else _counted(buffer)
+            for index, kind, buffer in self._present()
+            if not kind.is_averaged or index in self._waiting | self._ever
         }
 
     @torch.no_grad()
@@ -128,32 +148,33 @@ class WindowBuffers:
         Args:
             is_active: this rank has trained in the window.
         """
-        self._known = sorted(self._ever)
-        self._send(self._known, is_active=is_active)
+        self._sent_early = sorted(self._ever - self._own)
+        self._send(self._sent_early, is_active=is_active)
 
     @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
         """Begins the rest of the reduction of ``plan.buffers``, after :meth:`take`."""
         self._plan = plan
-        new = [index for index in plan.buffers if index not in self._known]
+        early = {*self._sent_early, *self._own}
+        new = [index for index in plan.buffers if index not in early]
         self._send(new, is_active=plan.weight > 0)
         self._ever.update(plan.buffers)
 
     def _send(self, indices: list[int], *, is_active: bool) -> None:
-        buffers = list(self._model.buffers())
-        sent = [i for i in indices if i in self._common or _is_averaged(buffers[i])]
-        if not sent:
+        if not indices:
             return
-        if is_active:
-            parts = [self._part(index, buffers[index]) for index in sent]
-        else:
-            parts = [
-                torch.zeros(_size(buffers[index]), dtype=torch.float64)
-                for index in sent
-            ]
-        message = torch.cat(parts)
+        buffers = self._known.present()
+        message = torch.zeros(sum(map(self._size, indices)), dtype=torch.float64)
+        parts = message.split([*map(self._size, indices)])
+        for index, part in zip(indices, parts, strict=True):
+            buffer = buffers[index]
+            values = None if buffer is None else self._part(index, buffer)
+            if values is None:
+                part[-1] = 1.0
+            elif is_active:
+                part[:-1] = values
         work = self._group.all_reduce_async(message)
-        self._sent.append(_Sent(sent, message, work))
+        self._sent.append(_Sent(indices, message, work))
 
     def poll(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
@@ -178,30 +199,42 @@ class WindowBuffers:
         plan = self._plan
         assert self._taken is not None
         assert plan is not None
-        late = set(self._watch.written())
+        late = self._written()
         settled = set()
         for sent in self._sent:
             for index, part in self._parts_of(sent):
-                if index not in plan.buffers:
-                    continue
-                if self._write(index, part, plan.active_ranks):
+                if bool(part[-1]):
+                    self._leave_out(index)
+                elif index in plan.buffers and self._write(
+                    index, part[:-1], plan.active_ranks
+                ):
                     settled.add(index)
         self._waiting -= settled
         self._waiting |= late.difference(settled - self._common.keys())
+        self._waiting -= self._own
         self._watch.mark()
         self._taken = self._plan = None
-        self._sent, self._known = [], []
+        self._sent, self._sent_early = [], []
+
+    def _leave_out(self, index: int) -> None:
+        """It is each rank's own from now on."""
+        if index not in self._own:
+            _log.info("buffer %s: each rank keeps its own", self._known.named([index]))
+        self._own.add(index)
+
+    def _size(self, index: int) -> int:
+        """Numbers in a message: the buffer's, and a flag."""
+        return self._known.kinds[index].numel + 1
 
     def _parts_of(self, sent: _Sent) -> Iterator[tuple[int, torch.Tensor]]:
-        buffers, at = list(self._model.buffers()), 0
-        for index in sent.indices:
-            size = _size(buffers[index])
-            yield index, sent.message[at : at + size]
-            at += size
+        parts = sent.message.split([*map(self._size, sent.indices)])
+        yield from zip(sent.indices, parts, strict=True)
 
     def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> bool:
         """Writes what all ranks hold now; False where nobody knows that."""
-        buffer = list(self._model.buffers())[index]
+        buffer = self._known.present()[index]
+        if buffer is None:  # resized since it was sent: the next message says so
+            return True
         if index in self._common:
             self._count(index, buffer, total)
             return True
@@ -218,11 +251,13 @@ class WindowBuffers:
             buffer.copy_(mean.view(buffer.shape))
         return True
 
-    def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+    def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What this rank sends of a buffer; None of a counter that was not taken."""
         assert self._taken is not None
         taken = self._taken.get(index)
         if index in self._common:
-            assert taken is not None
+            if taken is None:
+                return None
             return (taken - self._common[index]).to(torch.float64).view(-1)
         return _exact(buffer) if taken is None else taken
 
@@ -235,20 +270,6 @@ class WindowBuffers:
         self._common[index] = self._common[index] + total
         since = _counted(buffer) - self._taken[index]
         buffer.copy_(self._common[index] + since)
-
-
-def _is_averaged(buffer: torch.Tensor) -> bool:
-    is_flag = buffer.dtype == torch.bool
-    return is_flag or buffer.is_floating_point() or buffer.is_complex()
-
-
-def _is_counter(buffer: torch.Tensor) -> bool:
-    return not _is_averaged(buffer)
-
-
-def _size(buffer: torch.Tensor) -> int:
-    """Elements of a buffer in the message."""
-    return buffer.numel() * (2 if buffer.is_complex() else 1)
 
 
 def _exact(buffer: torch.Tensor) -> torch.Tensor:

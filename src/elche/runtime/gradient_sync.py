@@ -52,6 +52,7 @@ class GradientSync(WindowSync):
         self._buffers = buffers
         self._max_grad_norm = max_grad_norm
         self._samples = 0
+        self._is_finite = True
         self._in_backward = False
         self._holds = False
         self._has_seen = False
@@ -121,10 +122,15 @@ class GradientSync(WindowSync):
         self._window.add(self._samples)
         self._samples = 0
 
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
+        self._is_finite = self._window.is_finite
+        return self._is_finite
+
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`."""
-        samples = self._window.samples
-        total = self._window.reduce()
+        samples = self._window.samples if self._is_finite else 0.0
+        total = self._window.reduce(counts=self._is_finite)
         self._buffers.average(plan)
         if self._is_sum:
             self._multiply(total)

@@ -112,3 +112,35 @@ def test_a_wrong_file_is_a_usage_error_that_names_it(
     assert result.exit_code == 2
     assert said in result.output
     assert "cluster.toml" in result.output
+
+
+def test_stories_are_printed_after_the_report(tmp_path: Path) -> None:
+    asked = ("rank:1", "lease:12", "lease:0/12", "lease:9/12")
+    options = [part for one in asked for part in ("--story", one)]
+    result = simulate(tmp_path, CLUSTER + KILL, *options)
+    assert result.exit_code == 0, result.output
+    report, *stories = re.split(r"story of (\S+):\n", result.output)
+    assert "efficiency" in report
+    told = dict(zip(stories[::2], stories[1::2], strict=True))
+    assert tuple(told) == asked
+    assert "<- Join(rank=1" in told["rank:1"]
+    assert "!! gone; the others go on" in told["rank:1"]
+    assert "rank=0" not in told["rank:1"]
+    assert "-> GrantBatches(rank=" in told["lease:12"]
+    assert told["lease:12"] == told["lease:0/12"]
+    assert "nothing among the last 4000" in told["lease:9/12"]
+
+
+def test_the_whole_story_has_the_decisions(tmp_path: Path) -> None:
+    result = simulate(tmp_path, CLUSTER, "--policy", "auto", "--story", "all")
+    assert result.exit_code == 0, result.output
+    chosen = re.search(r"policy \w+: (.+)", result.output)
+    assert chosen is not None
+    assert f"!! {chosen.group(1)}" in result.output.partition("story of all:")[2]
+
+
+@pytest.mark.parametrize("wanted", ["rank", "rank:x", "lease:", "lease:1/2/3", "me"])
+def test_a_story_of_nothing_is_a_usage_error(tmp_path: Path, wanted: str) -> None:
+    result = simulate(tmp_path, CLUSTER, "--story", wanted)
+    assert result.exit_code == 2
+    assert "expected --story all, rank:1, lease:12" in result.output

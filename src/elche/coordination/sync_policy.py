@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.config import RunConfig
 from elche.coordination.epoch_plan import EpochPlan
 from elche.coordination.ledger import BatchSizes, EpochLedger
@@ -34,7 +33,8 @@ from elche.coordination.messages import (
 )
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.step_book import Granted, StepBook
-from elche.errors import ProtocolError, TransitionError
+from elche.coordination.step_shares import StepShares
+from elche.errors import NonFiniteError, ProtocolError, TransitionError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
@@ -56,19 +56,9 @@ class SyncPolicy(Policy):
         self, config: RunConfig, members: Sequence[Member], min_share_samples: int
     ) -> None:
         self._members = {member.rank: member.horizon_batches for member in members}
-        self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
-        self._accumulates = config.micro_batches
-        self._balancer = Balancer(
-            BalancerConfig(
-                world_size=len(members),
-                min_share_samples=min_share_samples,
-                speed_hints=config.speed_hints,
-                max_samples=self._member_caps(),
-                accumulates=self._accumulates,
-            )
-        )
-        self._min_share_samples = min_share_samples
+        self._shares = StepShares(config, self._members, min_share_samples)
         self._is_deterministic = config.deterministic
+        self._stops_at_nan = config.non_finite == "stop"
         self._is_stopping = self._makes_room = self._is_paused = False
         self.measured_steps = 0
         self._step_s = math.inf
@@ -192,30 +182,27 @@ class SyncPolicy(Policy):
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Gives these ranks no share of later steps: they cost more than they bring."""
-        places = {rank: place for place, rank in enumerate(sorted(self._members))}
-        self._balancer.leave_out([places[rank] for rank in ranks])
+        self._shares.leave_out(ranks)
 
     def costs_s(self) -> tuple[list[float], list[float]]:
         """Seconds per sample, and fixed seconds per step, of each rank."""
-        return self._balancer.costs_s()
+        return self._shares.costs_s()
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is granted until :meth:`regrouped`."""
         self._is_paused = True
-        speeds = self._speeds()
         del self._members[rank]
         self._joining.discard(rank)
         self._adopting.discard(rank)
         self._grants.remove(rank)
-        self._balance_anew(speeds)
+        self._follow_members()
 
     def add(self, member: Member) -> None:
         """A rank joins; it takes part once it holds the model."""
         self._is_paused = True
-        speeds = self._speeds()
         self._members[member.rank] = member.horizon_batches
         self._joining.add(member.rank)
-        self._balance_anew(speeds)
+        self._follow_members()
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says how many steps each has taken.
@@ -258,39 +245,9 @@ class SyncPolicy(Policy):
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
 
-    def _speeds(self) -> dict[int, float]:
-        """Relative speeds of the members, as far as they are known."""
-        costs, _ = self._balancer.costs_s()
-        return {
-            rank: 1.0 / cost
-            for rank, cost in zip(sorted(self._members), costs, strict=True)
-        }
-
-    def _balance_anew(self, speeds: Mapping[int, float]) -> None:
-        """Shares for the present members; a new one counts as a usual one."""
+    def _follow_members(self) -> None:
         self._ahead_steps = max(self._members.values()) + 2
-        usual = sum(speeds.values()) / len(speeds)
-        self._balancer = Balancer(
-            BalancerConfig(
-                world_size=len(self._members),
-                min_share_samples=self._min_share_samples,
-                speed_hints=[speeds.get(rank, usual) for rank in sorted(self._members)],
-                max_samples=self._member_caps(),
-                accumulates=self._accumulates,
-            )
-        )
-
-    def _member_caps(self) -> list[int | None]:
-        """Samples that each member's device holds at once, as far as is known."""
-        return [self._caps.get(rank) for rank in sorted(self._members)]
-
-    def _limit(self, rank: int, samples: int) -> None:
-        """A rank's device turned out to hold no more: later grants heed it."""
-        if not 0 < samples < self._caps.get(rank, samples + 1):
-            return
-        self._caps[rank] = samples
-        if not self._is_deterministic:
-            self._balancer.limit(sorted(self._members).index(rank), samples)
+        self._shares.follow(self._members)
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
@@ -333,8 +290,15 @@ class SyncPolicy(Policy):
     def _take(self, event: StepsDone) -> None:
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
+        if self._stops_at_nan and math.isnan(event.parameter_norm):
+            raise NonFiniteError(
+                f"the model's parameters are no numbers any more in epoch {event.epoch}"
+                ": a step under sync is one of all ranks, and nothing can be left out "
+                "of it; look at the data, the loss and the learning rate, take a "
+                "GradScaler, or go on regardless by non_finite='leave_out'"
+            )
         self._grants.take(event)
-        self._limit(event.rank, event.max_samples)
+        self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
         return not (self._adopting if grant.is_settled else grant.missing)
@@ -370,13 +334,9 @@ class SyncPolicy(Policy):
                 f"{grant.stop - 1}: {passes}; under policy 'sync' a batch may only be "
                 "skipped on every rank, because their gradients are summed step by step"
             )
-        of_members = [report for report in reports if report.rank in self._members]
         if all(report.warm for report in reports) and not self._is_deterministic:
             steps = grant.steps
-            self._balancer.report(
-                [report.samples // steps for report in of_members],
-                [report.busy_s / steps for report in of_members],
-            )
+            self._shares.measured(reports, steps)
             self._step_s = max(report.busy_s for report in reports) / steps
             self.measured_steps += steps
 
@@ -416,12 +376,7 @@ class SyncPolicy(Policy):
             return start, stop, tuple(planned)
         start, stop = self._ledger.lease(ALL_RANKS, most, equal_sizes=True)
         samples, _ = self._ledger.sizes.run_of(start)
-        shares = [0] * self._world_size
-        for rank, share in zip(
-            sorted(self._members), self._balancer.sizes(samples), strict=True
-        ):
-            shares[rank] = share
-        return start, stop, tuple(shares)
+        return start, stop, self._shares.of(samples, self._world_size)
 
     def _leave(self, event: EpochLeft) -> Outcome:
         """A loop's early end; it must come at the same step on every rank."""

@@ -59,6 +59,7 @@ class BenchConfig:
         allow_noise: do not reject a run whose control is below `MIN_CONTROL`.
         link_mbit: rate of every rank's link in 10^6 bits per second; None for
             this host's own memory and loopback.
+        link_delay_ms: how long each message on those links is held back, one way.
         codec: of elche's averaging policies.
 
     Raises:
@@ -76,6 +77,7 @@ class BenchConfig:
     solo_seconds: float | None = None
     allow_noise: bool = False
     link_mbit: float | None = None
+    link_delay_ms: float = 0.0
     codec: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class BenchConfig:
             )
         if self.model not in WORKLOADS:
             raise ConfigError(
-                f"unknown model {self.model!r}; choose one of {WORKLOADS}"
+                f"unknown model {self.model!r}; choose one of {', '.join(WORKLOADS)}"
             )
         if not 2 <= devices.count <= self.batch_size:
             raise ConfigError(
@@ -103,6 +105,12 @@ class BenchConfig:
         rate = self.link_mbit
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise ConfigError(f"expected positive --link-mbit, got {rate!r}")
+        delay = self.link_delay_ms
+        if not (math.isfinite(delay) and delay >= 0) or (delay and rate is None):
+            raise ConfigError(
+                "expected --link-delay-ms of 0 or more, and --link-mbit with it, got "
+                f"{delay!r}"
+            )
         if self.codec not in CODECS:
             raise ConfigError(
                 f"unknown codec {self.codec!r}; choose one of {', '.join(CODECS)}"
@@ -214,6 +222,8 @@ class BenchConfig:
         words += ["--allow-noise"] * self.allow_noise
         if self.link_mbit is not None:
             words += ["--link-mbit", f"{self.link_mbit:g}"]
+        if self.link_delay_ms:
+            words += ["--link-delay-ms", f"{self.link_delay_ms:g}"]
         if self.codec != "fp32":
             words += ["--codec", self.codec]
         return shlex.join([*words, "--json", "-"])
@@ -247,7 +257,10 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
         f" {config.samples} samples"
     )
     if config.link_mbit is not None:
-        title += f", links of {config.link_mbit:g} Mbit/s, codec {config.codec}"
+        title += f", links of {config.link_mbit:g} Mbit/s"
+        if config.link_delay_ms:
+            title += f" and {config.link_delay_ms:g} ms each way"
+        title += f", codec {config.codec}"
     if config.seeds > 1:
         title += f", {config.seeds} seeds"
     stream = sys.stderr if json_path == "-" else sys.stdout
@@ -269,7 +282,8 @@ def _network(config: BenchConfig) -> Iterator[Network | None]:
     if config.link_mbit is None:
         yield None
         return
-    with slow_link(config.devices.count, config.link_mbit) as link:
+    ranks, delay_ms = config.devices.count, config.link_delay_ms
+    with slow_link(ranks, config.link_mbit, delay_ms) as link:
         yield link
 
 
@@ -331,6 +345,7 @@ def _values(
         "samples": config.samples,
         "seconds": config.seconds,
         "link_mbit": config.link_mbit,
+        "link_delay_ms": config.link_delay_ms,
         "codec": config.codec,
         "seeds": list(range(config.seeds)),
         "gate": {

@@ -29,6 +29,7 @@ from elche import session
 from elche.demo.batches import SegmentSampler, SplitBatches
 from elche.demo.link import sent_bytes
 from elche.demo.models import Workload, build_workload, learning_rate_scale
+from elche.demo.time_cap import TimeCap
 from elche.errors import ConfigError
 from elche.monitor.trace import (
     BATCH,
@@ -62,7 +63,7 @@ class ContenderSpec:
         text: file or directory for language models.
         policy: of elche.
         shares: relative shares of a batch per rank, for ``ddp-split``.
-        max_seconds: end a solo run after so long.
+        max_seconds: leave the run after training for so long, all ranks together.
         learning_rate: instead of the workload's.
         options: further settings of elche.
     """
@@ -105,10 +106,14 @@ class Contender:
 
     Args:
         spec: what to train.
+        clock: seconds of this rank's clock.
     """
 
-    def __init__(self, spec: ContenderSpec) -> None:
+    def __init__(
+        self, spec: ContenderSpec, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.spec = spec
+        self._clock = clock
         self._placement = read_placement()
         self._rank = self._placement.rank
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -120,6 +125,8 @@ class Contender:
         self._loss_scale = 1.0
         self._done_samples = 0
         self._train_s = 0.0
+        self._batches = 0
+        self._cap = self._time_cap()
         self._curve: list[tuple[float, float, float]] = []
         self._spans: list[Span] = []
         self._said_s = 0.0
@@ -138,7 +145,7 @@ class Contender:
         self._evaluate()
         for _ in range(self.spec.segments):
             self._segment(model, loader)
-            if self._out_of_time():
+            if self._cap.is_over(self._train_s):
                 break
             self._evaluate()
         result = self._result(emulation)
@@ -213,24 +220,32 @@ class Contender:
     def _segment(self, model: nn.Module, loader: Any) -> None:
         """One part of the run: the loop of `elche.setup`'s docstring, timed."""
         self._wait_for_evaluation()
-        began_s = time.monotonic()
+        began_s = self._clock()
         waited_s = began_s
         for batch in loader:
             batch = self._to_device(batch)
-            ready_s = time.monotonic()
+            ready_s = self._clock()
             self._follow_schedule()
             loss = self._workload.loss_fn(model, batch) * self._loss_scale
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
             self._note(waited_s, ready_s, len(batch[0]))
-            waited_s = time.monotonic()
-            if self._out_of_time(waited_s - began_s):
+            waited_s = self._clock()
+            self._batches += 1
+            train_s = self._train_s + waited_s - began_s
+            if self._cap.leaves_after(self._batches, train_s):
                 break
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize(self._placement.device)
-        self._train_s += time.monotonic() - began_s
+        self._train_s += self._clock() - began_s
         self._done_samples = self._progress_samples()
+
+    def _time_cap(self) -> TimeCap:
+        is_alone = self.spec.kind == "solo"
+        word = None if is_alone else Path(self.spec.out) / "last-batch"
+        meet = session.barrier if self.spec.kind == "elche" else dist.barrier
+        return TimeCap(self.spec.max_seconds, word, meet)
 
     def _wait_for_evaluation(self) -> None:
         """Nobody trains while rank 0's clock stands still; elche waits by itself."""
@@ -245,7 +260,7 @@ class Contender:
 
     def _note(self, waited_s: float, ready_s: float, samples: int) -> None:
         """Counts a batch, and records it where elche does not."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self.spec.kind != "elche":
             everyone = self._placement.world_size if "ddp" in self.spec.kind else 1
             whole = self.spec.batch_size if everyone > 1 else samples
@@ -270,10 +285,6 @@ class Contender:
         for group in self._optimizer.param_groups:
             group["lr"] = self._workload.learning_rate * learning_rate_scale(progress)
 
-    def _out_of_time(self, segment_s: float = 0.0) -> bool:
-        limit_s = self.spec.max_seconds
-        return limit_s is not None and self._train_s + segment_s >= limit_s
-
     def _reports(self) -> bool:
         """Whether this rank evaluates and tells how far it is: rank 0, or alone."""
         return self._rank == 0 or self.spec.kind == "solo"
@@ -282,9 +293,9 @@ class Contender:
         """The held-out loss; other ranks wait in the next part."""
         if not self._reports():
             return
-        began_s = time.monotonic()
+        began_s = self._clock()
         loss = self._workload.evaluate(self._model)
-        took_s = time.monotonic() - began_s
+        took_s = self._clock() - began_s
         self._spans.append(Span(self._rank, EVALUATION, EVALUATION, began_s, took_s))
         self._curve.append((self._train_s, float(self._done_samples), loss))
         print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
@@ -292,7 +303,9 @@ class Contender:
     def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
         run = session.current_run()
         reports = [] if run is None else run.reports
-        spans = self._spans if run is None else [*self._spans, *run.worker.spans]
+        spans = (
+            self._spans if run is None else [*self._spans, *run.worker.timeline.spans]
+        )
         path = Path(self.spec.out) / f"spans-{self._rank}.jsonl"
         path.write_text(spans_to_jsonl(spans))
         return {

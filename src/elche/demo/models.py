@@ -139,7 +139,9 @@ def build_workload(
             missing or too short.
     """
     if name not in WORKLOADS:
-        raise ConfigError(f"unknown model {name!r}; choose one of {WORKLOADS}")
+        raise ConfigError(
+            f"unknown model {name!r}; choose one of {', '.join(WORKLOADS)}"
+        )
     if num_samples < 1:
         raise ConfigError(f"num_samples must be at least 1, got {num_samples}")
     if name == "mlp":

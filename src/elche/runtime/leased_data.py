@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -24,8 +24,7 @@ from elche.runtime.stream_reader import Stamped
 Tag = TypeVar("Tag")
 
 
-@dataclass(frozen=True, slots=True)
-class IndexBatch:
+class IndexBatch(NamedTuple):
     """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
 
     keys: Sequence[Any]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -44,10 +45,14 @@ class EpochPositions:
         self._seed = seed
         self.sizes = sizes
         self.epoch = epoch
+        # slicing a tensor costs ten times as much, and every batch is a slice
+        self._array = keys.numpy() if isinstance(keys, torch.Tensor) else None
         self._runs: list[tuple[int, int, int]] = []
+        self._firsts: list[int] = []
         batch = position = 0
         for samples, count in sizes.runs:
             self._runs.append((batch, position, samples))
+            self._firsts.append(batch)
             batch += count
             position += samples * count
         self.num_batches = batch
@@ -71,13 +76,15 @@ class EpochPositions:
         self, batch: int, start: int = 0, stop: int | None = None
     ) -> IndexBatch:
         """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
-        run = bisect_right(self._runs, batch, key=lambda run: run[0]) - 1
+        run = bisect_right(self._firsts, batch) - 1
         first, position, samples = self._runs[run]
         begin = position + (batch - first) * samples
         end = begin + (samples if stop is None else stop)
         begin += start
-        keys = self._keys[begin:end]
-        plain = keys.tolist() if isinstance(keys, torch.Tensor) else list(keys)
+        if self._array is None:
+            plain = list(self._keys[begin:end])
+        else:
+            plain = self._array[begin:end].tolist()
         if self._seed is None:
             return IndexBatch(plain, epoch=self.epoch)
         return IndexBatch(
@@ -110,7 +117,7 @@ def enumerate_batches(
             "the sampler yields no batch: the dataset is empty, or smaller than "
             "batch_size with drop_last=True"
         )
-    keys = [key for batch in batches for key in batch]
+    keys = list(chain.from_iterable(batches))
     return keys, BatchSizes.of([len(batch) for batch in batches])
 
 
@@ -168,14 +175,14 @@ def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]
 
 def _packed(keys: list[Any]) -> tuple[torch.Tensor, int]:
     try:
-        return torch.tensor([operator.index(key) for key in keys]), 0
-    except (TypeError, RuntimeError):
+        return torch.frombuffer(array("q", keys), dtype=torch.int64), 0
+    except (TypeError, OverflowError):
         pass
     try:
         if any(isinstance(key, list) for key in keys):
             raise TypeError("a list would come out as a tuple")
         raw = msgpack.packb(keys)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the sampler yields keys like {keys[0]!r}; expected ints, strings, or "
             "tuples of them, which other ranks can be told without pickle"

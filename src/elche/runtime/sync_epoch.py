@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ from elche.coordination.messages import (
     EpochLeft,
     GrantSteps,
     Instruction,
-    StepsDone,
     SwitchPolicy,
 )
+from elche.coordination.step_reports import StepCost, StepReports
 from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
@@ -38,18 +37,6 @@ class Step:
     samples: int
     scale: float
     active_ranks: int
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What a grant's steps cost so far."""
-
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    sync_wait_s: float = 0.0
-    warm: bool = True
 
 
 class SyncEpoch:
@@ -82,10 +69,8 @@ class SyncEpoch:
         self._reducer = reducer
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        self._grants: deque[GrantSteps] = deque()
+        self._reports = StepReports(worker.rank, positions.epoch)
         self._granted_until = 0
-        self._measured = _Measured()
-        self._unsent: StepsDone | None = None
         self.end: EndEpoch | None = None
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
@@ -126,14 +111,23 @@ class SyncEpoch:
             transfer_s = self._leased.transfer_s
             self._hooks.check()
             self._reducer.begin_step(step.scale, step.active_ranks)
-            self._worker.span("data wait", "data wait", began_s, ready_s)
             yield step, data
             self._reducer.end_step()
             self._worker.pace_device()
-            self._worker.span(f"step {number}", "batch", ready_s, samples=step.samples)
             now_s = time.monotonic()
-            self._measured.transfer_s += transfer_s
-            self._account(step, now_s - began_s, ready_s - began_s - transfer_s)
+            times_s = began_s, ready_s, now_s
+            self._worker.timeline.batch("step", number, times_s, step.samples)
+            sync_wait_s = self._reducer.wait_s
+            cost = StepCost(
+                samples=step.samples,
+                busy_s=now_s - began_s - sync_wait_s,
+                data_wait_s=max(0.0, ready_s - began_s - transfer_s),
+                transfer_s=transfer_s,
+                sync_wait_s=sync_wait_s,
+                warm=not self._worker.is_cold,
+            )
+            self._worker.is_cold = False
+            self._account(number, cost)
             began_s = now_s
         self._report()
         while self.end is None:
@@ -167,7 +161,7 @@ class SyncEpoch:
             return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
-        self._grants.append(instruction)
+        self._reports.granted(instruction)
         shares, rank = instruction.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
         total = sum(shares)
@@ -186,7 +180,7 @@ class SyncEpoch:
 
     def _report(self) -> None:
         """Sends what is still to be said."""
-        event, self._unsent = self._unsent, None
+        event = self._reports.take()
         if event is not None:
             self._reducer.run_beneath(None)
             self._worker.send(event)
@@ -196,36 +190,18 @@ class SyncEpoch:
         self._report()
         self.refill()
 
-    def _account(self, step: Step, step_s: float, data_wait_s: float) -> None:
+    def _account(self, number: int, cost: StepCost) -> None:
+        """A step is done; what is to be said of its grant waits for the next one."""
         self._report()  # there was no backward pass
-        measured = self._measured
-        sync_wait_s = self._reducer.wait_s
-        measured.samples += step.samples
-        measured.busy_s += step_s - sync_wait_s
-        measured.data_wait_s += max(0.0, data_wait_s)
-        measured.sync_wait_s += sync_wait_s
-        measured.warm &= not self._worker.is_cold
-        self._worker.is_cold = False
-        self.samples_done += self._positions.samples_of(step.step)
-        if self._grants and step.step + 1 == self._grants[0].stop:
-            grant = self._grants.popleft()
-            is_last = grant.stop == self._positions.num_batches
-            tells_norm = is_last and self._worker.rank == 0
-            self._unsent = StepsDone(
-                rank=self._worker.rank,
-                epoch=self._positions.epoch,
-                start=grant.start,
-                stop=grant.stop,
-                samples=measured.samples,
-                busy_s=measured.busy_s,
-                data_wait_s=measured.data_wait_s,
-                sync_wait_s=measured.sync_wait_s,
-                warm=measured.warm,
-                backward_passes=self._reducer.backward_passes,
-                max_samples=self._worker.max_samples,
-                transfer_s=measured.transfer_s,
-                parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
-                scalars=self._hooks.scalars(is_last),
-            )
-            self._measured = _Measured()
-            self._reducer.run_beneath(self._report_beneath)
+        self.samples_done += self._positions.samples_of(number)
+        if not self._reports.step_done(number, cost):
+            return
+        is_last = number + 1 == self._positions.num_batches
+        tells_norm = is_last and self._worker.rank == 0
+        self._reports.close(
+            backward_passes=self._reducer.backward_passes,
+            max_samples=self._worker.max_samples,
+            parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
+            scalars=self._hooks.scalars(is_last),
+        )
+        self._reducer.run_beneath(self._report_beneath)

@@ -24,6 +24,7 @@ from elche.coordination.messages import (
 )
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
+from elche.monitor.trace import SYNC
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
 from elche.runtime.window_sync import WindowSync
@@ -90,7 +91,7 @@ class WindowEpoch:
         self._hooks = hooks
         self._leases: deque[tuple[int, int]] = deque()
         self._unreported: _Unreported | None = None
-        self._in_hand: tuple[int, float, float] | None = None
+        self._in_hand: tuple[int, int, float, float] | None = None
         self._transfer_s = 0.0
         self._is_leaving = False
         self._closed_s = 0.0
@@ -110,9 +111,7 @@ class WindowEpoch:
     @property
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand."""
-        if self._in_hand is None:
-            return 0
-        return self._positions.samples_of(self._in_hand[0])
+        return 0 if self._in_hand is None else self._in_hand[1]
 
     def refill(self) -> None:
         """Reads leases that have come; called when the loader draws."""
@@ -143,10 +142,10 @@ class WindowEpoch:
                 continue
             batch, data = got
             ready_s = time.monotonic()
-            self._worker.span("data wait", "data wait", began_s, ready_s)
-            self._in_hand = (batch, began_s, ready_s)
+            samples = self._positions.samples_of(batch)
+            self._in_hand = (batch, samples, began_s, ready_s)
             self._transfer_s = self._leased.transfer_s
-            self._sync.begin_batch(self._positions.samples_of(batch))
+            self._sync.begin_batch(samples)
             yield data
             self._batch_done()
             began_s = time.monotonic()
@@ -193,12 +192,12 @@ class WindowEpoch:
         """The loop came back: the batch in hand is trained on."""
         if self._in_hand is None:
             return
-        batch, began_s, ready_s = self._in_hand
+        batch, samples, began_s, ready_s = self._in_hand
         self._in_hand = None
         self._worker.pace_device()
-        samples = self._positions.samples_of(batch)
         self._sync.batch_done()
-        busy_s = time.monotonic() - began_s
+        now_s = time.monotonic()
+        busy_s = now_s - began_s
         is_timed, self._worker.is_cold = not self._worker.is_cold, False
         self._loop.trained(busy_s if is_timed else None)
         part = self._unreported
@@ -217,7 +216,7 @@ class WindowEpoch:
             self._report()
         elif self._loop.is_throttled:
             self._report()
-        self._worker.span(f"batch {batch}", "batch", ready_s, samples=samples)
+        self._worker.timeline.batch("batch", batch, (began_s, ready_s, now_s), samples)
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
@@ -270,16 +269,17 @@ class WindowEpoch:
         """Puts the window's result into the model and says so."""
         started_s = time.monotonic()
         if not self._sync.is_overlapped:
-            self._worker.span("wait for ranks", "sync wait", self._closed_s, started_s)
+            waited = self._closed_s, started_s
+            self._worker.timeline.add("wait for ranks", "sync wait", *waited)
         wait_s, held_s = self._waited_s, self._held_s
         if is_begun:
             drained = self._loop.batches == 0
             result: SyncResult = self._sync.finish(plan, is_drained=drained)
         else:
             result = self._sync.reduce(plan)
-        self._worker.span(f"sync {plan.window}", "sync", started_s)
         adopted_at = self._loop.batches if is_begun else 0
         now_s = time.monotonic()
+        self._worker.timeline.add(f"sync {plan.window}", SYNC, started_s, now_s)
         self._loop.reduced(now_s)
         if is_begun:
             held_s += now_s - started_s

@@ -59,7 +59,10 @@ def choices_of(sim: Simulation) -> tuple[ChoiceReport, ...]:
 
 
 def phases_of(sim: Simulation) -> tuple[PhaseReport, ...]:
-    """The run's phases; one, unless ``auto`` changed the policy."""
+    """The run's phases; one, unless ``auto`` changed the policy.
+
+    None of a run that was aborted before it trained.
+    """
     history = sim.history
     now = Phase(
         "",
@@ -72,7 +75,7 @@ def phases_of(sim: Simulation) -> tuple[PhaseReport, ...]:
         },
     )
     phases = history.phases
-    ends = [*phases[1:], now]
+    ends = [*phases[1:], now] if phases else []
     return tuple(_between(sim, one, end) for one, end in zip(phases, ends, strict=True))
 
 

@@ -9,7 +9,6 @@ backward pass, and not before the last bucket of the last rank is reduced.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,10 @@ from elche.coordination.messages import (
     MetricsReported,
     PolicyChosen,
     Regroup,
-    StepsDone,
     SwitchPolicy,
     WindowReduced,
 )
+from elche.coordination.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.loader import Loaded, Loader
@@ -54,14 +53,12 @@ class SyncEpoch:
         self._sim = rank.sim
         self._epoch = begin.epoch
         self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
-        self._grants: deque[GrantSteps] = deque()
+        self._reports = StepReports(rank.rank, begin.epoch)
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
-        self._measured = [0.0, 0.0, 0.0, 0.0]
-        self._is_warm = True
         rank.reduced = -1
 
     def train(self) -> Script:
@@ -77,18 +74,20 @@ class SyncEpoch:
             elif self._end is not None:
                 break
             elif self.switch is not None and self.switch.step <= rank.reduced + 1:
+                self._report()
                 return
             elif not self._loader.has_work:
                 yield from self._wait()
-            elif (item := (yield from self._take_step())) is not None:
+            elif (done := (yield from self._take_step())) is not None:
+                item, cost = done
+                self._trained(item)
                 if item.number + 1 == break_at:
-                    self._trained(item)
+                    self._report()
                     self._sim.send(
                         EpochLeft(rank=rank.rank, epoch=self._epoch, step=break_at)
                     )
                     return
-                self._trained(item)
-                self._account(item.number)
+                self._account(item.number, cost)
         if rank.is_back:
             rank.goes_on()
         self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
@@ -96,25 +95,28 @@ class SyncEpoch:
     def _trained(self, item: Loaded) -> None:
         """Notes this rank's part of a step."""
         rank = self._rank
-        start = self._start_of(self._grants[0])
+        start = self._start()
         rank.trained(self._epoch, item.number, start, start + item.counted)
         rank.history.samples += item.counted
         rank.history.windows += rank.rank == 0
 
-    def _start_of(self, grant: GrantSteps) -> int:
-        """Where this rank's part of a step begins."""
+    def _start(self) -> int:
+        """Where this rank's part of the step under way begins."""
+        grant = self._reports.under_way
+        assert grant is not None
         return sum(grant.shares[: self._rank.rank])
 
     def _wait(self) -> Script:
         """Nothing is granted: the end of the epoch, or a change of the membership."""
         rank, began_s = self._rank, self._rank.now_s
         number = rank.reduced + 1
+        self._report()
         yield Receive(f"the grant of step {number} of {rank.sizes.num_batches}")
         is_over = number == rank.sizes.num_batches
         cause = WINDOW_END if is_over else LEASE
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
-    def _take_step(self) -> Generator[Any, Any, Loaded | None]:
+    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, StepCost] | None]:
         """Runs this rank's part of the next step; None: the group has changed."""
         rank = self._rank
         if rank.is_back:
@@ -125,33 +127,42 @@ class SyncEpoch:
             yield item.ready_s - began_s
             cause = LEASE if item.was_late else DATA
             rank.history.wait(rank.rank, cause, began_s, rank.now_s)
-        self._measured[2] += rank.now_s - began_s
-        self._measured[1] += rank.now_s - began_s
+        data_wait_s = rank.now_s - began_s
         compute_s, is_warm = rank.compute_s(item.samples)
         began_s = rank.now_s
-        yield compute_s
+        forward_s = FORWARD_PART * compute_s
+        if self._reports.is_due:
+            yield forward_s
+            self._report()  # beneath the backward pass, which now begins
+            rank.take_all(self._handle)
+            yield compute_s - forward_s
+        else:
+            yield compute_s
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"step {item.number}", began_s, rank.now_s)
-        self._measured[0] += item.counted
-        self._measured[1] += compute_s
-        self._is_warm &= is_warm
-        if (yield from self._reduce(item, began_s + FORWARD_PART * compute_s)):
-            return item
-        yield from self._await_regroup()
-        return None
+        ended_s = rank.now_s
+        if not (yield from self._reduce(item, began_s + forward_s)):
+            yield from self._await_regroup()
+            return None
+        return item, StepCost(
+            samples=item.counted,
+            busy_s=data_wait_s + compute_s,
+            data_wait_s=data_wait_s,
+            sync_wait_s=rank.now_s - ended_s,
+            warm=is_warm,
+        )
 
     def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
         """The step's reduction; False: a rank is gone, and it has failed."""
         rank, ended_s = self._rank, self._rank.now_s
-        grant = self._grants[0]
         collective = rank.engine.arrive_ready(
             ("step", rank.run, rank.generation, self._epoch, item.number),
             rank.rank,
             self._new,
             ready_s,
         )
-        collective.value[rank.rank] = self._start_of(grant), item.counted
+        collective.value[rank.rank] = self._start(), item.counted
         if not (yield collective):
             return False
         if self._sim.books is not None:
@@ -165,7 +176,6 @@ class SyncEpoch:
         last_s = max(ended_s, min(rank.now_s, collective.last_arrival_s))
         rank.history.wait(rank.rank, WINDOW_END, ended_s, last_s)
         rank.history.wait(rank.rank, REDUCTION, last_s, rank.now_s)
-        self._measured[3] += rank.now_s - ended_s
         return True
 
     def _await_regroup(self) -> Script:
@@ -180,10 +190,9 @@ class SyncEpoch:
     def _reform(self, regroup: Regroup) -> Script:
         """Forms the new group. What was granted in the old one is void."""
         self._regroup = None
-        self._grants.clear()
+        self._report()
+        self._reports.void()
         self._loader.discard()
-        self._measured = [0.0, 0.0, 0.0, 0.0]
-        self._is_warm = True
         if not (yield from self._rank.regroup(regroup, self._epoch)):
             yield from self._await_regroup()
 
@@ -249,7 +258,7 @@ class SyncEpoch:
         if isinstance(instruction, (MetricsReported, PolicyChosen)):
             return
         assert isinstance(instruction, GrantSteps), instruction
-        self._grants.append(instruction)
+        self._reports.granted(instruction)
         shares, counted = instruction.shares, instruction.shares[rank.rank]
         few = min(self._sim.cluster.run.min_share_samples, sum(shares))
         steps = range(instruction.start, instruction.stop)
@@ -261,25 +270,16 @@ class SyncEpoch:
             (Loaded(step, counted or few, counted) for step in steps), rank.now_s
         )
 
-    def _account(self, number: int) -> None:
-        """Reports a grant when its last step is done."""
-        if number + 1 != self._grants[0].stop:
-            return
-        grant = self._grants.popleft()
-        samples, busy_s, data_wait_s, sync_wait_s = self._measured
-        self._sim.send(
-            StepsDone(
-                rank=self._rank.rank,
-                epoch=self._epoch,
-                start=grant.start,
-                stop=grant.stop,
-                samples=int(samples),
-                busy_s=busy_s,
-                data_wait_s=data_wait_s,
-                sync_wait_s=sync_wait_s,
-                warm=self._is_warm,
-                backward_passes=grant.stop,
-            )
-        )
-        self._measured = [0.0, 0.0, 0.0, 0.0]
-        self._is_warm = True
+    def _account(self, number: int, cost: StepCost) -> None:
+        """A step is done; a grant's report waits for the next one's backward pass."""
+        self._report()  # of a membership that has taken no step since
+        grant = self._reports.under_way
+        if self._reports.step_done(number, cost):
+            assert grant is not None
+            self._reports.close(backward_passes=grant.stop)
+
+    def _report(self) -> None:
+        """Says what is still to be said."""
+        event = self._reports.take()
+        if event is not None:
+            self._sim.send(event)

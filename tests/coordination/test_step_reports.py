@@ -1,0 +1,239 @@
+"""What a rank says of its steps, and when: the shell and the simulator alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    EndEpoch,
+    Event,
+    GrantSteps,
+    Instruction,
+    StepsDone,
+)
+from elche.coordination.step_reports import StepCost, StepReports
+from elche.runtime.positions import EpochPositions
+from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.timeline import Timeline
+from elche.runtime.window_epoch import EpochHooks
+from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.simulation import Simulation, Watch
+
+STEPS = 6
+BATCH = 4
+
+
+def grant(start: int, stop: int) -> GrantSteps:
+    return GrantSteps(rank=0, epoch=0, start=start, stop=stop, shares=(BATCH,))
+
+
+def cost(busy_s: float, *, warm: bool = True) -> StepCost:
+    return StepCost(
+        samples=BATCH,
+        busy_s=busy_s,
+        data_wait_s=busy_s / 4,
+        transfer_s=busy_s / 8,
+        sync_wait_s=busy_s / 2,
+        warm=warm,
+    )
+
+
+def test_a_report_sums_what_its_steps_took() -> None:
+    reports = StepReports(0, 3)
+    reports.granted(grant(0, 2))
+    reports.granted(grant(2, 3))
+    assert not reports.step_done(0, cost(1.0, warm=False))
+    assert reports.take() is None
+    assert reports.step_done(1, cost(3.0))
+    reports.close(backward_passes=2, max_samples=5)
+    assert reports.is_due
+    said = reports.take()
+    assert said == StepsDone(
+        rank=0,
+        epoch=3,
+        start=0,
+        stop=2,
+        samples=2 * BATCH,
+        busy_s=4.0,
+        data_wait_s=1.0,
+        transfer_s=0.5,
+        sync_wait_s=2.0,
+        warm=False,
+        backward_passes=2,
+        max_samples=5,
+    )
+    assert reports.take() is None
+    assert reports.step_done(2, cost(1.0))  # measured for itself
+    reports.close(backward_passes=3)
+    said = reports.take()
+    assert said is not None
+    assert (said.samples, said.busy_s, said.warm) == (BATCH, 1.0, True)
+
+
+def test_a_change_of_the_group_voids_grants_and_what_was_measured() -> None:
+    reports = StepReports(0, 0)
+    reports.granted(grant(0, 2))
+    assert not reports.step_done(0, cost(1.0))
+    reports.void()
+    assert reports.under_way is None
+    reports.granted(grant(1, 2))
+    assert reports.step_done(1, cost(2.0))
+    reports.close(backward_passes=1)
+    said = reports.take()
+    assert said is not None
+    assert (said.start, said.samples, said.busy_s) == (1, BATCH, 2.0)
+
+
+class Shell:
+    """A rank's worker, loader and reducer, of which only what is said is real.
+
+    The coordinator answers a report at once, by a grant of one more step or the end.
+    """
+
+    rank = 0
+    is_cold = False
+    max_samples = 0
+    transfer_s = wait_s = 0.0
+    backward_passes = 0
+
+    def __init__(self) -> None:
+        self.timeline = Timeline(0)
+        self.log: list[str] = []
+        self.inbox: deque[Instruction] = deque([grant(0, 1), grant(1, 2)])
+        self.queued: deque[tuple[Any, Any]] = deque()
+        self.granted = 2
+        self.beneath: Callable[[], None] | None = None
+        self.epoch: SyncEpoch | None = None
+
+    # the worker
+    def send(self, *events: Event) -> None:
+        for event in events:
+            assert isinstance(event, StepsDone)
+            self.log.append(f"report {event.start}")
+            if self.granted < STEPS:
+                self.inbox.append(grant(self.granted, self.granted + 1))
+                self.granted += 1
+            elif event.stop == STEPS:
+                self.inbox.append(
+                    EndEpoch(
+                        rank=0,
+                        epoch=0,
+                        samples=(STEPS * BATCH,),
+                        busy_s=(0.0,),
+                        data_wait_s=(0.0,),
+                        sync_s=0.0,
+                        windows=STEPS,
+                        anchor=1,
+                        shares=(1.0,),
+                    )
+                )
+
+    def take_all(self, handle: Callable[[Instruction], None]) -> None:
+        while self.inbox:
+            handle(self.inbox.popleft())
+
+    def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
+        self.log.append("wait")
+        handle(self.inbox.popleft())
+
+    def pace_device(self) -> None:
+        pass
+
+    # the loader
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queued)
+
+    def push(self, tag: Any, batch: Any) -> None:
+        self.queued.append((tag, batch))
+
+    def take(self) -> tuple[Any, Any] | None:
+        if not self.queued and self.epoch is not None:
+            self.epoch.refill()
+        return self.queued.popleft() if self.queued else None
+
+    def end(self) -> None:
+        pass
+
+    # the reducer
+    def begin_step(self, scale: float, active_ranks: int) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def run_beneath(self, work: Callable[[], None] | None) -> None:
+        self.beneath = work
+
+    def backward(self) -> None:
+        work, self.beneath = self.beneath, None
+        if work is not None:
+            work()
+
+
+def said_by_the_shell(*, has_backward: bool = True) -> list[str]:
+    """What a rank of the real shell does, in order: its loop's bodies and messages."""
+    shell = Shell()
+    hooks = EpochHooks(lambda error: None, lambda: None, lambda waits: (), lambda: 0.0)
+    positions = EpochPositions(
+        list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
+    )
+    double = cast(Any, shell)
+    shell.epoch = SyncEpoch(double, double, positions, double, 1, hooks)
+    for number, _ in enumerate(shell.epoch.batches()):
+        shell.log.append(f"forward {number}")
+        if has_backward:
+            shell.backward()
+        shell.log.append(f"end {number}")
+    return [entry for entry in shell.log if entry != "wait"]
+
+
+def said_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """The same of a simulated rank by itself, with the steps' time as a unit."""
+    run = Run(policy="sync", samples=STEPS * BATCH, batch_size=BATCH)
+    device = Device(seconds_per_sample=1.0 / BATCH)
+    link = Link(latency_s=0.0, bytes_per_s=1e12)
+    sim = Simulation(Cluster(run=run, devices=(device,), link=link), Watch(checks=True))
+    said: list[tuple[str, float]] = []
+    send = sim.send
+
+    def note(event: Event) -> None:
+        if isinstance(event, StepsDone):
+            said.append((f"report {event.start}", sim.engine.now_s))
+        send(event)
+
+    monkeypatch.setattr(sim, "send", note)
+    sim.run()
+    return said
+
+
+def test_the_shell_reports_beneath_the_next_step() -> None:
+    expected = ["forward 0", "end 0"]
+    for number in range(1, STEPS):
+        expected += [f"forward {number}", f"report {number - 1}", f"end {number}"]
+    assert said_by_the_shell() == [*expected, f"report {STEPS - 1}"]
+
+
+def test_without_a_backward_pass_the_shell_reports_at_the_steps_end() -> None:
+    expected = ["forward 0", "end 0"]
+    for number in range(1, STEPS):
+        expected += [f"forward {number}", f"end {number}", f"report {number - 1}"]
+    assert said_by_the_shell(has_backward=False) == [*expected, f"report {STEPS - 1}"]
+
+
+def test_the_simulator_reports_beneath_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third of the next step is over when its backward pass begins."""
+    said = said_by_the_simulator(monkeypatch)
+    assert [name for name, _ in said] == [
+        entry for entry in said_by_the_shell() if entry.startswith("report")
+    ]
+    ends_s = [number + 1.0 for number in range(STEPS)]
+    beneath = [end_s + 1 / 3 for end_s in ends_s[:-1]]
+    assert [at_s for _, at_s in said] == pytest.approx([*beneath, ends_s[-1]])

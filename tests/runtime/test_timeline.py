@@ -1,0 +1,36 @@
+"""What a rank did, as spans of a timeline."""
+
+from __future__ import annotations
+
+import pytest
+
+from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
+from elche.runtime import timeline as timeline_module
+from elche.runtime.timeline import Timeline
+
+
+def test_a_batch_is_a_wait_for_data_and_what_followed() -> None:
+    timeline = Timeline(2)
+    timeline.batch("step", 7, (1.0, 1.25, 3.0), 16)
+    timeline.add("sync 3", SYNC, 3.0, 3.5)
+    assert timeline.spans == [
+        Span(2, DATA_WAIT, DATA_WAIT, 1.0, 0.25),
+        Span(2, "step 7", BATCH, 1.25, 1.75, {"samples": 16}),
+        Span(2, "sync 3", SYNC, 3.0, 0.5),
+    ]
+    assert timeline.spans == timeline.spans  # reading takes nothing away
+
+
+def test_clocks_that_go_back_make_no_negative_span() -> None:
+    timeline = Timeline(0)
+    timeline.add("sync 0", SYNC, 2.0, 1.0)
+    assert [span.duration_s for span in timeline.spans] == [0.0]
+
+
+def test_only_the_newest_records_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "MOST_RECORDS", 2)
+    timeline = Timeline(0)
+    for number in range(3):
+        timeline.batch("batch", number, (0.0, 0.0, 1.0), 1)
+    names = [span.name for span in timeline.spans if span.category == BATCH]
+    assert names == ["batch 1", "batch 2"]

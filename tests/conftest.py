@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids
 
-LEAK_GRACE_S = 30.0
+LEAK_GRACE_S = 60.0
 QUICK_EXAMPLES = 40
 """Most examples of a property without the slow tests; with them it has its own number.
 """

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )
 
 
@@ -105,3 +105,27 @@ def test_the_loop_in_the_readme(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("trained") == 2
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    example = (sys.executable, "examples/resume.py", "--folder")
+    through = _run(*example, str(tmp_path / "through"))
+    assert through.returncode == 0, through.stderr
+    halves = [
+        _run(*example, str(tmp_path / "halves"), *stop)
+        for stop in (("--stop-after", "2"), ())
+    ]
+    assert [half.returncode for half in halves] == [0, 0], halves[-1].stderr
+    assert halves[0].stdout.count("loss") == 2
+    assert halves[0].stdout + halves[1].stdout == through.stdout
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_on_two_devices(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "elche.cli", "run", "--speeds", "1,0.5")
+    script = ("--ms-per-sample", "0.2", "examples/resume.py", "--folder", str(tmp_path))
+    halves = [_run(*launcher, *script, *stop) for stop in (("--stop-after", "2"), ())]
+    assert [half.returncode for half in halves] == [0, 0], halves[-1].stderr
+    epochs = re.findall(r"epoch (\d): loss", halves[0].stdout + halves[1].stdout)
+    assert epochs == list("01234")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
 import elche
 
-LIMIT_S = 0.5
+MOST_MODULES = 60
+"""Beyond an empty program's; about 30 are loaded, torch alone would be 2000."""
 
 
 def run(code: str) -> str:
@@ -17,26 +17,12 @@ def run(code: str) -> str:
     ).stdout.strip()
 
 
-def fastest_s(code: str) -> float:
-    """Processor time, the best of three: what else runs only ever makes it slower."""
-    times_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run(code)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-        times_s.append(spent_s)
-    return min(times_s)
-
-
 def test_import_loads_nothing_heavy() -> None:
-    loaded = run("import sys, elche; print(*sys.modules)").split()
+    loaded = set(run("import sys, elche; print(*sys.modules)").split())
+    empty = set(run("import sys; print(*sys.modules)").split())
     assert "elche" in loaded
-    assert not {"torch", "numpy", "rich", "click", "msgpack"} & set(loaded)
-
-
-def test_import_is_fast() -> None:
-    assert fastest_s("import elche") < fastest_s("pass") + LIMIT_S
+    assert len(loaded - empty) <= MOST_MODULES
+    assert not {"torch", "numpy", "rich", "click", "msgpack"} & loaded
 
 
 def test_public_names_resolve() -> None:

@@ -25,7 +25,7 @@ def test_process_is_found_and_killed() -> None:
     (line,) = leaks.leaks_since(before, grace_s=0)
     assert line.startswith(f"process {child.pid}: ")
     assert "signal.pause()" in line
-    assert child.wait(timeout=10) == -9
+    assert child.wait(timeout=100) == -9
     assert leaks.leaks_since(before, grace_s=0) == []
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -26,6 +25,7 @@ from elche.coordination.messages import (
 )
 from elche.coordination.window_loop import WindowLoop
 from elche.runtime.positions import EpochPositions
+from elche.runtime.timeline import Timeline
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 
 
@@ -42,6 +42,7 @@ class Shell:
     def __init__(self) -> None:
         self.inbox: deque[Instruction] = deque()
         self.sent: list[Event] = []
+        self.timeline = Timeline(self.rank)
         self.placement = self
         self.device = self
         self.type = "cpu"
@@ -61,9 +62,6 @@ class Shell:
     def sleep_until_told(self, timeout_s: float) -> None:
         if not self.inbox:
             raise NeedlessWaitError(f"{timeout_s:.1f} s")
-
-    def span(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody looks."""
 
     def pace_device(self) -> None:
         """Nothing to pace."""

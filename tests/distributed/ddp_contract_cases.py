@@ -19,6 +19,7 @@ from elche.ddp import DistributedDataParallel
 from elche.errors import CommunicationError
 from tests.distributed.ddp_cases import (
     FEATURES,
+    STORE,
     Plan,
     Trace,
     build,
@@ -28,6 +29,7 @@ from tests.distributed.ddp_cases import (
     torch_world,
     wrap,
 )
+from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 
 KINDS = {"elche": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
@@ -359,9 +361,11 @@ def sparse_on_first_use() -> str:
 def late(transport: str) -> str:
     """Rank 1 does not come to the second step."""
     rank = this_place().rank
-    with torch_world(timeout_s=2.0):
+    with torch_world():
         ddp = DistributedDataParallel(build("mlp"), transport=transport)
         backward(ddp)
+        all_here(os.environ[STORE])
+        lose_patience(ddp._group, 1.0)
         if rank == 1:
             return "away"
         own = local_gradients(ddp.module, 1)
@@ -571,10 +575,13 @@ def change_of_members(before: Plan, after: Plan, fails: bool) -> Any:
     rank = this_place().rank
     traces: list[Trace] = []
     with contextlib.ExitStack() as groups:
-        everybody = groups.enter_context(elche_group((0, 1, 2), 2.0 if fails else 30.0))
+        everybody = groups.enter_context(elche_group((0, 1, 2)))
         model = build(before.model, before.dtype, seed=3 + rank)
         ddp = wrap(before, model, process_group=everybody)
         traces.append(steps(before, ddp))
+        if fails:
+            all_here(os.environ[STORE])
+            lose_patience(everybody, 1.0)
         if rank == 1:
             if not fails:
                 with elche_group((1, 0, 2)) as joined:

@@ -25,6 +25,7 @@ from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 from elche.errors import CommunicationError
 from tests.comm.plans import plan
+from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 
 STORE = "ELCHE_TEST_STORE"
@@ -269,13 +270,6 @@ def joined(
         group.close()
 
 
-def lose_patience(group: Group, timeout_s: float) -> None:
-    """From here on this rank waits so long: all have come, somebody will not again."""
-    made: Any = group._process_group
-    made._set_default_timeout(timedelta(seconds=timeout_s))
-    group._timeout_s = timeout_s
-
-
 def averager_of(
     model: nn.Module, group: Group, kind: type[Averager] = OverlappedAverager
 ) -> Any:
@@ -387,6 +381,7 @@ def bereaved(transport: str, regroups: bool) -> dict[str, Any]:
         averager = averager_of(model, group)
         local_step(model, place.rank, 0)
         all_changed(group, ())
+        all_here(os.environ[STORE])
         lose_patience(group, 1.0)
         if place.rank == dead:
             return {"error": "", "untouched": True, "state": {}}

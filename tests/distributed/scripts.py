@@ -22,7 +22,11 @@ def _train(case: str, policy: str) -> None:
     data = TensorDataset(torch.randn(0 if case == "empty" else 160, 4))
     loader = DataLoader(data, batch_size=4)
     model, optimizer, loader = elche.setup(
-        model, optimizer, loader, policy="nonsense" if case == "policy" else policy
+        model,
+        optimizer,
+        loader,
+        policy="nonsense" if case == "policy" else policy,
+        record="no/such/folder" if case == "record" else None,
     )
     # In windows a rank is sure of its first leases alone, on a machine that is busy.
     fails_at = (0, 5 if policy == "sync" else 1)

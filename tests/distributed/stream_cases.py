@@ -213,7 +213,9 @@ def _streamed(task: StreamTask) -> Streamed:
     workers: dict[str, Any] = {"num_workers": task.num_workers}
     if task.num_workers:
         workers["persistent_workers"] = task.persistent_workers
-        workers["worker_init_fn"] = divide_by_worker if task.divides else None
+    if task.divides:  # where workers begin with a copy of what this process has now
+        workers["worker_init_fn"] = divide_by_worker
+        workers["multiprocessing_context"] = "spawn"
     loader = DataLoader(stream, task.batch_size, **workers)
     kept = _Kept()
     logging.getLogger("elche").addHandler(kept)

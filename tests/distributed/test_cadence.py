@@ -16,18 +16,11 @@ from tests.harness.rank_pool import RankPool
 pytestmark = pytest.mark.distributed
 
 
-# Loaders' workers take seconds to start: under async in the fast suite.
-NO_WORKERS = [
-    pytest.param(task, marks=[pytest.mark.slow] * (task.num_workers > 0))
-    for task in TASKS
-]
-
-
 def _positions(traces: list[Trace], epoch: int) -> list[int]:
     return sorted(index for trace in traces for index in trace.orders[epoch])
 
 
-@pytest.mark.parametrize("task", NO_WORKERS, ids=str)
+@pytest.mark.parametrize("task", TASKS, ids=str)
 def test_every_position_once(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
     task = dataclasses.replace(task, options={"policy": "cadence"})

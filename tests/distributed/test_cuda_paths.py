@@ -22,7 +22,7 @@ def run(folder: Path, only: str) -> dict[str, dict[str, Any]]:
         [*command, "--only", only, "--json", str(record)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -39,6 +39,7 @@ def test_a_part_is_compared_with_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("only", ["alone", "one gpu, sync", "int8", ": ", "copies"])
 def test_all_cases_run(tmp_path: Path, only: str) -> None:
     assert all("error" not in each for each in run(tmp_path, only).values())

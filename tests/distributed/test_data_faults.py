@@ -118,14 +118,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("policy", "fault", "says"),
-    [
-        pytest.param(
-            *(policy, *fault),
-            marks=[pytest.mark.slow] * (policy == "sync" and "num_workers" in fault[0]),
-        )
-        for policy in ("sync", "cadence")
-        for fault in FAULTS
-    ],
+    [(policy, *fault) for policy in ("sync", "cadence") for fault in FAULTS],
 )
 def test_faults_are_named_on_every_rank(
     ranks2: RankPool, policy: str, fault: dict[str, Any], says: str

@@ -205,7 +205,9 @@ def test_a_deadline_names_who_did_not_come(ranks3: RankPool, transport: str) -> 
     assert second == "away"
     for text in (first, third):
         assert text.startswith("DeadlineError: ")
-        assert "ranks that did not arrive: 1." in text
+        assert re.search(r"ranks that did not arrive: [02, ]*1\b", text)
+    # Whoever notices last has seen that the other one has, too.
+    assert any("ranks that did not arrive: 1." in text for text in (first, third))
 
 
 @pytest.mark.faults
@@ -263,23 +265,21 @@ def test_a_module_can_be_wrapped_again(ranks2: RankPool) -> None:
 
 def test_replacing_the_import_is_enough(tmp_path: Path) -> None:
     script = Path(__file__).with_name("ddp_script.py")
-    said = {}
-    for kind in ("torch", "elche"):
-        out = tmp_path / kind
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*torchrun, "--nproc-per-node", "2", str(script), kind],
-            env={**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
-        # torch's own wrapper sometimes aborts at the interpreter's end, all done.
-        aborts = kind == "torch" and "terminate called without" in done.stderr
-        assert done.returncode == 0 or aborts, done.stderr
-        said[kind] = out.read_text().split()
-    ours, theirs = said["elche"], said["torch"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(script), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    # torch's own wrapper sometimes aborts at the interpreter's end, all done.
+    aborts = "terminate called without" in done.stderr
+    assert done.returncode == 0 or aborts, done.stderr
+    ours, theirs = (
+        (tmp_path / kind).read_text().split() for kind in ("elche", "torch")
+    )
     assert float(ours[1]) == pytest.approx(float(theirs[1]), abs=2e-5)
     assert float(ours[3]) == pytest.approx(float(theirs[3]), rel=1e-5)
     assert ours[4:] == theirs[4:]

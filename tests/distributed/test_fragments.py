@@ -64,6 +64,7 @@ def test_a_rank_that_went_astray_joins_the_others_again(
     ranks2: RankPool, policy: str
 ) -> None:
     options = {"policy": policy, "fragments": 2, "max_anchor": 1}
+    options["non_finite"] = "leave_out"
     task = Task(samples=400, batch_size=8, epochs=1, shuffle=False, options=options)
     ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
     left_out = [batch for part in ranks[0].left_out[0] for batch in range(*part)]

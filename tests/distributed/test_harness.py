@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tests.harness import rank_main
+from tests.harness import rank_main, rank_pool
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool, pool_pids
 from tests.harness.rank_process import Outcome, RankCaseFailed
@@ -41,6 +41,27 @@ def hang_on(rank: int) -> str:
     if this_place().rank == rank:
         threading.Event().wait()
     return "fine"
+
+
+def hang_while_seen(path: str) -> str:
+    """Rank 1 hangs; rank 0 is through when rank 1 does."""
+    if this_place().rank == 1:
+        Path(path).touch()
+        threading.Event().wait()
+    while not Path(path).exists():
+        threading.Event().wait(0.01)
+    return "fine"
+
+
+class JumpingClock:
+    """Stands still until it was read twice, and is far beyond any deadline then."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def monotonic(self) -> float:
+        self.read += 1
+        return 0.0 if self.read <= 2 else 1e9
 
 
 def die_on(rank: int) -> str:
@@ -133,13 +154,17 @@ def test_expected_failure_returns_outcomes_and_keeps_the_ranks(
     assert ranks2.run(process_id) == before
 
 
-def test_timeout_kills_names_and_shows_the_stack(own_pool: RankPool) -> None:
+def test_timeout_kills_names_and_shows_the_stack(
+    own_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline passes when the first rank is through."""
     before = own_pool.run(process_id)
+    monkeypatch.setattr(rank_pool, "time", JumpingClock())
     with pytest.raises(RankCaseFailed, match="rank 1 hung: not through") as caught:
-        own_pool.run(hang_on, 1, timeout_s=3.0)
+        own_pool.run(hang_while_seen, str(tmp_path / "hangs"))
     error = caught.value.outcomes[1].error
     assert error is not None
-    assert "in hang_on" in error.log
+    assert "in hang_while_seen" in error.log
     assert caught.value.outcomes[0].value == "fine"
     assert own_pool.pids == []
     for pid in before:

@@ -24,7 +24,9 @@ def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Poiso
     environment = [
         {"ELCHE_SPEED": str(speed), "ELCHE_MS_PER_SAMPLE": "0.2"} for speed in speeds
     ]
-    task = dataclasses.replace(TASK, options={"seed": 5, **options})
+    task = dataclasses.replace(
+        TASK, options={"seed": 5, "non_finite": "leave_out", **options}
+    )
     return pool.run(train_on_poison, task, case_setup=serve_in_thread, env=environment)
 
 

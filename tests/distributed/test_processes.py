@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).with_name("scripts.py"))
 ELCHE = [sys.executable, "-m", "elche.cli"]
-ENDS_WITHIN_S = 100.0
+ENDS_WITHIN_S = 240.0
 
 
 def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,15 +47,16 @@ FAILURES: list[tuple[str, set[int], str]] = [
     ("settings", {1}, r"optimizer\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
     ("empty", {1}, "the dataset is empty; expected at least one sample"),
     ("policy", {1}, "unknown policy 'nonsense'; expected one of: sync, cadence"),
+    ("record", {1}, "rank 0 failed: elche.errors.ConfigError: cannot record to"),
     ("loss", {1}, r"expected loss_fn to return a scalar tensor, got a tensor of"),
 ]
-# Half of them, each under one policy; the others in the slow suite. What agreement and
+# Three of them, each under one policy; the others in the slow suite. What agreement and
 # data refuse is tested in ranks that stay, too, where it costs less.
 PAIRS = [
     pytest.param(
         *failure,
         policy,
-        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 3),
+        marks=[pytest.mark.slow] * ((number + turn) % 2 or number > 2),
     )
     for number, failure in enumerate(FAILURES)
     for turn, policy in enumerate(("sync", "cadence"))
@@ -72,6 +73,8 @@ def test_failures_end_every_rank_with_a_reason(
     assert re.search(says, ended.stderr), ended.stderr
     assert "done" not in ended.stdout
     assert "elche run: ranks [0, 1] ended with codes" in ended.stderr
+    if case == "kill":
+        assert "137 (SIGKILL)" in ended.stderr
     if case == "raise":  # the others show where it was
         assert "--- traceback of rank 1 ---" in ended.stderr
         assert ended.stderr.count("in _fail") == 2
@@ -107,6 +110,8 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
         *ELCHE, "run", "--speeds", "1,0.25", "--ms-per-sample", "0.1", SCRIPT, "ok"
     )
     assert ended.returncode == 0, ended.stderr
+    assert "terminate called" not in ended.stderr
+    assert ended.stdout.count("done") == 2
     assert (
         "elche: 2 devices, unequal: 1 x CPU emulated at speed 1, 1 x CPU emulated at "
         "speed 0.25; policy sync" in ended.stderr
@@ -119,6 +124,7 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
 def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
     ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "trainer", policy)
     assert ended.returncode == 0, ended.stderr
+    assert "terminate called" not in ended.stderr
     assert f"policy {policy}" in ended.stderr
     states = re.findall(r"state (\S+) samples (\d+)", ended.stdout)
     assert len(states) == 2
@@ -128,38 +134,36 @@ def test_trainer_returns_the_same_on_every_rank(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "says"),
     [
-        (["--speeds", "1,-1"], 2, "expected positive numbers, got '1,-1'"),
-        (["--speeds", "1,x"], 2, "expected numbers like 1,0.25, got '1,x'"),
-        (["--devices", "cuda:99"], 1, "device 'cuda:99' does not exist"),
-        (["--devices", "abacus"], 1, "unknown device 'abacus'"),
-        (["--nproc", "0"], 1, "expected --nproc of at least 1, got 0"),
-        (["--nproc", "2", "--speeds", "1,1"], 1, "expected one of --nproc"),
-        (["--policy", "nonsense"], 2, "'nonsense' is not one of"),
+        (["--speeds", "1,-1"], "expected positive numbers, got '1,-1'"),
+        (["--speeds", "1,x"], "expected numbers like 1,0.25, got '1,x'"),
+        (["--devices", "cuda:99"], "device 'cuda:99' does not exist"),
+        (["--devices", "abacus"], "unknown device 'abacus'"),
+        (["--devices", "cpu, abacus"], "unknown device 'abacus'"),
+        (["--devices", ""], "expected names with commas between, got ''"),
+        (["--devices", "cpu,"], "expected names with commas between, got 'cpu,'"),
+        (["--nproc", "0"], "expected --nproc of at least 1, got 0"),
+        (["--nproc", "2", "--speeds", "1,1"], "expected one of --nproc"),
+        (["--ms-per-sample", "2"], "give their --speeds"),
+        (["--speeds", "1,1", "--ms-per-sample", "0"], "positive --ms-per-sample"),
+        (["--policy", "nonsense"], "'nonsense' is not one of"),
+        (["--nprocs", "2"], "No such option"),
     ],
 )
-def test_bad_options(arguments: list[str], code: int, says: str) -> None:
+def test_bad_options(arguments: list[str], says: str) -> None:
     """In this process: nothing is started."""
     result = CliRunner().invoke(main, ["run", *arguments, SCRIPT, "ok"])
-    assert result.exit_code == code, result.output
-    assert says in f"{result.output}{result.exception}"
+    assert result.exit_code == 2, result.output
+    assert says in result.output
 
 
-def _exits(times: int) -> None:
-    for number in range(times):
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_exits_are_clean_50_times_in_a_row() -> None:
+    for number in range(50):
         policy = ("sync", "cadence")[number % 2]
         ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "ok", policy)
         assert ended.returncode == 0, f"run {number}: {ended.stderr}"
         assert "terminate called" not in ended.stderr
         assert ended.stdout.count("done") == 2, f"run {number}: {ended.stdout}"
-
-
-def test_exits_are_clean() -> None:
-    _exits(2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_exits_are_clean_50_times_in_a_row() -> None:
-    _exits(50)

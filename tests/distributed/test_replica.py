@@ -120,7 +120,7 @@ def test_ranks_with_other_settings_are_refused(ranks2: RankPool) -> None:
     said = ranks2.run(cases.join_with_other_settings, case_setup=serve_in_thread)
     for text in said:
         assert text.startswith("MismatchError")
-        assert "config.timeout_s: rank 0 has 10.0, rank 1 has 11.0" in text
+        assert "config.timeout_s: rank 0 has 100.0, rank 1 has 101.0" in text
 
 
 def test_one_run_after_the_other(ranks2: RankPool) -> None:
@@ -133,7 +133,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         own.pop(name, None)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=own, check=False
+        command, capture_output=True, text=True, timeout=240, env=own, check=False
     )
 
 
@@ -164,7 +164,11 @@ def test_a_plain_script_is_one_rank_without_sockets() -> None:
             "kill", "rank 1 is gone: its connection ended", marks=pytest.mark.slow
         ),
         ("leave", "check_equal of 'model'"),
-        ("quit", "all_reduce_gradients of 'model' failed on rank 0"),
+        pytest.param(
+            "quit",
+            "all_reduce_gradients of 'model' failed on rank 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_ends_early_ends_the_others(case: str, says: str) -> None:

@@ -129,11 +129,6 @@ TASKS = [
     Task(samples=64, batch_size=8, shuffle=False, num_workers=2),
     Task(samples=64, batch_size=8, num_workers=1, persistent_workers=True),
 ]
-# Starting two loaders' workers per rank takes ten seconds: once in the fast suite.
-FEWER_WORKERS = [
-    pytest.param(task, marks=[pytest.mark.slow] * (task.num_workers > 1))
-    for task in TASKS
-]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import elche
+from elche.errors import NonFiniteError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import (
     Task,
@@ -21,11 +23,12 @@ from tests.distributed.cases import (
     plain,
     shared,
 )
-from tests.distributed.test_sync import FEWER_WORKERS, FOUR_TO_ONE
+from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.window_cases import (
     POISON,
     follow_progress_with_gradient_windows,
     share_with_slow_loader,
+    shared_by_virtual_speeds,
     shared_over_slow_link,
     train_on_poison,
 )
@@ -42,7 +45,7 @@ def _with(task: Task, **options: Any) -> Task:
     return dataclasses.replace(task, options={**task.options, **options})
 
 
-@pytest.mark.parametrize("task", FEWER_WORKERS, ids=str)
+@pytest.mark.parametrize("task", TASKS, ids=str)
 def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> None:
     reference = plain(task)
     traces = ranks3.run(shared, _with(task, policy="async"), case_setup=serve_in_thread)
@@ -53,12 +56,10 @@ def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> No
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_async_shares_by_speed_and_learns(ranks2: RankPool, transport: str) -> None:
+def test_async_over_each_transport(ranks2: RankPool, transport: str) -> None:
     task = Task(samples=3200, batch_size=8, epochs=1, model="norm", optimizer="adamw")
     task = _with(task, policy="async", transport=transport)
     traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
-    fast_s, slow_s = traces[0].busy_s[0]  # as long: nobody waits for the other
-    assert 0.4 < fast_s / slow_s < 2.5
     assert identical([trace.state for trace in traces])
     assert int(traces[0].state["1.num_batches_tracked"]) == 400
 
@@ -208,21 +209,25 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
     task = Task(samples=480, batch_size=8, epochs=1)
     task = _with(task, policy=policy, max_batch_diff=0)
     traces = ranks2.run(
-        shared, task, case_setup=serve_in_thread, env=_speeds(1.0, 0.05)
+        shared_by_virtual_speeds, task, (0.002, 0.04), case_setup=serve_in_thread
     )
     counts = [len(trace.batch_sizes[0]) for trace in traces]
     assert sum(counts) == 60
     # Free, the fast one does 57 of them. It may lead by one per window, and does what
-    # is left when the slow one has no more to do. On a busy machine both are as slow.
+    # is left when the slow one has no more to do.
     assert max(counts) <= 45
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize(
+    ("policy", "update"),
+    [("cadence", "parameters"), ("cadence", "gradients"), ("async", "parameters")],
+)
 def test_a_poisoned_batch_is_tried_twice_and_named(
-    ranks2: RankPool, policy: str
+    ranks2: RankPool, policy: str, update: str
 ) -> None:
     task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
-    task = _with(task, policy=policy, max_anchor=1)
+    task = _with(task, policy=policy, update=update, max_anchor=1)
+    task = _with(task, non_finite="leave_out")
     ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
     seen = [index for rank in ranks for index in rank.order]
     assert seen.count(POISON) == 2
@@ -231,6 +236,67 @@ def test_a_poisoned_batch_is_tried_twice_and_named(
     assert set(range(400)) == set(seen)
     assert identical([rank.state for rank in ranks])
     assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
+
+
+def stop_at_poison(task: Task) -> tuple[str, tuple[tuple[int, int], ...]]:
+    with pytest.raises(NonFiniteError, match=r"was not finite") as caught:
+        train_on_poison(task)
+    elche.shutdown()
+    return str(caught.value), caught.value.batches
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_run_stops_at_what_is_no_number_again(
+    ranks2: RankPool, policy: str, deterministic: bool
+) -> None:
+    """And names it on every rank. A fixed plan tries nothing twice."""
+    task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
+    task = _with(task, policy=policy, max_anchor=1, deterministic=deterministic)
+    ends = ranks2.run(stop_at_poison, task, case_setup=serve_in_thread)
+    for said, batches in ends:
+        assert any(start <= POISON // 8 < stop for start, stop in batches)
+        keys = re.search(r"samples \[([\d, ]+)\]", said)
+        assert keys is not None
+        assert POISON in map(int, keys[1].split(","))
+        assert ("tries nothing a second" in said) == deterministic
+
+
+def train_with_broken_ranks(task: Task, broken: tuple[int, ...]) -> str:
+    """What the run ended with, "" if it did not."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    scale, said = float("nan") if elche.rank() in broken else 1.0, ""
+    try:
+        for _ in range(task.epochs):
+            for x, y, _, _ in loader:
+                (F.cross_entropy(model(x), y) * scale).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except NonFiniteError as error:
+        said = str(error)
+    elche.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_that_brings_nothing_finite_stops_the_run(
+    ranks2: RankPool, policy: str
+) -> None:
+    task = _with(Task(samples=400, batch_size=8, epochs=2), policy=policy, max_anchor=1)
+    ends = ranks2.run(train_with_broken_ranks, task, (1,), case_setup=serve_in_thread)
+    for said in ends:
+        assert "what rank 1 learned in epoch" in said
+        assert "in 3 windows in a row" in said or "for the second time" in said
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_sync_stops_where_the_model_is_no_number(ranks2: RankPool, stops: bool) -> None:
+    task = Task(samples=160, batch_size=8, epochs=2)
+    task = _with(task, policy="sync", non_finite="stop" if stops else "leave_out")
+    ends = ranks2.run(train_with_broken_ranks, task, (0,), case_setup=serve_in_thread)
+    for said in ends:
+        assert ("parameters are no numbers" in said) == stops
 
 
 def train_on_bad_beginning(task: Task) -> dict[str, torch.Tensor]:
@@ -252,7 +318,7 @@ def test_statistics_outlive_a_window_that_is_rejected_whole(
     ranks2: RankPool, policy: str
 ) -> None:
     task = Task(samples=160, batch_size=8, model="norm", shuffle=False)
-    task = _with(task, policy=policy, deterministic=True)
+    task = _with(task, policy=policy, deterministic=True, non_finite="leave_out")
     states = ranks2.run(train_on_bad_beginning, task, case_setup=serve_in_thread)
     assert identical(states)
     assert all(torch.isfinite(value).all() for value in states[0].values())
@@ -269,7 +335,6 @@ def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -
         task,
         sync_s,
         case_setup=serve_in_thread,
-        env=FOUR_TO_ONE,
     )
     traces = [trace for trace, _ in results]
     said = results[0][1]
@@ -282,27 +347,22 @@ def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -
     assert [windows == 100 for windows in traces[0].windows] == [stays, stays]
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_loader_three_times_slower_gets_a_third(
     ranks2: RankPool, policy: str
 ) -> None:
-    """Delivered time counts: waiting for data moves shares as slow compute does."""
-    results = ranks2.run(
-        share_with_slow_loader, policy, (0.001, 0.003), True, case_setup=serve_in_thread
-    )
-    assert results[0] == pytest.approx((0.75, 0.001), rel=0.05)
-    assert results[1] == pytest.approx((0.25, 0.003), rel=0.15)
+    """Delivered time counts: waiting for data moves shares as slow compute does.
 
-
-def test_overlapped_shares_follow_what_was_delivered(ranks2: RankPool) -> None:
-    """Nobody waits, so it is the machine that tells how much slower a loader is."""
-    results = ranks2.run(
-        *(share_with_slow_loader, "async", (0.001, 0.003), False),
-        case_setup=serve_in_thread,
+    Under async nobody waits, and who comes first gets more, whatever clocks say; its
+    shares are tested in simulations.
+    """
+    (fast, fast_s), (slow, slow_s) = ranks2.run(
+        share_with_slow_loader, policy, (0.001, 0.003), case_setup=serve_in_thread
     )
-    shares, sample_s = zip(*results, strict=True)
-    delivered = sample_s[1] / sample_s[0]  # about 3
-    assert shares[0] / shares[1] == pytest.approx(delivered, rel=0.4)
+    assert fast_s == pytest.approx(0.001, rel=0.05)
+    assert slow_s == pytest.approx(0.003, rel=0.15)
+    assert fast + slow == pytest.approx(1.0)
+    assert policy == "async" or fast == pytest.approx(0.75, rel=0.05)
 
 
 def _speeds(*speeds: float) -> Any:

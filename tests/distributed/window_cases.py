@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,29 +16,42 @@ from elche import session
 from elche.comm.process_group import Group
 from elche.runtime import run as run_module
 from tests.distributed.cases import Task, Trace, build, shared
-from tests.distributed.virtual_clock import VirtualClock, virtual_clock
+from tests.distributed.virtual_clock import virtual_clock
 
 POISON = 17
 
 
 def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
-    """The task where the link was probed to be slow; also what was said."""
+    """The task where the link was probed to be slow; also what was said.
+
+    Samples take what they take by a clock that only they move, on rank 1 four times as
+    long as on rank 0.
+    """
     said: list[str] = []
     probe = run_module.probe_reduction_s
+    sample_s = (0.0002, 0.0008)[int(os.environ["RANK"])]
 
     def slow(group: Group, numel: int) -> float:
         probe(group, numel)
         return sync_s
 
+    def spend() -> None:
+        run = session.current_run()
+        assert run is not None
+        clock.advance(sample_s * run.samples_in_hand)
+
     run_module.probe_reduction_s = slow
     try:
-        trace = shared_and_heard(task, said)
+        with virtual_clock() as clock:
+            trace = shared_and_heard(task, said, spend)
     finally:
         run_module.probe_reduction_s = probe
     return trace, "\n".join(said)
 
 
-def shared_and_heard(task: Task, said: list[str]) -> Trace:
+def shared_and_heard(
+    task: Task, said: list[str], at_step: Callable[[], None] = lambda: None
+) -> Trace:
     """The task, with what the run says to people."""
     take = run_module.RunNews.take
 
@@ -50,7 +61,7 @@ def shared_and_heard(task: Task, said: list[str]) -> Trace:
 
     run_module.RunNews.take = listen  # type: ignore[method-assign]
     try:
-        return shared(task)
+        return shared(task, at_step)
     finally:
         run_module.RunNews.take = take  # type: ignore[method-assign]
 
@@ -104,19 +115,13 @@ class SlowToLoad(Dataset[Any]):
         return [torch.full((4,), float(index % 7)) for index in indices]
 
 
-def share_with_slow_loader(
-    policy: str, load_s: Sequence[float], is_virtual: bool
-) -> tuple[float, float]:
+def share_with_slow_loader(policy: str, load_s: Sequence[float]) -> tuple[float, float]:
     """This rank's share of the last epoch, and its delivered seconds per sample."""
     rank = int(os.environ["RANK"])
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    measured: AbstractContextManager[VirtualClock | None] = (
-        virtual_clock() if is_virtual else nullcontext()
-    )
-    with measured as clock:
-        spend = time.sleep if clock is None else clock.advance
-        dataset = SlowToLoad(480, load_s[rank], spend)
+    with virtual_clock() as clock:
+        dataset = SlowToLoad(480, load_s[rank], clock.advance)
         model, optimizer, loader = elche.setup(
             model, optimizer, DataLoader(dataset, batch_size=8), policy=policy
         )

@@ -92,7 +92,7 @@ class RankPool:
         case: Callable[..., Any],
         *args: Any,
         env: Sequence[Environment] | None = None,
-        timeout_s: float = 100.0,
+        timeout_s: float = 240.0,
         case_setup: CaseSetup | None = None,
         expect_failure: bool = False,
         **kwargs: Any,

@@ -16,7 +16,7 @@ from tests.harness.rank_main import Place, Task
 
 ExitWay: TypeAlias = Literal["raised", "died", "hung"]
 
-ABORT_S = 20.0
+ABORT_S = 60.0
 EXIT_S = 60.0
 LOG_TAIL_CHARS = 6000
 

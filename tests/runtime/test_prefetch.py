@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import statistics
 import time
 import weakref
 from collections import UserDict, deque, namedtuple
@@ -32,6 +31,7 @@ from elche.runtime.prefetch import (
     most_ahead,
 )
 from elche.runtime.transfer import Copy, map_batch
+from tests.harness.work import lines_run
 
 CPU = torch.device("cpu")
 SAMPLES, WIDTH = 4, 8
@@ -483,23 +483,10 @@ def test_the_cpu_passes_batches_through() -> None:
     assert not ahead.wants_resident
 
 
-def test_passing_through_costs_nothing_measurable() -> None:
-    """Paired passes of 1000 batches; the median difference of this thread's time."""
+def test_passing_through_costs_a_few_lines() -> None:
     item = (0, torch.ones(1))
-
-    def next_batch() -> tuple[int, Any]:
-        return item
-
-    ahead = DevicePrefetcher[Any].on(next_batch, CPU)
-
-    def pass_s(call: Callable[[], Any]) -> float:
-        started_s = time.thread_time()
-        for _ in range(1000):
-            call()
-        return time.thread_time() - started_s
-
-    differences = [pass_s(ahead.take) - pass_s(next_batch) for _ in range(31)]
-    assert statistics.median(differences) / 1000 <= 5e-6
+    ahead = DevicePrefetcher[Any].on(lambda: item, CPU)
+    assert lines_run(ahead.take) <= 15
 
 
 def test_other_devices_get_each_batch_when_it_is_handed_out() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -281,22 +280,6 @@ def test_memory_below_one_microbatch_is_rejected() -> None:
 def test_nothing_to_schedule(ranks: int, count: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         auto_placed(RankTimes(1.0, 1.0, 1.0), ranks, count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "count", "most_s"), [(8, 32, 0.1), (64, 512, 5.0)])
-@pytest.mark.parametrize("share", [None, 1.0, 0.75])
-def test_scheduling_takes_little_time(
-    ranks: int, count: int, most_s: float, share: float | None
-) -> None:
-    """All placements together, in processor time: other programs do not count."""
-    memory = None if share is None else share * ranks
-    took_s = []
-    for _ in range(3 if ranks == 8 else 1):
-        began_s = time.process_time()
-        auto_placed(RankTimes(18.5, 18.1, 9.3, 0.6), ranks, count, memory)
-        took_s.append(time.process_time() - began_s)
-    assert min(took_s) < most_s
 
 
 def test_no_time_at_all() -> None:

@@ -171,6 +171,17 @@ def test_a_schedule_file_is_written_and_read(tmp_path: Path) -> None:
     assert (figures["schedule"], figures["makespan"]) == ("mine", 27.0)
 
 
+def test_a_schedule_file_keeps_within_memory(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert run("zb-h1", *ARGUMENTS, "--csv", str(path)).exit_code == 0
+    enough = run(str(path), "--times", "1,1,1", "--memory", "4")
+    assert enough.exit_code == 0, enough.output
+    result = run(str(path), "--times", "1,1,1", "--memory", "3")
+    assert result.exit_code == 2
+    told = "mine holds up to 4 units of activations on rank 0, above its memory limit"
+    assert told in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -206,7 +217,9 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         (("auto", *ARGUMENTS, "--times", "1,1"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,x"), "three numbers F,I,W"),
         (("auto", *ARGUMENTS, "--times", "1,1,-1"), "weight_gradient of a stage"),
-        (("auto", *ARGUMENTS, "--comm", "-1"), "expected --comm of at least 0, got -1"),
+        (("auto", *ARGUMENTS, "--times", "0,0,0"), "that are not all 0"),
+        (("auto", *ARGUMENTS, "--comm", "-1"), "--comm of at least 0, got -1"),
+        (("auto", *ARGUMENTS, "--comm", "inf"), "a finite --comm of at least 0"),
         (("zb-v", *ARGUMENTS, "--virtual-stages", "3"), "zb-v has two stages per rank"),
         (("gpipe", *ARGUMENTS, "--virtual-stages", "0"), "of at least 1, got 0"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -203,6 +204,30 @@ def test_layers_go_where_they_are_fast() -> None:
     ranks, sizes = best_stages(costs, 16, "1f1b", 2)
     by_rank = dict(zip(ranks, sizes, strict=True))
     assert by_rank == {0: 9, 1: 3}
+
+
+def test_memory_holds_layers_with_their_state_and_activations() -> None:
+    costs = replace(layers([[1.0] * 4] * 2), memory=(25.0, 90.0), state=(10.0,) * 4)
+    assert stage_costs(costs, (0, 1), (2, 2)).memory == (5.0, 70.0)
+    assert stage_costs(costs, (0, 1, 0), (1, 2, 1)).memory == (5.0, 70.0)
+    with pytest.raises(ConfigError, match=r"rank 0 may hold 25 .* state take 30; give"):
+        stage_costs(costs, (0, 1), (3, 1))
+    full = replace(costs, memory=(20.0, 90.0))
+    with pytest.raises(ConfigError, match="memory"):
+        auto_schedule(stage_costs(full, (0, 1), (2, 2)), 4)
+
+
+def test_layers_go_where_there_is_memory_for_them() -> None:
+    # The fast rank holds three layers, each with 10 units and 1 of each microbatch.
+    costs = replace(
+        layers([[1.0] * 12, [3.0] * 12]),
+        memory=(43.0, math.inf),
+        state=(10.0,) * 12,
+    )
+    assert best_sizes(costs, (0, 1), (2, 10), 16) == (3, 9)
+    ranks, sizes = best_stages(costs, 16, "1f1b", 2)
+    assert dict(zip(ranks, sizes, strict=True)) == {0: 3, 1: 9}
+    assert best_sizes(replace(costs, memory=(9.0, 9.0)), (0, 1), (6, 6), 16) == (6, 6)
 
 
 def test_a_rank_that_costs_more_than_it_brings_gets_no_layers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, permutations
@@ -327,15 +326,12 @@ def test_the_same_plan_every_time() -> None:
 
 
 @pytest.mark.slow
-def test_48_layers_on_8_devices_in_two_seconds() -> None:
-    """On an idle core about one second; twice the limit for busy machines."""
+def test_48_layers_on_8_devices() -> None:
+    """How long it takes is in `benchmarks/planning.py`."""
     profile = gpt(46, (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))
     assert len(profile.layers) == 48
-    began_s = time.process_time()
     plan = plan_pipeline(profile, PlanConfig(num_microbatches=32))
-    took_s = time.process_time() - began_s
     assert plan.chosen.step_s <= 1.12 * plan.ideal_s
-    assert took_s < 4.0
 
 
 @pytest.mark.parametrize(

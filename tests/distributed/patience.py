@@ -1,0 +1,55 @@
+"""Deadlines of cases in which somebody stays away: long until then, short afterwards.
+
+A rank may be kept from running for many seconds by what else a machine does. So the
+ranks of a case meet with a deadline of a minute, and wait for a short time only once
+all have come through what they do together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from elche.comm.process_group import Group
+from tests.harness.rank_main import this_place
+
+MEETS_WITHIN_S = 100.0
+
+
+def all_here(folder: str, name: str = "here") -> None:
+    """Returns when every rank of the case is here.
+
+    Over files: a rank that gives up may end the group's connections before another one
+    has taken the last message from them.
+
+    Args:
+        folder: the same on every rank, and of this case alone.
+        name: tells meetings of one case apart.
+
+    Raises:
+        TimeoutError: a rank has not come.
+    """
+    place = this_place()
+    Path(folder, f"{name}-{place.rank}").touch()
+    others = [Path(folder, f"{name}-{rank}") for rank in range(place.world_size)]
+    until_s = time.monotonic() + MEETS_WITHIN_S
+    while not all(other.exists() for other in others):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"not all ranks came to {name}")
+        threading.Event().wait(0.01)
+
+
+def lose_patience(group: Group | None, timeout_s: float) -> None:
+    """From here on this rank waits so long: all have come, somebody will not again."""
+    assert group is not None
+    group._timeout_s = timeout_s
+    allowed = timedelta(seconds=timeout_s)
+    options: Any = getattr(group, "_options", None)
+    if options is None:
+        made: Any = group._process_group
+        made._set_default_timeout(allowed)
+    else:  # of torch's groups, which every collective is given
+        options.timeout = allowed

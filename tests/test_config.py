@@ -1,0 +1,53 @@
+"""Settings of the wrong kind are refused by name; what fits is kept as it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outer_momentum": "half"}, "outer_momentum < 1, got 'half'"),
+        ({"outer_momentum": float("nan")}, "outer_momentum < 1, got nan"),
+        ({"speed_hints": 1.0}, "speed_hints to be a number per rank"),
+        ({"speed_hints": "1,0.25"}, "speed_hints to be a number per rank"),
+        ({"speed_hints": {0: 1.0}}, "speed_hints to be a number per rank"),
+        ({"speed_hints": (1.0, "fast")}, r"speed_hints\[1\] to be a positive"),
+        ({"record": 5}, "record to be a file's name, got 5"),
+        ({"replay": True}, "replay to be a file's name, got True"),
+        ({"anchor": 500}, r"anchor of at most max_anchor \(200\), got 500"),
+        ({"min_anchor": 9, "max_anchor": 8}, r"min_anchor of at most max_anchor \(8\)"),
+        ({"max_samples": 8}, "max_samples to be {rank: samples}"),
+        ({"timeout_s": 0}, "timeout_s to be a positive finite number"),
+        ({"timeout_s": "300"}, "timeout_s to be a positive finite number"),
+        ({"guard": 1}, "guard to be True or False"),
+        ({"seed": -1}, "seed to be an int >= 0"),
+    ],
+)
+def test_wrong_kinds_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**options)
+
+
+def test_files_may_be_paths() -> None:
+    config = RunConfig(policy="sync", record=Path("runs", "plan.json"))  # type: ignore[arg-type]
+    assert config.record == str(Path("runs", "plan.json"))
+    assert config.replay is None
+
+
+def test_el_che_switched_off_needs_no_bounds() -> None:
+    assert RunConfig(anchor=5, min_anchor=2, max_anchor=0).max_anchor == 0
+
+
+def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'ancor'; did you mean 'anchor'"):
+        RunConfig.from_options({"ancor": 3})
+    with pytest.raises(ConfigError, match="'zzz'; known are: anchor, bucket_cap_mb"):
+        RunConfig.from_options({"zzz": 3})

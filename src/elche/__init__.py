@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elche.cadence.divergence import Guard as Guard
+    from elche.cadence.divergence import Verdict as Verdict
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.comm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     )
     from elche.config import RunConfig as RunConfig
     from elche.coordination.metrics import EpochMetrics as EpochMetrics
+    from elche.coordination.metrics import Metrics as Metrics
     from elche.coordination.metrics import WindowMetrics as WindowMetrics
     from elche.ddp import DistributedDataParallel as DistributedDataParallel
     from elche.errors import CommunicationError as CommunicationError
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
     from elche.errors import DeadlineError as DeadlineError
     from elche.errors import ElcheError as ElcheError
     from elche.errors import MismatchError as MismatchError
+    from elche.errors import NonFiniteError as NonFiniteError
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
+    from elche.errors import TransitionError as TransitionError
     from elche.learning_rate import ProgressLR as ProgressLR
     from elche.local_replicas import LocalReplicas as LocalReplicas
     from elche.pipeline.config import PipelineConfig as PipelineConfig
@@ -48,15 +53,19 @@ if TYPE_CHECKING:
     from elche.session import state_dict as state_dict
     from elche.session import world_size as world_size
     from elche.trainer import Trainer as Trainer
+    from elche.trainer_config import EpochRecord as EpochRecord
+    from elche.trainer_config import RunReport as RunReport
+    from elche.trainer_config import TrainerConfig as TrainerConfig
     from elche.trainer_config import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "elche.cadence.divergence": ("Guard", "Verdict"),
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
     "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
-    "elche.coordination.metrics": ("EpochMetrics", "WindowMetrics"),
+    "elche.coordination.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
     "elche.ddp": ("DistributedDataParallel",),
     "elche.errors": (
         "CommunicationError",
@@ -65,8 +74,10 @@ _HOMES = {
         "DeadlineError",
         "ElcheError",
         "MismatchError",
+        "NonFiniteError",
         "ProtocolError",
         "RemoteRankError",
+        "TransitionError",
     ),
     "elche.learning_rate": ("ProgressLR",),
     "elche.local_replicas": ("LocalReplicas",),
@@ -89,7 +100,12 @@ _HOMES = {
         "world_size",
     ),
     "elche.trainer": ("Trainer",),
-    "elche.trainer_config": ("TrainResult",),
+    "elche.trainer_config": (
+        "EpochRecord",
+        "RunReport",
+        "TrainerConfig",
+        "TrainResult",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

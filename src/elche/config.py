@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeGuard
 
+from elche.cadence.divergence import Guard
 from elche.errors import ConfigError
 
 POLICIES = ("sync", "cadence", "async", "auto")
 UPDATES = ("auto", "gradients", "parameters")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
 OPTIMIZER_STATES = ("auto", "average", "local", "reset")
+NON_FINITE = ("stop", "leave_out")
 TRANSPORTS = ("auto", "gloo")
 LOSS_REDUCTIONS = ("mean", "sum")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
@@ -42,7 +47,17 @@ class RunConfig:
             on the same devices give the same bits.
         record: file to write what the run did to, for a replay; on rank 0.
         replay: file to repeat a recorded run from, bit for bit on the same devices.
-        guard: watch how far replicas drift apart, and shorten windows.
+        guard: watch how far replicas drift apart, and shorten windows; False does not.
+            A subclass of `elche.Guard`, or where it is (``"package.module:Name"``),
+            judges instead: the coordinator's process imports it, finds it beside the
+            script or on PYTHONPATH, and calls it without arguments. Kept as text.
+        non_finite: what happens where a rank learned what is no number, under averaged
+            parameters and gradient windows: its part is left out and its batches are
+            tried once more. Where one gives no number again, or the rank brings
+            nothing finite in three windows, ``"stop"`` ends the run and names them;
+            ``"leave_out"`` goes on without the batch, and warns. Under ``sync`` a step
+            is one of all ranks and nothing can be left out of it: ``"stop"`` ends the
+            run when parameters are seen to be no numbers.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.
@@ -98,7 +113,8 @@ class RunConfig:
     deterministic: bool = False
     record: str | None = None
     replay: str | None = None
-    guard: bool = True
+    guard: bool | str | type[Guard] = True
+    non_finite: str = "stop"
     seed: int | None = None
     anchor: int = 1
     min_anchor: int = 1
@@ -127,6 +143,7 @@ class RunConfig:
         _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         _choice("outer", self.outer, OUTER_OPTIMIZERS)
         _choice("transport", self.transport, TRANSPORTS)
+        _choice("non_finite", self.non_finite, NON_FINITE)
         _choice("codec", self.codec, CODECS)
         _whole("anchor", self.anchor, 1)
         _whole("min_anchor", self.min_anchor, 1)
@@ -142,21 +159,32 @@ class RunConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         object.__setattr__(self, "max_samples", _caps(self.max_samples))
-        for name in ("deterministic", "guard", "micro_batches"):
+        object.__setattr__(self, "guard", _guard(self.guard))
+        for name in ("deterministic", "micro_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"expected {name} to be True or False, got {getattr(self, name)!r}"
                 )
-        if not 0.0 <= self.outer_momentum < 1.0:
+        if not _is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
             raise ConfigError(
                 f"expected 0 <= outer_momentum < 1, got {self.outer_momentum!r}"
             )
-        if self.speed_hints is not None:
-            object.__setattr__(self, "speed_hints", tuple(self.speed_hints))
-            for rank, speed in enumerate(self.speed_hints or ()):
-                _positive(f"speed_hints[{rank}]", speed)
-
+        for name in ("record", "replay"):
+            object.__setattr__(self, name, _path(name, getattr(self, name)))
+        object.__setattr__(self, "speed_hints", _hints(self.speed_hints))
+        self._check_anchors()
         self._check_together()
+
+    def _check_anchors(self) -> None:
+        """Refuses bounds that would silently move what was asked for."""
+        if self.max_anchor == 0:
+            return
+        for name in ("anchor", "min_anchor"):
+            if getattr(self, name) > self.max_anchor:
+                raise ConfigError(
+                    f"expected {name} of at most max_anchor ({self.max_anchor}), got "
+                    f"{getattr(self, name)}; give a larger max_anchor as well"
+                )
 
     def _check_together(self) -> None:
         """Refuses settings that contradict each other."""
@@ -263,6 +291,12 @@ class RunConfig:
         return self.caps[rank] if rank < len(self.caps) else None
 
     @property
+    def guard_setting(self) -> bool | str:
+        """`guard` as it is kept: whether there is one, or where the user's own is."""
+        assert isinstance(self.guard, (bool, str))
+        return self.guard
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether a window reduces gradients."""
         return self.policy == "cadence" and self.update == "gradients"
@@ -289,10 +323,15 @@ class RunConfig:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise ConfigError(
-                f"unknown option {unknown[0]!r}; known are: {', '.join(sorted(known))}"
-            )
+            raise ConfigError(unknown_option(unknown[0], known))
         return cls(**options)
+
+
+def unknown_option(name: str, known: Collection[str]) -> str:
+    """What to say of an option that nobody knows."""
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown option {name!r}; {meant}known are: {', '.join(sorted(known))}"
 
 
 def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:
@@ -328,6 +367,72 @@ def _caps(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, 
     return caps
 
 
+def _guard(given: object) -> bool | str:
+    """Whether there is a guard, or where the user's own is."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, type) and issubclass(given, Guard):
+        module, name = given.__module__, given.__qualname__
+        if "<locals>" in name:
+            raise _misplaced_guard(name, "inside a function")
+        if _is_program(module):
+            raise _misplaced_guard(name, "in the script itself")
+        return f"{module}:{name}"
+    if isinstance(given, str):
+        module, _, name = given.partition(":")
+        parts = [*module.split("."), *name.split(".")]
+        if all(part.isidentifier() for part in parts):
+            if _is_program(module):
+                raise _misplaced_guard(given, "in the script itself")
+            return given
+    raise ConfigError(
+        "expected guard to be True or False, a subclass of elche.Guard, or the place "
+        f"of one such as 'package.module:Name', got {given!r}"
+    )
+
+
+def _misplaced_guard(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"the guard {name} is defined {where}, from where the coordinator's process "
+        "cannot import it; put it in a module of its own, beside the script"
+    )
+
+
+def _is_program(module: str) -> bool:
+    """Whether a module is what this process runs; imported, it would run again."""
+    if module in ("__main__", "__mp_main__"):
+        return True
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return bool(spec.name == module)
+    return PurePath(getattr(main, "__file__", None) or "").stem == module
+
+
+def _hints(given: Sequence[float] | None) -> tuple[float, ...] | None:
+    """A speed per rank."""
+    if given is None:
+        return None
+    if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
+        raise ConfigError(
+            f"expected speed_hints to be a number per rank, such as (1, 0.25), got "
+            f"{given!r}"
+        )
+    hints = tuple(given)
+    for rank, speed in enumerate(hints):
+        _positive(f"speed_hints[{rank}]", speed)
+    return hints
+
+
+def _path(name: str, value: object) -> str | None:
+    """A file's name, from text or from a ``pathlib.Path``."""
+    if value is None or isinstance(value, str):
+        return value
+    if not hasattr(value, "__fspath__"):
+        raise ConfigError(f"expected {name} to be a file's name, got {value!r}")
+    return str(value)
+
+
 def _choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(
@@ -340,9 +445,12 @@ def _whole(name: str, value: object, least: int) -> None:
         raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _positive(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
         raise ConfigError(
             f"expected {name} to be a positive finite number, got {value!r}"
         )

@@ -8,6 +8,7 @@
     ├── CommunicationError     a collective or the control channel failed
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
+    ├── NonFiniteError         what a rank learned was no number, again
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
     └── ProtocolError          a message that may not come now, or not at all
         └── TransitionError    an impossible transition; carries the story
@@ -32,6 +33,25 @@ class MismatchError(ElcheError):
 
 class CommunicationError(ElcheError):
     """A collective or the control channel failed."""
+
+
+class NonFiniteError(ElcheError):
+    """What a rank learned was not finite, and trying again did not help.
+
+    Attributes:
+        rank: where it happened last.
+        batches: (start, stop) of the epoch's batches that it was learned from.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int | None = None,
+        batches: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.batches = tuple(batches)
 
 
 class ContributionError(ElcheError):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elche.coordination.state import Coordinator
+from elche.coordination.story import STORY_ENTRIES
 from elche.demo.report import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
+from elche.runtime.guard_import import find_guard
 from elche.sim.cluster import Cluster
 from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError
@@ -25,6 +30,7 @@ else:
 
 SHOWN_RANKS = 16
 SHOWN_RECOVERIES = 8
+_STORY = re.compile(r"all|rank:[0-9]+|lease:([0-9]+/)?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +42,26 @@ class SimulateConfig:
         json_path: where the figures go; "-" is standard output.
         trace_path: where the timeline goes.
         policy: instead of the file's.
+        stories: whose story is printed: ``"all"``, ``"rank:1"``, ``"lease:12"`` (of the
+            last epoch) or ``"lease:0/12"``.
+
+    Raises:
+        ConfigError: a story is none of these.
     """
 
     cluster: Path
     json_path: str | None = None
     trace_path: Path | None = None
     policy: str | None = None
+    stories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for wanted in self.stories:
+            if not _STORY.fullmatch(wanted):
+                raise ConfigError(
+                    "expected --story all, rank:1, lease:12 (a batch of the last "
+                    f"epoch) or lease:0/12 (of epoch 0), got {wanted!r}"
+                )
 
 
 def run_simulate(config: SimulateConfig) -> int:
@@ -55,7 +75,9 @@ def run_simulate(config: SimulateConfig) -> int:
         if path is not None and str(path) != "-":
             check_writable(Path(path))
     watch = Watch(timer=time.perf_counter, spans=config.trace_path is not None)
-    sim = Simulation(cluster, watch)
+    beside = str(config.cluster.resolve().parent)
+    find = partial(find_guard, import_path=(beside,))
+    sim = Simulation(cluster, watch, find)
     began_s = time.perf_counter()
     reason = ""
     try:
@@ -80,6 +102,8 @@ def run_simulate(config: SimulateConfig) -> int:
         config.trace_path.write_text(json.dumps(trace), encoding="utf-8")
     if config.json_path != "-":
         print(summary(report, took_s))
+        for wanted in config.stories:
+            print("\n".join(story_of(sim.core, wanted)))
     if reason:
         print(f"elche simulate: the run was aborted: {reason}", file=sys.stderr)
         return 1
@@ -108,6 +132,26 @@ def load_cluster(path: Path, policy: str | None = None) -> Cluster:
         return read_cluster(raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def story_of(core: Coordinator, wanted: str) -> list[str]:
+    """What was said and decided about a rank or a batch.
+
+    Args:
+        core: the coordinator, after the run.
+        wanted: as `SimulateConfig.stories` has it.
+    """
+    kind, _, number = wanted.partition(":")
+    if kind == "all":
+        lines = core.story()
+    elif kind == "rank":
+        lines = core.story(int(number))
+    else:
+        epoch, _, batch = number.rpartition("/")
+        lines = core.lease_story(int(batch), int(epoch) if epoch else None)
+    if not lines:
+        lines = [f"nothing among the last {STORY_ENTRIES} messages and decisions"]
+    return [f"story of {wanted}:", *(f"  {line}" for line in lines)]
 
 
 def summary(report: Report, took_s: float) -> str:

@@ -55,7 +55,13 @@ class Verdict:
 
 
 class Guard(ABC):
-    """Judges every synchronisation, before El Che takes in its timings."""
+    """Judges every synchronisation, before El Che takes in its timings.
+
+    ``elche.setup(guard=...)`` takes a subclass, or its place ``"package.module:Name"``.
+    It is made without arguments in the coordinator's process, anew whenever windows
+    begin anew, and asked there while ranks wait for what follows: it should be quick.
+    What it raises ends the run.
+    """
 
     @abstractmethod
     def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:

@@ -73,7 +73,10 @@ def what_differs(joins: Sequence[Join]) -> str:
             )
         settings = _difference(dict(first.settings), dict(join.settings), join.rank)
         if settings:
-            return "configuration differs between ranks: " + settings
+            return (
+                f"configuration differs between ranks: {settings}; give the same on "
+                "every rank"
+            )
         tensors = _difference(
             {name: f"{shape} {dtype}" for name, shape, dtype in first.tensors},
             {name: f"{shape} {dtype}" for name, shape, dtype in join.tensors},
@@ -121,7 +124,9 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
             return (
                 f"rank {rank} begins epoch {first.epoch} with other parameters "
                 "than rank 0: they were changed between epochs on some ranks only "
-                "(a checkpoint loaded on rank 0, say); do it on every rank"
+                "(a checkpoint loaded on rank 0, or an optimizer step on gradients "
+                "that were left over after the loop, say); do it on every rank, and "
+                "step inside the loop"
             )
     return ""
 

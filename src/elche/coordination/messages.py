@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -417,13 +417,17 @@ class BarrierPassed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """The run ends: ``reason``, and the failed rank's traceback if one failed."""
+    """The run ends: ``reason``, and the failed rank's traceback if one failed.
+
+    ``batches`` (start, stop) are those that it ends for, if it is about data.
+    """
 
     rank: int
     reason: str
     failed_rank: int | None = None
     traceback: str = ""
     kind: str = "remote"
+    batches: Runs = ()
 
 
 Event = (

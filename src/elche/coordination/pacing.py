@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elche.cadence.alignment import aligned_anchor
-from elche.cadence.divergence import DivergenceGuard, Guard, NoGuard
+from elche.cadence.divergence import Guard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.goodput import ROOM
+from elche.cadence.own_guard import guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.window_book import Part, Reduction
 
@@ -53,7 +54,11 @@ class Pacing:
         config: the run's settings.
         ranks: the members, in order.
         overlapped: reductions overlap with the next window.
-        guard: watches the replicas' divergence; None for the configured one.
+        guard: watches the replicas' divergence; None for the built-in one, or none, as
+            the settings say.
+
+    Raises:
+        ConfigError: the settings name the user's guard, and it is not given.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class Pacing:
         self._ranks = list(ranks)
         self._overlapped = overlapped
         if guard is None:
-            guard = DivergenceGuard() if config.guard else NoGuard()
+            guard = guard_maker(config.guard_setting, no_own_guards)()
         self._guard = guard
         self._may_grow = True
         self._taken_s: list[float] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from elche.cadence.own_guard import FindGuard, guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.agreement import (
     disagreement,
@@ -18,7 +19,7 @@ from elche.coordination.agreement import (
     settings_of,
 )
 from elche.coordination.gathering import Barriers, EpochEnding
-from elche.coordination.ledger import BatchSizes
+from elche.coordination.ledger import BatchSizes, Range
 from elche.coordination.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -41,7 +42,13 @@ from elche.coordination.policies import build_policy
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.roster import Roster
 from elche.coordination.story import Story
-from elche.errors import ElcheError, ProtocolError, TransitionError
+from elche.errors import (
+    ConfigError,
+    ElcheError,
+    NonFiniteError,
+    ProtocolError,
+    TransitionError,
+)
 
 
 class Coordinator:
@@ -52,12 +59,19 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
+        find_guard: imports the guard that a user names.
     """
 
     def __init__(
-        self, world_size: int, timeout_s: float = 300.0, *, elastic: bool = False
+        self,
+        world_size: int,
+        timeout_s: float = 300.0,
+        *,
+        elastic: bool = False,
+        find_guard: FindGuard = no_own_guards,
     ) -> None:
         self._world_size = world_size
+        self._find_guard = find_guard
         self._is_elastic = elastic
         self._members = set(range(world_size))
         self._roster = Roster()
@@ -118,6 +132,10 @@ class Coordinator:
             if self._roster.newcomers:
                 instructions += self._admit(now_s)
                 instructions += self._make_room()
+        except NonFiniteError as error:
+            instructions = self._abort(
+                str(error), error.rank, kind="non_finite", batches=error.batches
+            )
         except Exception as error:
             what = str(error) if isinstance(error, ElcheError) else repr(error)
             wrapped = TransitionError(what, self.story(event.rank)[-12:])
@@ -139,9 +157,9 @@ class Coordinator:
         """What a rank said and was told lately; of all ranks when None."""
         return self._story.of_rank(rank)
 
-    def lease_story(self, batch: int) -> list[str]:
-        """Where a batch of this epoch was leased and trained on."""
-        return self._story.of_batch(batch, self._epoch)
+    def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
+        """Where a batch was leased and trained on; None is the epoch begun last."""
+        return self._story.of_batch(batch, self._epoch if epoch is None else epoch)
 
     def check(self) -> None:
         """Asserts every invariant; called after each event in tests."""
@@ -183,7 +201,11 @@ class Coordinator:
         members = [
             Member(join.rank, join.device, join.horizon_batches) for join in joins
         ]
-        self._policy = build_policy(config, members, settings)
+        try:
+            make_guard = guard_maker(config.guard_setting, self._find_guard)
+        except ConfigError as error:
+            return self._abort(str(error), kind="config")
+        self._policy = build_policy(config, members, settings, make_guard)
         devices = tuple(join.device for join in joins)
         self._roster.generation += 1
         self._first_generation = self._roster.generation
@@ -430,6 +452,7 @@ class Coordinator:
         failed_rank: int | None = None,
         traceback: str = "",
         kind: str = "remote",
+        batches: tuple[Range, ...] = (),
     ) -> list[Instruction]:
         self.aborted = reason
         self._abort_message = Abort(
@@ -438,6 +461,7 @@ class Coordinator:
             failed_rank=failed_rank,
             traceback=traceback,
             kind=kind,
+            batches=batches,
         )
         waiting = {join.rank for join in self._roster.take_newcomers()}
         return [self._abort_for(rank) for rank in sorted(self._members | waiting)]

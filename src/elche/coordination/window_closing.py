@@ -1,12 +1,13 @@
 """What is made of a window that all ranks have closed: rejected, reduced, recorded.
 
-A contribution that is not finite goes back to the pool; a batch whose contribution was
-that twice is left out, and named. Pure.
+A contribution that is not finite goes back to the pool. A batch whose contribution was
+that twice ends the run, or is left out, as `RunConfig.non_finite` says; it is named.
+Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.ledger import Range
@@ -14,15 +15,26 @@ from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_state import WindowState
+from elche.errors import NonFiniteError
+
+REPEATS = 3
+"""Windows in a row that bring nothing finite, after which it is the rank's fault."""
 
 
 def reject_unusable(state: WindowState) -> None:
-    """Contributions that are not finite go back; twice, they are left out."""
+    """Contributions that are not finite go back; twice, they are left out.
+
+    Raises:
+        NonFiniteError: it happened again, and the run is to stop then.
+    """
     for rank, part in state.book.parts.items():
         assert part.closed is not None
         if part.closed.is_finite:
+            if part.samples:
+                state.unusable[rank] = 0
             continue
         part.samples = 0
+        _stop_if_asked(state, rank)
         for start, stop in state.ledger.reject(rank):
             state.note(f"rank {rank}: batches {start}..{stop - 1} gave no number")
             for batch in range(start, stop):
@@ -33,13 +45,66 @@ def reject_unusable(state: WindowState) -> None:
                     state.left_out.append((batch, batch + 1))
 
 
+def _stop_if_asked(state: WindowState, rank: int) -> None:
+    """Ends the run where a batch, or a rank, has brought nothing finite again."""
+    parts = state.ledger.parts(rank)
+    if not parts:
+        return
+    state.unusable[rank] = state.unusable.get(rank, 0) + 1
+    again = [
+        (batch, batch + 1)
+        for start, stop in parts
+        for batch in range(start, stop)
+        if (batch, batch + 1) in state.rejected
+    ]
+    if state.config.non_finite != "stop" or state.is_draining:
+        return
+    if again:
+        raise _not_finite(state, rank, again, "for the second time")
+    if state.unusable[rank] >= REPEATS:
+        raise _not_finite(state, rank, parts, f"in {REPEATS} windows in a row")
+
+
+def _not_finite(
+    state: WindowState, rank: int, batches: Sequence[Range], when: str
+) -> NonFiniteError:
+    named = ", ".join(
+        str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+        for start, stop in batches
+    )
+    return NonFiniteError(
+        f"what rank {rank} learned in epoch {state.epoch} was not finite {when}; "
+        f"one of its batches ({named}) or the rank itself is at fault: look at the "
+        "data, the loss and the learning rate, or go on without such batches by "
+        "non_finite='leave_out'",
+        rank,
+        batches,
+    )
+
+
 def leave_out_untried(state: WindowState) -> None:
-    """A plan is over: what it does not try a second time is left out."""
-    for start, stop in state.ledger.pooled_ranges():
-        for batch in range(start, stop):
-            if (batch, batch + 1) in state.rejected:
-                state.ledger.leave_out(batch, batch + 1)
-                state.left_out.append((batch, batch + 1))
+    """A plan is over: what it does not try a second time is left out.
+
+    Raises:
+        NonFiniteError: the run is to stop then.
+    """
+    untried = [
+        (batch, batch + 1)
+        for start, stop in state.ledger.pooled_ranges()
+        for batch in range(start, stop)
+        if (batch, batch + 1) in state.rejected
+    ]
+    if untried and state.config.non_finite == "stop":
+        raise NonFiniteError(
+            f"what ranks learned from batches {', '.join(str(b) for b, _ in untried)} "
+            f"of epoch {state.epoch} was not finite, and a fixed plan tries nothing a "
+            "second time: look at the data, the loss and the learning rate, or go on "
+            "without such batches by non_finite='leave_out'",
+            batches=untried,
+        )
+    for start, stop in untried:
+        state.ledger.leave_out(start, stop)
+        state.left_out.append((start, stop))
 
 
 def begin_reduction(

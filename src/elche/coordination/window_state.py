@@ -70,6 +70,7 @@ class WindowState:
         self.last_pace: tuple[int, Pace | None] = (-1, None)
         self.rejected: dict[Range, int] = {}
         self.left_out: list[Range] = []
+        self.unusable: dict[int, int] = {}
         self.source: WindowSource | None = None
         self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.planned_until = self.first_window = self.book.window

@@ -63,12 +63,18 @@ def join_event(
         world_size=placement.world_size,
         settings=settings.as_pairs(),
         tensors=tuple(
-            (name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in named
+            (name, str(list(tensor.shape)), _kind(tensor)) for name, tensor in named
         ),
         device=placement.device_name,
         horizon_batches=horizon_batches(loader) + most_ahead(placement.device),
     )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """A tensor's dtype, and whether it is a parameter that is not trained."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{dtype} (frozen)" if is_frozen else dtype
 
 
 def check_training(
@@ -97,13 +103,14 @@ def check_shared(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: DataLoader[Any],
-    policy: str,
+    config: RunConfig,
 ) -> None:
     """Refuses what cannot be trained on several ranks, by name.
 
     Raises:
         ConfigError: what, and what to do instead.
     """
+    policy = config.policy
     try:
         len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError as error:
@@ -137,6 +144,7 @@ def check_shared(
             f"all ranks meet at every batch; under policy {policy!r} they do not: "
             "choose policy='sync', or leave the BatchNorm layers as they are"
         )
+    _check_closure(optimizer, config)
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(parameter) in own for parameter in held):
@@ -150,6 +158,23 @@ def check_shared(
             f"the optimizer holds {len(strange)} parameters that are not the model's "
             f"(one of shape {list(strange[0].shape)}); they would not be shared: put "
             "them into the model"
+        )
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
+    """Refuses optimizers that ranks cannot step together: they look at the loss.
+
+    Raises:
+        ConfigError: it is LBFGS, and the policy is not one that leaves steps local.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    searches = any(g["line_search_fn"] for g in optimizer.param_groups)
+    if config.sums_gradients or (searches and config.policy in ("sync", "auto")):
+        raise ConfigError(
+            "LBFGS evaluates its closure as often as this rank's own loss asks for, so "
+            "ranks would take different steps; choose policy 'cadence' or 'async' "
+            "(averaged parameters), or with line_search_fn=None policy 'sync'"
         )
 
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from elche.comm.control_channel import ControlChannel
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.coordinator import KEY_BYTES
+from elche.runtime.coordinator import IMPORT_PATH, KEY_BYTES
 from elche.runtime.environment import Placement
 
 logger = logging.getLogger(__name__)
@@ -73,13 +73,14 @@ def _find_under_torchrun(
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
             "torchrun"
         )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", placement.world_size))
+    local = _number("LOCAL_WORLD_SIZE", placement.world_size)
     if local < placement.world_size and "ELCHE_LISTEN" not in os.environ:
         raise ConfigError(
             f"{placement.world_size - local} ranks are on other hosts, but elche "
             "listens on loopback; set ELCHE_LISTEN on every host to its own address "
             "on a network that you trust (nothing is encrypted)"
         )
+    number = _number("MASTER_PORT", 0)
     name = f"{host}:{port}"
     if name in _found:
         return _found[name]
@@ -87,10 +88,10 @@ def _find_under_torchrun(
         hosted = _hosts_store(placement)
         base = dist.TCPStore(
             host,
-            int(port),
+            number,
             is_master=hosted,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=_listen(host, int(port)) if hosted else None,
+            master_listen_fd=_listen(host, number) if hosted else None,
         )
         if hosted:
             _hosted.append(base)
@@ -108,6 +109,13 @@ def _find_under_torchrun(
     found_host, _, found_port = where.rpartition(":")
     _found[name] = (found_host, int(found_port)), bytes.fromhex(secret)
     return _found[name]
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"expected {name} to be a number, got {text!r}")
+    return int(text)
 
 
 def _listen(host: str, port: int) -> int:
@@ -135,12 +143,19 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "ELCHE_KEY": key.hex()},
+        env={
+            **os.environ,
+            "ELCHE_KEY": key.hex(),
+            IMPORT_PATH: os.pathsep.join(filter(None, sys.path)),
+        },
     )
     _started.append(process)
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     host, _, port = line.rpartition(":")
     if not port.isdigit():
-        raise CommunicationError("the coordinator beside rank 0 did not start")
+        raise CommunicationError(
+            f"the coordinator beside rank 0 did not start on {placement.listen}; is "
+            "ELCHE_LISTEN an address of this host? Its own output says more"
+        )
     return (host, int(port)), key

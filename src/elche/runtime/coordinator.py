@@ -16,11 +16,15 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from elche.comm.frames import MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.messages import (
+    Abort,
     Disconnected,
     Event,
     Failed,
@@ -31,6 +35,7 @@ from elche.coordination.messages import (
 from elche.coordination.state import Coordinator
 from elche.coordination.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
+from elche.runtime.guard_import import find_guard
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,10 @@ TICK_S = 0.5
 KEY_BYTES = 32
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
+IMPORT_PATH = "ELCHE_IMPORT_PATH"
+"""Beside rank 0: where that process finds modules."""
+STORY = "ELCHE_STORY"
+"""Beside rank 0: the file to which the story of the run is written at its end."""
 
 
 class CoordinatorServer:
@@ -46,10 +55,14 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
+        import_path: folders to find the user's guard in, before this process's own.
     """
 
-    def __init__(self, world_size: int, key: bytes) -> None:
-        self.core = Coordinator(world_size)
+    def __init__(
+        self, world_size: int, key: bytes, import_path: Sequence[str] = ()
+    ) -> None:
+        find = partial(find_guard, import_path=import_path)
+        self.core = Coordinator(world_size, find_guard=find)
         self._world_size = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
@@ -58,6 +71,7 @@ class CoordinatorServer:
         self._waiting: dict[str, set[_Connection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._end: Abort | None = None
         self.dropped = 0
 
     async def start(
@@ -93,6 +107,8 @@ class CoordinatorServer:
         """Hands an event to the core and sends what it answers."""
         now_s = asyncio.get_running_loop().time()
         for instruction in self.core.handle(event, now_s):
+            if isinstance(instruction, Abort) and self.core.aborted is not None:
+                self._end = instruction
             self._deliver(instruction)
 
     def meet(self, connection: _Connection) -> None:
@@ -104,11 +120,17 @@ class CoordinatorServer:
         self._strangers.pop(connection, None)
 
     def admit(self, rank: int, connection: _Connection) -> bool:
-        """A connection says which rank it is."""
+        """A connection says which rank it is.
+
+        Whoever comes after the end of the run is told why at once: it may only read
+        and wait, as a rank of a pipeline does until the group is there.
+        """
         if not 0 <= rank < self._world_size or rank in self._connections:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
+        if self._end is not None:
+            self._deliver(replace(self._end, rank=rank))
         return True
 
     def release(self, rank: int) -> None:
@@ -133,6 +155,17 @@ class CoordinatorServer:
             self.take(Failed(rank=rank, error=error, traceback=""))
         else:
             self.take(Disconnected(rank=rank))
+
+    def write_story(self, path: Path) -> None:
+        """Writes what was said and decided, as far as the core remembers it.
+
+        What cannot be written is logged: the run itself has ended by then.
+        """
+        text = "".join(f"{line}\n" for line in self.core.story())
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("cannot write the story of the run to %s: %s", path, error)
 
     def store_set(self, key: str, value: bytes) -> None:
         """Publishes a rendezvous value and answers who waits for it."""
@@ -275,9 +308,11 @@ def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
     """Serves until standard input ends, that is until rank 0's process is gone."""
-    server = CoordinatorServer(world_size, key)
+    folders = [f for f in os.environ.get(IMPORT_PATH, "").split(os.pathsep) if f]
+    server = CoordinatorServer(world_size, key, folders)
     address = await server.start(host)
     print(f"{address[0]}:{address[1]}", flush=True)
+    sys.stdout = sys.stderr  # nobody reads on, and the user's guard may print
     loop = asyncio.get_running_loop()
     parent_gone = asyncio.Event()
 
@@ -288,6 +323,8 @@ async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
     loop.add_reader(sys.stdin.fileno(), on_input)
     await parent_gone.wait()
     await server.stop()
+    if STORY in os.environ:
+        server.write_story(Path(os.environ[STORY]))
 
 
 if __name__ == "__main__":

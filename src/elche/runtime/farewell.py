@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import atexit
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from elche.coordination.messages import Failed
 from elche.runtime.connect import stop_coordinator
+
+
+def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
+    """What the other ranks are told of the exception that ends this one."""
+    summary = traceback.format_exception_only(error)[-1].strip()
+    return Failed(
+        rank=rank,
+        error=f"{summary}; {hint}" if hint else summary,
+        traceback="".join(traceback.format_exception(error)),
+    )
 
 
 def watch_process(

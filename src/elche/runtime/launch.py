@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from elche.errors import ConfigError
@@ -56,6 +57,10 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
+        import_path: folders in which the coordinator finds the user's guard, before
+            those of this process: the script's own.
+        story_path: file for what the ranks and the coordinator said and decided,
+            written when the run ends, however it ends.
     """
 
     command: tuple[str, ...]
@@ -66,6 +71,8 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
+    import_path: tuple[str, ...] = ()
+    story_path: Path | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -137,7 +144,7 @@ def launch(config: LaunchConfig) -> LaunchResult:
 
 async def _launch(config: LaunchConfig) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(config.world_size, key)
+    server = CoordinatorServer(config.world_size, key, config.import_path)
     network = config.network
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
@@ -169,6 +176,8 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     finally:
         await _end(processes, 0.0)
         await server.stop()
+        if config.story_path is not None:
+            server.write_story(config.story_path)
     codes = tuple(_code(process.returncode) for process in processes)
     if stop.is_set():
         return LaunchResult(codes, "interrupted", tuple(terminated))

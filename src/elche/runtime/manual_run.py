@@ -7,7 +7,6 @@ of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no e
 from __future__ import annotations
 
 import contextlib
-import traceback
 from typing import final
 
 import torch
@@ -20,7 +19,6 @@ from elche.coordination.messages import (
     BarrierPassed,
     BarrierReached,
     Event,
-    Failed,
     Join,
     Left,
     Welcome,
@@ -28,7 +26,7 @@ from elche.coordination.messages import (
 from elche.errors import ElcheError
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement, read_placement
-from elche.runtime.farewell import watch_process
+from elche.runtime.farewell import failure_of, watch_process
 from elche.runtime.worker import Worker
 
 
@@ -95,13 +93,7 @@ class ManualRun:
         """Tells the other ranks why this one ends."""
         if self._worker is None:
             return
-        self._end(
-            Failed(
-                rank=self._worker.rank,
-                error=traceback.format_exception_only(error)[-1].strip(),
-                traceback="".join(traceback.format_exception(error)),
-            )
-        )
+        self._end(failure_of(self._worker.rank, error))
 
     def _end(self, farewell: Event) -> None:
         worker, self._worker = self._worker, None

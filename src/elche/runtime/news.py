@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from elche.coordination.messages import (
     EndEpoch,
@@ -13,10 +14,13 @@ from elche.coordination.messages import (
     Scalars,
 )
 from elche.coordination.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
+from elche.errors import NonFiniteError
 from elche.runtime.positions import EpochPositions
 from elche.runtime.scalars import ScalarLog
 
 logger = logging.getLogger(__name__)
+
+KEYS_SHOWN = 64
 
 
 class RunNews:
@@ -59,16 +63,32 @@ class RunNews:
     def name_left_out(self, end: EndEpoch, positions: EpochPositions) -> None:
         """Says which samples gave no usable contribution, twice."""
         for start, stop in end.left_out if self._rank == 0 else ():
-            keys = [
-                key
-                for batch in range(start, stop)
-                for key in positions.index_batch(batch).keys
-            ]
             logger.warning(
                 "epoch %d: batches %d to %d were left out: what ranks learned from "
                 "them was not finite, twice; samples %s",
                 end.epoch,
                 start,
                 stop - 1,
-                keys,
+                samples_in(positions, [(start, stop)]),
             )
+
+
+def samples_in(
+    positions: EpochPositions, batches: Sequence[tuple[int, int]]
+) -> list[Any]:
+    """The dataset's keys of these batches (start, stop)."""
+    return [
+        key
+        for start, stop in batches
+        for batch in range(start, stop)
+        for key in positions.index_batch(batch).keys
+    ]
+
+
+def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteError:
+    """The error with the samples of its batches."""
+    keys = samples_in(positions, error.batches)
+    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    return NonFiniteError(
+        f"{error}; samples {keys[:KEYS_SHOWN]}{more}", error.rank, error.batches
+    )

@@ -14,7 +14,8 @@ class PlanFile:
 
     Args:
         record: where to write them, None for nowhere.
-        epochs: the plans to replay, None for a run of its own.
+        epochs: the plans to replay, "" for an epoch that was not recorded; None for a
+            run of its own.
     """
 
     def __init__(self, record: Path | None, epochs: list[str] | None) -> None:
@@ -46,18 +47,21 @@ class PlanFile:
                 f"cannot replay {config.replay!r}: {error}; expected a file that a run "
                 "with record= has written"
             ) from error
-        if not isinstance(epochs, list) or not all(isinstance(e, dict) for e in epochs):
+        is_list = isinstance(epochs, list)
+        if not is_list or not all(isinstance(e, dict | None) for e in epochs):
             raise ConfigError(
                 f"cannot replay {config.replay!r}: expected a list of epochs, as a run "
                 "with record= writes"
             )
-        return PlanFile(record, [json.dumps(epoch) for epoch in epochs])
+        return PlanFile(
+            record, [json.dumps(epoch) if epoch else "" for epoch in epochs]
+        )
 
     def epoch(self, number: int) -> str:
         """The plan of an epoch, "" for none.
 
         Raises:
-            ConfigError: the record has fewer epochs.
+            ConfigError: the record has fewer epochs, or not this one.
         """
         if self._replayed is None:
             return ""
@@ -66,12 +70,18 @@ class PlanFile:
                 f"the record holds {len(self._replayed)} epochs, this run begins "
                 f"epoch {number}"
             )
-        return self._replayed[number]
+        plan = self._replayed[number]
+        if not plan:
+            raise ConfigError(
+                f"epoch {number} of the record was left before its end, so there is "
+                "nothing to replay: under policy 'sync' only whole epochs are recorded"
+            )
+        return plan
 
     def keep(self, plan: str) -> None:
-        """Writes down an epoch that has ended."""
-        if self._record is None or not plan:
+        """Writes down the next epoch; "" for one that was left before its end."""
+        if self._record is None:
             return
-        self._kept.append(plan)
+        self._kept.append(plan or "null")
         text = "[" + ",\n".join(self._kept) + "]\n"
         self._record.write_text(text, encoding="utf-8")

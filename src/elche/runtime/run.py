@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.cadence.throughput import CostEstimate
+from elche.comm.equal_tensors import make_equal
 from elche.comm.probe import probe_reduction_s
-from elche.comm.process_group import broadcast_tensors
 from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
@@ -30,7 +30,12 @@ from elche.coordination.messages import (
 )
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.window_loop import WindowLoop
-from elche.errors import CommunicationError, ConfigError, ElcheError
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    ElcheError,
+    NonFiniteError,
+)
 from elche.runtime.agreement import (
     checksum,
     describe,
@@ -40,10 +45,11 @@ from elche.runtime.agreement import (
 )
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
+from elche.runtime.farewell import failure_of
 from elche.runtime.gradient_sync import refuse_stray_gradients
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.memory_limits import RankHost, check_caps
-from elche.runtime.news import RunNews
+from elche.runtime.news import RunNews, with_samples
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.scalars import ScalarLog
@@ -136,24 +142,25 @@ class Run:
         check_caps(
             config, loader.batch_size, placement.world_size, min_share_samples(model)
         )
-        plans = PlanFile.for_rank(config, placement.rank)
-        settings = describe(config, model, optimizer, loader, epochs)
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)
         try:
+            plans = PlanFile.for_rank(config, placement.rank)
+            settings = describe(config, model, optimizer, loader, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
             worker.form_group(welcome, config.transport)
-            tensors = [*model.parameters(), *model.buffers()]
-            broadcast_tensors(
-                worker.group,
-                [t.detach() for t in (*tensors, *state_tensors(optimizer))],
-                "the first broadcast",
-            )
+            states = state_tensors(optimizer)
+            named = [
+                *model.named_parameters(),
+                *model.named_buffers(),
+                *((f"state {index}", state) for index, state in enumerate(states)),
+            ]
+            make_equal(worker.group, named, "the first broadcast")
             run = Run(worker, config, model, optimizer, loader, welcome.devices, plans)
             run._attach()
-        except BaseException:
-            worker.close(None)
+        except BaseException as error:
+            worker.close(failure_of(worker.rank, error))
             raise
         return run
 
@@ -346,6 +353,9 @@ class Run:
             if isinstance(run, SyncEpoch) and run.switch is not None:
                 run = self._under_way = self._switched(run, positions)
                 yield from run.batches()
+        except NonFiniteError as error:
+            self._pending_error = named = with_samples(error, positions)
+            raise named from None
         except Exception as error:
             self._pending_error = CommunicationError(
                 f"epoch {self._epoch} was broken off on rank {self.worker.rank} by "
@@ -362,9 +372,9 @@ class Run:
                     self._samples_before += sum(run.end.samples)
                 elif isinstance(run, SyncEpoch):
                     self._samples_before += run.samples_done
+                self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
-                    self._plans.keep(run.end.plan)
                     self.news.name_left_out(run.end, positions)
 
     def _open_epoch(self) -> tuple[EpochPositions, int]:
@@ -390,10 +400,8 @@ class Run:
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
         if changed:
-            tensors = [*self._model.parameters(), *self._model.buffers()]
-            broadcast_tensors(
-                worker.group, [t.detach() for t in tensors], "sharing a changed model"
-            )
+            named = [*self._model.named_parameters(), *self._model.named_buffers()]
+            make_equal(worker.group, named, "sharing a changed model")
         if changed or begin.policy != self._synchroniser.policy:
             self._synchroniser.build(begin.policy)
         if begin.state_from is not None:

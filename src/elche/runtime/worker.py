@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,14 +29,16 @@ from elche.coordination.messages import (
 )
 from elche.errors import (
     CommunicationError,
+    ConfigError,
     DeadlineError,
     ElcheError,
     MismatchError,
+    NonFiniteError,
     ProtocolError,
     RemoteRankError,
 )
-from elche.monitor.trace import Span
 from elche.runtime.environment import Placement
+from elche.runtime.timeline import Timeline
 
 ABORT_WAIT_S = 5.0
 HOST_AHEAD_BATCHES = 2
@@ -57,6 +59,7 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
+        timeline: what this rank did.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Worker:
         self.is_cold = True
         self.max_samples = 0
         self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
-        self.spans: deque[Span] = deque(maxlen=200_000)
+        self.timeline = Timeline(self.rank)
         self._channel = channel
         self._group: Group | None = None
         self._side_groups: list[Group] = []
@@ -169,27 +172,6 @@ class Worker:
         if len(self._events) > HOST_AHEAD_BATCHES:
             self._events.popleft().synchronize()
 
-    def span(
-        self,
-        name: str,
-        category: str,
-        start_s: float,
-        end_s: float | None = None,
-        **args: Any,
-    ) -> None:
-        """Records what this rank did from ``start_s`` to ``end_s`` (now)."""
-        end_s = time.monotonic() if end_s is None else end_s
-        self.spans.append(
-            Span(
-                rank=self.rank,
-                name=name,
-                category=category,
-                start_s=start_s,
-                duration_s=max(0.0, end_s - start_s),
-                args=args,
-            )
-        )
-
     def close(self, farewell: Event | None) -> None:
         """Says farewell if asked, and ends group and channel."""
         try:
@@ -243,8 +225,12 @@ def _ignore(news: MetricsReported | PolicyChosen) -> None:
 
 
 def _error_of(abort: Abort) -> ElcheError:
+    if abort.kind == "config":
+        return ConfigError(abort.reason)
     if abort.kind == "mismatch":
         return MismatchError(abort.reason)
+    if abort.kind == "non_finite":
+        return NonFiniteError(abort.reason, abort.failed_rank, abort.batches)
     if abort.kind == "protocol":
         return ProtocolError(abort.reason)
     if abort.kind == "deadline":

@@ -4,6 +4,8 @@ python examples/own_loop.py                              one device
 elche run --nproc 2 examples/own_loop.py                 two CPU processes
 elche run --speeds 1,0.25 examples/own_loop.py           one of them four times slower
 elche run --devices cuda:0,cpu examples/own_loop.py      a GPU and the CPU
+
+Every rank runs the whole script. The digits come with scikit-learn.
 """
 
 import torch

@@ -1,6 +1,8 @@
 """The same training where the library owns the loop.
 
 elche run --speeds 1,0.4 examples/trainer.py
+
+The digits come with scikit-learn.
 """
 
 import torch

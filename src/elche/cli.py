@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,32 +45,59 @@ def _numbers(
     return numbers
 
 
+def _names(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[str, ...] | None:
+    """Parses ``cuda:0,cpu``; blanks around a name are not part of it."""
+    if text is None:
+        return None
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise click.BadParameter(f"expected names with commas between, got {text!r}")
+    return names
+
+
+def _code(code: int) -> str:
+    """An exit code, and the signal that it stands for."""
+    with contextlib.suppress(ValueError):
+        return f"{code} ({signal.Signals(code - 128).name})"
+    return str(code)
+
+
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Wrong settings end with code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+
+
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
     from elche.demo.report import log_to_stderr
 
     try:
-        with log_to_stderr():
+        with _checked(), log_to_stderr():
             yield
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         click.echo("interrupted; all ranks have ended", err=True)
         sys.exit(130)
 
 
-@click.group(cls=_Friendly)
+@click.group(cls=_Friendly, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="elche")
 def main() -> None:
     """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
 
 
-@main.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+# What follows SCRIPT is its own, options too.
+@main.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
-@click.option("--devices", help="A device per rank, such as cuda:0,cpu.")
+@click.option(
+    "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
+)
 @click.option(
     "--speeds",
     callback=_numbers,
@@ -78,46 +106,65 @@ def main() -> None:
 @click.option(
     "--ms-per-sample",
     type=float,
-    default=1.25,
-    show_default=True,
-    help="Time per sample of an emulated device of speed 1.",
+    help="Time per sample of an emulated device of speed 1; default: 1.25.",
 )
 @click.option(
     "--policy",
     type=click.Choice(POLICIES),
     help="Policy where the script names none.",
 )
+@click.option(
+    "--story",
+    envvar="ELCHE_STORY",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for what was said and decided (the last 4000 messages and decisions),"
+    " written when the run ends, however it ends.",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
     nproc: int | None,
-    devices: str | None,
+    devices: tuple[str, ...] | None,
     speeds: tuple[float, ...] | None,
-    ms_per_sample: float,
+    ms_per_sample: float | None,
     policy: str | None,
+    story: Path | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
     """Run SCRIPT on several devices of this machine, one process each."""
     from elche.runtime.launch import LaunchConfig, launch, python_command
 
-    result = launch(
-        LaunchConfig(
+    settings: dict[str, Any] = {}
+    if ms_per_sample is not None:
+        settings["ms_per_sample"] = ms_per_sample
+    with _checked():
+        if settings and speeds is None:
+            raise ConfigError(
+                "--ms-per-sample is for emulated devices; give their --speeds, such as "
+                "1,0.25"
+            )
+        if story is not None:
+            from elche.demo.report import check_writable
+
+            check_writable(story)
+        config = LaunchConfig(
             command=python_command(script, *arguments),
             num_ranks=nproc,
-            devices=tuple(devices.split(",")) if devices else None,
+            devices=devices,
             speeds=speeds,
-            ms_per_sample=ms_per_sample,
             environment={"ELCHE_POLICY": policy} if policy else {},
+            import_path=(str(Path(script).resolve().parent),),
+            story_path=story,
+            **settings,
         )
-    )
+        result = launch(config)
     if result.exit_code:
         failed = [rank for rank, code in enumerate(result.exit_codes) if code]
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
-            f"elche run: ranks {failed} ended with codes "
-            f"{[result.exit_codes[rank] for rank in failed]}: {reason}",
-            err=True,
+            f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
         )
     sys.exit(result.exit_code)
 
@@ -161,6 +208,15 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
 )
 @click.option(
     "--policy", type=click.Choice(POLICIES), help="Instead of the file's policy."
+)
+@click.option(
+    "--story",
+    "stories",
+    multiple=True,
+    metavar="WHAT",
+    help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
+    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 4000"
+    " messages and decisions of the run are remembered. May be repeated.",
 )
 def simulate(**settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""
@@ -207,7 +263,9 @@ def bench() -> None:
     show_default=True,
     help="Time per sample of an emulated device of speed 1.",
 )
-@click.option("--contenders", help="Run only these, such as solo-0,ddp.")
+@click.option(
+    "--contenders", callback=_names, help="Run only these, such as solo-0,ddp."
+)
 @click.option(
     "--time-capped/--samples-equal",
     help="Nobody trains longer than --seconds, losses are not compared; default:"
@@ -227,18 +285,25 @@ def bench() -> None:
     " root).",
 )
 @click.option(
+    "--link-delay-ms",
+    type=float,
+    default=0.0,
+    help="Hold back every message on those links for so long, each way.",
+)
+@click.option(
     "--codec",
     default="fp32",
     show_default=True,
     help="What elche's averaging sends: fp32, bf16, int8 or int4.",
 )
-def hetero(json_path: str | None, contenders: str | None, **settings: Any) -> None:
+def hetero(
+    json_path: str | None, contenders: tuple[str, ...] | None, **settings: Any
+) -> None:
     """Compare PyTorch and elche on unequal emulated devices."""
     from elche.demo.bench import BenchConfig, run_bench
 
-    wanted = tuple(contenders.split(",")) if contenders else ()
     with _as_command():
-        config = BenchConfig(contenders=wanted, **settings)
+        config = BenchConfig(contenders=contenders or (), **settings)
         code = run_bench(config, json_path)
     sys.exit(code)
 

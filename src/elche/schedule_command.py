@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class ScheduleConfig:
         for what, value in (("--ranks", self.ranks), ("--memory", self.memory)):
             if value is not None and not value > 0:
                 raise ConfigError(f"expected {what} above 0, got {value}")
-        if not self.communication >= 0:
+        if not 0 <= self.communication < math.inf:
             raise ConfigError(
-                f"expected --comm of at least 0, got {self.communication}"
+                f"expected a finite --comm of at least 0, got {self.communication}"
             )
         if self.microbatches is not None:
             check_microbatches(self.microbatches)
@@ -84,6 +85,8 @@ class ScheduleConfig:
             )
         if self.times is None and self.stages_path is None:
             raise ConfigError("give --times F,I,W, or the stages' with --stages FILE")
+        if self.times is not None and not any(self.times):
+            raise ConfigError("expected --times F,I,W that are not all 0")
 
 
 def run_schedule(config: ScheduleConfig) -> None:
@@ -100,6 +103,7 @@ def run_schedule(config: ScheduleConfig) -> None:
             check_writable(Path(path))
     schedule, costs = plan(config)
     timing = simulate(schedule, costs)
+    _check_memory(schedule, timing, costs)
     as_json = to_json_text(figures(schedule, timing))
     if config.csv_path is not None:
         config.csv_path.write_text(to_csv(schedule), encoding="utf-8", newline="")
@@ -214,6 +218,17 @@ def _costs(
         return read_stages(_read_toml(config.stages_path), defaults)
     except ConfigError as error:
         raise ConfigError(f"{config.stages_path}: {error}") from error
+
+
+def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
+    """Holds a schedule from a file to the limits that those made here keep."""
+    for rank, limit in enumerate(costs.memory):
+        peak = timing.peak_activations[rank]
+        if peak > limit + 1e-9:
+            raise ConfigError(
+                f"{schedule.name} holds up to {peak:g} units of activations on rank "
+                f"{rank}, above its memory limit of {limit:g}"
+            )
 
 
 def _rank_times(config: ScheduleConfig) -> RankTimes:

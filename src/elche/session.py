@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -18,13 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.coordination.messages import Failed, Left
+from elche.coordination.messages import Left
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
-from elche.runtime.farewell import watch_process
+from elche.runtime.farewell import failure_of, watch_process
 from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
@@ -131,7 +130,7 @@ def setup(
         single = SingleRun(positions, model, placement.device, config.seed)
         _process.single, _process.metrics = single, MetricsView(single)
         return model, optimizer, single
-    check_shared(model, optimizer, positions, config.policy)
+    check_shared(model, optimizer, positions, config)
     _watch_process()
     run = Run.start(placement, config, model, optimizer, positions, epochs)
     _process.run, _process.metrics = run, MetricsView(run)
@@ -429,11 +428,8 @@ def _tell_failure(error: BaseException) -> None:
         _process.metrics.end()
     if run is None:
         return
-    text = "".join(traceback.format_exception(error))
-    summary = traceback.format_exception_only(error)[-1].strip()
     hint = memory_hint(error, run.worker.rank, run.last_samples)
     if hint:
         _say(f"elche: {hint}")
-        summary = f"{summary}; {hint}"
     with contextlib.suppress(ElcheError):
-        run.close(Failed(rank=run.worker.rank, error=summary, traceback=text))
+        run.close(failure_of(run.worker.rank, error, hint))

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
-from elche.config import RunConfig
+from elche.config import RunConfig, unknown_option
 from elche.coordination.metrics import WindowMetrics
 from elche.errors import ConfigError
 
@@ -268,10 +268,7 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     run_fields = set(RunConfig.__dataclass_fields__)
     unknown = sorted(set(options) - own - run_fields - {"config"})
     if unknown:
-        raise ConfigError(
-            f"unknown option {unknown[0]!r}; known are: "
-            f"{', '.join(sorted(own | run_fields))}"
-        )
+        raise ConfigError(unknown_option(unknown[0], own | run_fields))
     missing = [
         name for name in ("dataset", "batch_size", "epochs") if name not in options
     ]

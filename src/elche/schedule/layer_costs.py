@@ -21,6 +21,7 @@ from elche.schedule.partition_search import Evaluator, refine
 from elche.schedule.plan import PlanConfig
 from elche.schedule.planner import plan_pipeline
 from elche.schedule.profile import (
+    ADAM_STATE_FACTOR,
     DeviceProfile,
     LayerProfile,
     LayerTimes,
@@ -30,6 +31,7 @@ from elche.schedule.profile import (
 
 REFINED_ACTIONS = 50_000  # timed while a partition is refined between steps
 _WHOLE = 1e6  # the planner counts memory in whole bytes
+_LEAST_ROOM = 1e-9  # a limit must be above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +41,16 @@ class LayerCosts:
     Attributes:
         by_rank: of each rank, what each layer costs there.
         link: time of a message between two ranks.
-        memory: units of activations that each rank may hold; empty means no limit.
+        memory: units of activations and `state` that each rank may hold; empty means no
+            limit.
+        state: of each layer, units that its parameters and their state take wherever
+            it stands; empty where that is not known, or is not part of `memory`.
     """
 
     by_rank: tuple[tuple[StageCost, ...], ...]
     link: float = 0.0
     memory: tuple[float, ...] = ()
+    state: tuple[float, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -61,18 +67,28 @@ def stage_costs(
         costs: of the layers.
         placement: the rank of each stage.
         sizes: layers of each stage.
+
+    Raises:
+        ConfigError: a rank's memory does not hold the parameters of its layers.
     """
     stages: list[StageCost] = []
+    states = [0.0] * len(costs.by_rank)
     begin = 0
     for rank, size in zip(placement, sizes, strict=True):
         stages.append(_sum(costs.by_rank[rank][begin : begin + size]))
+        states[rank] += math.fsum(costs.state[begin : begin + size])
         begin += size
     return PipelineCosts(
         stages=tuple(stages),
         placement=tuple(placement),
         num_ranks=len(costs.by_rank),
         links=(costs.link,) * (len(stages) - 1),
-        memory=costs.memory,
+        memory=tuple(
+            _room(rank, limit, state)
+            for rank, (limit, state) in enumerate(
+                zip(costs.memory, states, strict=False)
+            )
+        ),
     )
 
 
@@ -229,10 +245,24 @@ def check_sizes(
         )
 
 
+def _room(rank: int, limit: float, state: float) -> float:
+    """What is left of a rank's memory for activations."""
+    if state > limit:
+        raise ConfigError(
+            f"rank {rank} may hold {limit:,.0f} bytes, but the parameters of its "
+            f"layers and their state take {state:,.0f}; give it fewer layers, or more "
+            "memory"
+        )
+    return max(limit - state, _LEAST_ROOM)
+
+
 def _profile(costs: LayerCosts) -> PipelineProfile:
     return PipelineProfile(
         layers=tuple(
-            _layer_profile(index, [row[index] for row in costs.by_rank])
+            _layer_profile(
+                *(index, [row[index] for row in costs.by_rank]),
+                costs.state[index] if costs.state else 0.0,
+            )
             for index in range(costs.num_layers)
         ),
         devices=tuple(
@@ -247,7 +277,9 @@ def _profile(costs: LayerCosts) -> PipelineProfile:
     )
 
 
-def _layer_profile(index: int, by_rank: Sequence[StageCost]) -> LayerProfile:
+def _layer_profile(
+    index: int, by_rank: Sequence[StageCost], state: float
+) -> LayerProfile:
     first = by_rank[0]
     return LayerProfile(
         name=f"layer {index}",
@@ -262,6 +294,7 @@ def _layer_profile(index: int, by_rank: Sequence[StageCost]) -> LayerProfile:
         },
         activation_bytes=first.activation * _WHOLE,
         kept_for_weight_bytes=first.kept * _WHOLE,
+        parameter_bytes=state * _WHOLE / ADAM_STATE_FACTOR,
     )
 
 

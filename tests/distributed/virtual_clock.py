@@ -1,4 +1,4 @@
-"""A rank's clock that only its own work moves: what a batch took, on any machine."""
+"""A rank's clock that its work and waits move: what a batch took, on any machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from elche.comm import bucket_pass
 from elche.runtime import sync_epoch, window_epoch
+from elche.runtime.worker import Worker
 
 
 class VirtualClock:
@@ -32,10 +33,19 @@ def virtual_clock() -> Iterator[VirtualClock]:
     clock: Any = VirtualClock()
     modules: tuple[Any, ...] = (bucket_pass, sync_epoch, window_epoch)
     before = [module.time for module in modules]
+    sleep = Worker.sleep_until_told
+
+    def sleep_by_clock(worker: Worker, timeout_s: float) -> None:
+        """A window ends by the clock for a rank that is held, too."""
+        sleep(worker, timeout_s)
+        clock.advance(timeout_s)
+
     for module in modules:
         module.time = clock
+    Worker.sleep_until_told = sleep_by_clock  # type: ignore[method-assign]
     try:
         yield clock
     finally:
+        Worker.sleep_until_told = sleep  # type: ignore[method-assign]
         for module, known in zip(modules, before, strict=True):
             module.time = known

@@ -57,7 +57,8 @@ class RunConfig:
             nothing finite in three windows, ``"stop"`` ends the run and names them;
             ``"leave_out"`` goes on without the batch, and warns. Under ``sync`` a step
             is one of all ranks and nothing can be left out of it: ``"stop"`` ends the
-            run when parameters are seen to be no numbers.
+            run when parameters are NaN at the end of an epoch. One device does nothing
+            of this.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.

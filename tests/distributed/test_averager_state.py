@@ -126,7 +126,7 @@ def test_states_that_do_not_belong_together_are_refused(ranks2: RankPool) -> Non
         "expected a base of 1447 elements of float32, got [3] of float32": {
             "base": torch.ones(3)
         },
-        "expected entries ['own', 'ranks', 'residual', 'world_size'], got ['own']": {
+        "with entries ['own', 'ranks', 'residual', 'world_size'], got ['own']": {
             "residual": {"own": (0, 0)}
         },
     }

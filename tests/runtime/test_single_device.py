@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.agreement import check_shared
+
+SYNC = RunConfig(policy="sync")
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -101,14 +104,16 @@ def test_an_optimizer_of_another_model() -> None:
     model, _, loader = _parts()
     _, other, _ = _parts()
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        check_shared(model, other, loader, "sync")
+        check_shared(model, other, loader, SYNC)
 
 
 def test_an_optimizer_with_parameters_of_its_own() -> None:
     model, _, loader = _parts()
     strange = [*model.parameters(), nn.Parameter(torch.ones(3))]
     with pytest.raises(ConfigError, match=r"1 parameters that are not the model's"):
-        check_shared(model, torch.optim.SGD(strange, lr=0.1), loader, "sync")
+        check_shared(
+            model, torch.optim.SGD(strange, lr=0.1), loader, RunConfig(policy="sync")
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +128,14 @@ def test_tensors_that_cannot_be_shared(weight: torch.Tensor, fault: str) -> None
     model, optimizer, loader = _parts()
     model.register_buffer("bad", weight)
     with pytest.raises(ConfigError, match=fault):
-        check_shared(model, optimizer, loader, "sync")
+        check_shared(model, optimizer, loader, SYNC)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="0: sparse gradients cannot be reduced"):
-        check_shared(model, optimizer, _parts()[2], "sync")
+        check_shared(model, optimizer, _parts()[2], SYNC)
 
 
 def test_the_state_of_a_run_is_asked_for_between_epochs() -> None:

@@ -24,15 +24,21 @@ def digest_of(name: str, tensor: torch.Tensor) -> bytes:
 
     Waits for the tensor's device.
     """
-    kind = f"{name}\n{list(tensor.shape)}\n{tensor.dtype}\n"
-    digest = hashlib.blake2b(kind.encode(), digest_size=DIGEST_BYTES)
-    host = tensor.detach().to("cpu").contiguous()
+    digest = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
+def _form_of(name: str, tensor: torch.Tensor) -> bytes:
+    return f"{name}\n{list(tensor.shape)}\n{tensor.dtype}\n".encode()
+
+
 def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
     """Which of these tensors are not equal to the bit on all ranks, by their index.
+
+    One that has another shape somewhere (a cache that grows) is not among them: it is
+    each rank's own.
 
     Args:
         group: the process group; all ranks call this.
@@ -40,13 +46,15 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
     """
     if group.world_size == 1 or not named:
         return []
-    rows = torch.zeros(group.world_size, len(named), DIGEST_BYTES, dtype=torch.uint8)
+    shape = (group.world_size, len(named), 2, DIGEST_BYTES)
+    rows = torch.zeros(shape, dtype=torch.uint8)
     for index, (name, tensor) in enumerate(named):
-        digest = bytearray(digest_of(name, tensor))
-        rows[group.rank, index] = torch.frombuffer(digest, dtype=torch.uint8)
+        form = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
+        both = bytearray(form.digest() + digest_of(name, tensor))
+        rows[group.rank, index] = torch.frombuffer(both, dtype=torch.uint8).view(2, -1)
     group.all_reduce(rows, "comparing tensors")
-    is_equal = (rows == rows[0]).all(dim=2).all(dim=0)
-    return [index for index, equal in enumerate(is_equal.tolist()) if not equal]
+    is_same = (rows == rows[0]).all(dim=3).all(dim=0)
+    return [at for at, (form, values) in enumerate(is_same.tolist()) if form > values]
 
 
 def make_equal(

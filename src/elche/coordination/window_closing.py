@@ -68,17 +68,32 @@ def _stop_if_asked(state: WindowState, rank: int) -> None:
 def _not_finite(
     state: WindowState, rank: int, batches: Sequence[Range], when: str
 ) -> NonFiniteError:
-    named = ", ".join(
-        str(start) if stop == start + 1 else f"{start} to {stop - 1}"
-        for start, stop in batches
-    )
+    joined = _joined(batches)
     return NonFiniteError(
         f"what rank {rank} learned in epoch {state.epoch} was not finite {when}; "
-        f"one of its batches ({named}) or the rank itself is at fault: look at the "
-        "data, the loss and the learning rate, or go on without such batches by "
+        f"one of its batches ({_named(joined)}) or the rank itself is at fault: look "
+        "at the data, the loss and the learning rate, or go on without such batches by "
         "non_finite='leave_out'",
         rank,
-        batches,
+        joined,
+    )
+
+
+def _joined(batches: Sequence[Range]) -> list[Range]:
+    """The same, with those that touch made one."""
+    joined: list[Range] = []
+    for start, stop in batches:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _named(batches: Sequence[Range]) -> str:
+    return ", ".join(
+        str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+        for start, stop in batches
     )
 
 
@@ -96,11 +111,11 @@ def leave_out_untried(state: WindowState) -> None:
     ]
     if untried and state.config.non_finite == "stop":
         raise NonFiniteError(
-            f"what ranks learned from batches {', '.join(str(b) for b, _ in untried)} "
-            f"of epoch {state.epoch} was not finite, and a fixed plan tries nothing a "
+            f"what ranks learned from batches {_named(_joined(untried))} of "
+            f"epoch {state.epoch} was not finite, and a fixed plan tries nothing a "
             "second time: look at the data, the loss and the learning rate, or go on "
             "without such batches by non_finite='leave_out'",
-            batches=untried,
+            batches=_joined(untried),
         )
     for start, stop in untried:
         state.ledger.leave_out(start, stop)

@@ -146,7 +146,9 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         env={
             **os.environ,
             "ELCHE_KEY": key.hex(),
-            IMPORT_PATH: os.pathsep.join(filter(None, sys.path)),
+            IMPORT_PATH: os.pathsep.join(
+                folder for folder in sys.path if folder and isinstance(folder, str)
+            ),
         },
     )
     _started.append(process)

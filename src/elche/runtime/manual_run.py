@@ -66,8 +66,8 @@ class ManualRun:
             worker.send(_join(placement, config))
             welcome = worker.expect(Welcome, "all ranks to join")
             worker.form_group(welcome, config.transport)
-        except BaseException:
-            worker.close(None)
+        except BaseException as error:
+            worker.close(failure_of(worker.rank, error))
             raise
         return ManualRun(worker.group, worker)
 

@@ -88,6 +88,8 @@ def samples_in(
 def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteError:
     """The error with the samples of its batches."""
     keys = samples_in(positions, error.batches)
+    if not keys:
+        return error
     more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
     return NonFiniteError(
         f"{error}; samples {keys[:KEYS_SHOWN]}{more}", error.rank, error.batches

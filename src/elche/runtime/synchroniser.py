@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -64,6 +65,7 @@ class Synchroniser:
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | SummedReducer | None = None
         self.windows: WindowSync | None = None
+        self._is_nan_from_start = math.isnan(self._norm())
 
     @property
     def num_parameters(self) -> int:
@@ -130,7 +132,14 @@ class Synchroniser:
             )
 
     def parameter_norm(self) -> float:
-        """The L2 norm of what is trained; waits for the device."""
+        """The L2 norm of what is trained; waits for the device.
+
+        0.0, not measured, where parameters were no numbers from the start (memory that
+        nothing has initialised, in a parameter that is not used).
+        """
+        return 0.0 if self._is_nan_from_start else self._norm()
+
+    def _norm(self) -> float:
         return float(get_total_norm([p.detach() for p in self._trainable]))
 
     def layout(self) -> str:

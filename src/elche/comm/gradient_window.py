@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from elche.comm.exchange import Exchange, open_exchange
+from elche.comm.finite import all_finite
 from elche.comm.flat import shaped, wire_dtype
 from elche.comm.process_group import Group
 from elche.errors import ConfigError
@@ -79,7 +80,7 @@ class _Accumulator:
     @property
     def is_finite(self) -> bool:
         """Whether the sums are numbers; waits for them."""
-        return all(math.isfinite(float(n)) for n in torch._foreach_norm(self._sums))
+        return all_finite(self._sums)
 
     def send(self, samples: float, *, counts: bool) -> None:
         message = self.exchange.contribution(0)

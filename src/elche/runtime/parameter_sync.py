@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elche.comm.averaging import ParameterAverager
+from elche.comm.finite import all_finite
 from elche.comm.fragments import DriftSamples
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
@@ -177,17 +178,3 @@ class OverlappedSync(WindowSync):
         if not self._is_finite:
             self._optimizer.state.clear()
         return result
-
-
-@torch.no_grad()
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every element is a finite number (one pass, one answer per device)."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return all(
-        bool(
-            torch.stack([n.float() for n in torch._foreach_norm(some)]).isfinite().all()
-        )
-        for some in by_device.values()
-    )

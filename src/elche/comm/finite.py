@@ -1,0 +1,21 @@
+"""Whether what a rank has learned are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is a finite number (one pass, one answer per device)."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return all(
+        bool(
+            torch.stack([n.float() for n in torch._foreach_norm(some)]).isfinite().all()
+        )
+        for some in by_device.values()
+    )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import PurePath
-from typing import Any, TypeGuard
+from typing import Any
 
 from elche.cadence.divergence import Guard
+from elche.config_checks import (
+    caps_of,
+    check_choice,
+    check_positive,
+    check_whole,
+    guard_of,
+    hints_of,
+    is_number,
+    path_of,
+)
 from elche.errors import ConfigError
 
 POLICIES = ("sync", "cadence", "async", "auto")
@@ -137,42 +144,42 @@ class RunConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _choice("policy", self.policy, POLICIES)
-        _choice("update", self.update, UPDATES)
-        _choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        _choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
-        _choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
-        _choice("outer", self.outer, OUTER_OPTIMIZERS)
-        _choice("transport", self.transport, TRANSPORTS)
-        _choice("non_finite", self.non_finite, NON_FINITE)
-        _choice("codec", self.codec, CODECS)
-        _whole("anchor", self.anchor, 1)
-        _whole("min_anchor", self.min_anchor, 1)
-        _whole("max_anchor", self.max_anchor, 0)
-        _whole("fragments", self.fragments, 1)
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("update", self.update, UPDATES)
+        check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        check_choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
+        check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        check_choice("outer", self.outer, OUTER_OPTIMIZERS)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("non_finite", self.non_finite, NON_FINITE)
+        check_choice("codec", self.codec, CODECS)
+        check_whole("anchor", self.anchor, 1)
+        check_whole("min_anchor", self.min_anchor, 1)
+        check_whole("max_anchor", self.max_anchor, 0)
+        check_whole("fragments", self.fragments, 1)
         if self.max_batch_diff is not None:
-            _whole("max_batch_diff", self.max_batch_diff, 0)
+            check_whole("max_batch_diff", self.max_batch_diff, 0)
         if self.seed is not None:
-            _whole("seed", self.seed, 0)
+            check_whole("seed", self.seed, 0)
         for name in ("overhead_target", "bucket_cap_mb", "timeout_s"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("outer_lr", "max_grad_norm"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        object.__setattr__(self, "max_samples", _caps(self.max_samples))
-        object.__setattr__(self, "guard", _guard(self.guard))
+                check_positive(name, getattr(self, name))
+        object.__setattr__(self, "max_samples", caps_of(self.max_samples))
+        object.__setattr__(self, "guard", guard_of(self.guard))
         for name in ("deterministic", "micro_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"expected {name} to be True or False, got {getattr(self, name)!r}"
                 )
-        if not _is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
+        if not is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
             raise ConfigError(
                 f"expected 0 <= outer_momentum < 1, got {self.outer_momentum!r}"
             )
         for name in ("record", "replay"):
-            object.__setattr__(self, name, _path(name, getattr(self, name)))
-        object.__setattr__(self, "speed_hints", _hints(self.speed_hints))
+            object.__setattr__(self, name, path_of(name, getattr(self, name)))
+        object.__setattr__(self, "speed_hints", hints_of(self.speed_hints))
         self._check_anchors()
         self._check_together()
 
@@ -347,111 +354,3 @@ def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:
         outer: ``"nesterov"`` or ``"slowmo"``.
     """
     return 0.7 if outer == "nesterov" and world_size <= 2 else 1.0
-
-
-def _caps(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, ...]:
-    """One cap per rank, from a mapping or a sequence."""
-    if isinstance(given, Mapping):
-        for rank in given:
-            _whole("a rank in max_samples", rank, 0)
-        caps = tuple(given.get(rank) for rank in range(max(given, default=-1) + 1))
-    elif isinstance(given, (list, tuple)):
-        caps = tuple(given)
-    else:
-        raise ConfigError(
-            "expected max_samples to be {rank: samples}, or a number or None per rank, "
-            f"got {given!r}"
-        )
-    for rank, cap in enumerate(caps):
-        if cap is not None:
-            _whole(f"max_samples[{rank}]", cap, 1)
-    return caps
-
-
-def _guard(given: object) -> bool | str:
-    """Whether there is a guard, or where the user's own is."""
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, type) and issubclass(given, Guard):
-        module, name = given.__module__, given.__qualname__
-        if "<locals>" in name:
-            raise _misplaced_guard(name, "inside a function")
-        if _is_program(module):
-            raise _misplaced_guard(name, "in the script itself")
-        return f"{module}:{name}"
-    if isinstance(given, str):
-        module, _, name = given.partition(":")
-        parts = [*module.split("."), *name.split(".")]
-        if all(part.isidentifier() for part in parts):
-            if _is_program(module):
-                raise _misplaced_guard(given, "in the script itself")
-            return given
-    raise ConfigError(
-        "expected guard to be True or False, a subclass of elche.Guard, or the place "
-        f"of one such as 'package.module:Name', got {given!r}"
-    )
-
-
-def _misplaced_guard(name: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"the guard {name} is defined {where}, from where the coordinator's process "
-        "cannot import it; put it in a module of its own, beside the script"
-    )
-
-
-def _is_program(module: str) -> bool:
-    """Whether a module is what this process runs; imported, it would run again."""
-    if module in ("__main__", "__mp_main__"):
-        return True
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return bool(spec.name == module)
-    return PurePath(getattr(main, "__file__", None) or "").stem == module
-
-
-def _hints(given: Sequence[float] | None) -> tuple[float, ...] | None:
-    """A speed per rank."""
-    if given is None:
-        return None
-    if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
-        raise ConfigError(
-            f"expected speed_hints to be a number per rank, such as (1, 0.25), got "
-            f"{given!r}"
-        )
-    hints = tuple(given)
-    for rank, speed in enumerate(hints):
-        _positive(f"speed_hints[{rank}]", speed)
-    return hints
-
-
-def _path(name: str, value: object) -> str | None:
-    """A file's name, from text or from a ``pathlib.Path``."""
-    if value is None or isinstance(value, str):
-        return value
-    if not hasattr(value, "__fspath__"):
-        raise ConfigError(f"expected {name} to be a file's name, got {value!r}")
-    return str(value)
-
-
-def _choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"unknown {name} {value!r}; expected one of: {', '.join(known)}"
-        )
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _positive(name: str, value: object) -> None:
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(
-            f"expected {name} to be a positive finite number, got {value!r}"
-        )

@@ -29,6 +29,7 @@ class Layer(Enum):
 LAYERS = {
     "elche.cadence": Layer.PURE,
     "elche.config": Layer.PURE,
+    "elche.config_checks": Layer.PURE,
     "elche.coordination": Layer.PURE,
     "elche.errors": Layer.PURE,
     "elche.monitor": Layer.PURE,

@@ -1,0 +1,124 @@
+"""What a setting may be: checked, and brought into the form that is kept. Pure."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import TypeGuard
+
+from elche.cadence.divergence import Guard
+from elche.errors import ConfigError
+
+
+def caps_of(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None, ...]:
+    """One cap per rank, from a mapping or a sequence."""
+    if isinstance(given, Mapping):
+        for rank in given:
+            check_whole("a rank in max_samples", rank, 0)
+        caps = tuple(given.get(rank) for rank in range(max(given, default=-1) + 1))
+    elif isinstance(given, (list, tuple)):
+        caps = tuple(given)
+    else:
+        raise ConfigError(
+            "expected max_samples to be {rank: samples}, or a number or None per rank, "
+            f"got {given!r}"
+        )
+    for rank, cap in enumerate(caps):
+        if cap is not None:
+            check_whole(f"max_samples[{rank}]", cap, 1)
+    return caps
+
+
+def guard_of(given: object) -> bool | str:
+    """Whether there is a guard, or where the user's own is."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, type) and issubclass(given, Guard):
+        module, name = given.__module__, given.__qualname__
+        if "<locals>" in name:
+            raise _misplaced_guard(name, "inside a function")
+        if _is_program(module):
+            raise _misplaced_guard(name, "in the script itself")
+        return f"{module}:{name}"
+    if isinstance(given, str):
+        module, _, name = given.partition(":")
+        parts = [*module.split("."), *name.split(".")]
+        if all(part.isidentifier() for part in parts):
+            if _is_program(module):
+                raise _misplaced_guard(given, "in the script itself")
+            return given
+    raise ConfigError(
+        "expected guard to be True or False, a subclass of elche.Guard, or the place "
+        f"of one such as 'package.module:Name', got {given!r}"
+    )
+
+
+def _misplaced_guard(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"the guard {name} is defined {where}, from where the coordinator's process "
+        "cannot import it; put it in a module of its own, beside the script"
+    )
+
+
+def _is_program(module: str) -> bool:
+    """Whether a module is what this process runs; imported, it would run again."""
+    if module in ("__main__", "__mp_main__"):
+        return True
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return bool(spec.name == module)
+    return PurePath(getattr(main, "__file__", None) or "").stem == module
+
+
+def hints_of(given: Sequence[float] | None) -> tuple[float, ...] | None:
+    """A speed per rank."""
+    if given is None:
+        return None
+    if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
+        raise ConfigError(
+            f"expected speed_hints to be a number per rank, such as (1, 0.25), got "
+            f"{given!r}"
+        )
+    hints = tuple(given)
+    for rank, speed in enumerate(hints):
+        check_positive(f"speed_hints[{rank}]", speed)
+    return hints
+
+
+def path_of(name: str, value: object) -> str | None:
+    """A file's name, from text or from a ``pathlib.Path``."""
+    if value is None or isinstance(value, str):
+        return value
+    if not hasattr(value, "__fspath__"):
+        raise ConfigError(f"expected {name} to be a file's name, got {value!r}")
+    return str(value)
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    """One of these words."""
+    if value not in known:
+        raise ConfigError(
+            f"unknown {name} {value!r}; expected one of: {', '.join(known)}"
+        )
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """An int of at least that much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_positive(name: str, value: object) -> None:
+    """A finite number above zero."""
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(
+            f"expected {name} to be a positive finite number, got {value!r}"
+        )

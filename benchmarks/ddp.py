@@ -1,6 +1,7 @@
 """Equal ranks: elche's DistributedDataParallel against torch's on gloo, in pairs.
 
     python benchmarks/ddp.py --pairs 10 --json ddp.json
+    python benchmarks/ddp.py --pairs 10 --transport gloo
 
 Both train the same models on the same ranks of one machine, in turn: a pair is one
 segment of each, in alternating order, each with a model, optimizer and wrapper of its
@@ -57,6 +58,7 @@ class Job:
         batch_size: samples of a rank's batch.
         ms_per_sample: of an emulated device; 0 for real speed.
         bucket_cap_mb: of both; None: each one's default.
+        transport: of elche's; ``"auto"`` is shared memory on one machine.
         folder: where ranks meet and rank 0 writes.
     """
 
@@ -68,6 +70,7 @@ class Job:
     batch_size: int
     ms_per_sample: float
     bucket_cap_mb: float | None
+    transport: str
     folder: str
 
 
@@ -78,6 +81,7 @@ def wrapper_of(name: str, job: Job) -> Callable[[nn.Module], nn.Module]:
         options["bucket_cap_mb"] = job.bucket_cap_mb
     if name == "torch":
         return lambda model: nn.parallel.DistributedDataParallel(model, **options)
+    options["transport"] = job.transport
     return lambda model: DistributedDataParallel(model, **options)
 
 
@@ -189,6 +193,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--ms-per-sample", type=float, default=1.25)
     parser.add_argument("--bucket-cap-mb", type=float, default=None)
+    parser.add_argument("--transport", choices=["auto", "gloo"], default="auto")
     parser.add_argument("--json", type=Path, default=None)
     chosen = vars(parser.parse_args())
     json_path = chosen.pop("json")

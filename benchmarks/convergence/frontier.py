@@ -11,7 +11,14 @@ from typing import Any
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.results import Setting
 from benchmarks.convergence.search import Trial
-from benchmarks.convergence.study import FINAL_SEEDS, LONG, nesterov, text, untuned
+from benchmarks.convergence.study import (
+    FINAL_SEEDS,
+    LONG,
+    TEXT_BATCHES,
+    nesterov,
+    text,
+    untuned,
+)
 
 LARGE = "text 480"
 LARGE_WIDTH = 480
@@ -271,6 +278,53 @@ def large() -> list[Trial]:
     ]
 
 
+def million() -> list[Trial]:
+    """The lines of `large` that matter at its learning rates, with four seeds.
+
+    Two of all lines come first, so that a study that is cut short is paired.
+    """
+
+    def trial(lr: float, seeds: int, **settings: Any) -> Trial:
+        setting = Setting(LARGE, LARGE_BATCHES, Method(**settings))
+        return Trial(setting, lr, seeds, tuned=False)
+
+    usual = nesterov(1.0)
+    four: dict[str, Any] = {"fleet": "1:1:2:4", "state": "local", **usual}
+    return [
+        each
+        for seeds in (2, 4)
+        for each in (
+            trial(1e-3, seeds),
+            trial(4e-3, seeds, batches_per_step=4),
+            trial(2.5e-3, seeds, anchor=1, lag=2, **four),
+            trial(2.5e-3, seeds, anchor=5, lag=4, **four),
+            trial(6.4e-3, seeds, batches_per_step=8),
+            trial(6.4e-3, seeds, codec="int4", **usual, **SHORT),
+            trial(6.4e-3, seeds, codec="int4", first_sync=0.2, **usual, **SHORT),
+        )
+    ]
+
+
+def lengthened() -> list[Trial]:
+    """A million parameters in runs of 8000 batches, at two learning rates."""
+    usual = nesterov(1.0)
+    methods: list[dict[str, Any]] = [
+        {"batches_per_step": 8},
+        {"codec": "int4", **usual, **SHORT},
+        {"codec": "int4", "first_sync": 0.2, **usual, **SHORT},
+    ]
+    single = Setting(LARGE, TEXT_BATCHES, Method())
+    return [
+        Trial(single, 1e-3, 1, tuned=False),
+        *(
+            Trial(Setting(LARGE, TEXT_BATCHES, Method(**method)), lr, seeds, False)
+            for seeds in (1, 2)
+            for lr in (4e-3, 6.4e-3)
+            for method in methods
+        ),
+    ]
+
+
 def small() -> list[Trial]:
     """The same with 64 k parameters and as few samples."""
     fixed: dict[str, Any] = {"batches": LARGE_BATCHES, "seeds": 4}
@@ -304,4 +358,6 @@ STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "hundred": hundred,
     "small": small,
     "large": large,
+    "million": million,
+    "lengthened": lengthened,
 }

@@ -224,6 +224,22 @@ def two() -> list[Trial]:
     )
 
 
+def rules() -> list[Trial]:
+    """How drifts weigh, and what becomes of the optimizer's state; blocking."""
+    two: dict[str, Any] = {"fleet": "1:4", "anchor": 5, **nesterov(0.7)}
+    eight: dict[str, Any] = {"fleet": "8 mixed", "anchor": 5, **nesterov(1.0)}
+    return untuned(
+        text(4e-3, **two),
+        text(4e-3, state="reset", **two),
+        text(4e-3, weights="sqrt", **two),
+        text(4e-3, weights="samples", **two),
+        text(8e-3, state="reset", **eight),
+        text(8e-3, weights="sqrt", **eight),
+        text(4e-3, state="local", **two),
+        text(4e-3),
+    )
+
+
 def long() -> list[Trial]:
     """Eight ranks with twice as many samples; the first three are one device."""
     fixed: dict[str, Any] = {"batches": LONG, "fleet": "8 mixed", "state": "local"}
@@ -286,6 +302,7 @@ STUDIES: dict[str, Callable[[], list[Trial]]] = {
     "four": four,
     "rates": rates,
     "two": two,
+    "rules": rules,
     "long": long,
     "final": final,
     "digits": digits,

@@ -105,7 +105,8 @@ class RunConfig:
             while nobody dies and no rank's parameters become no numbers.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
         transport: ``"auto"`` lets ranks of one host that compute on the CPU sum in
-            memory they share, and the others through gloo; ``"gloo"`` is gloo always.
+            memory they share, those that have a CUDA device each sum gradients through
+            NCCL, and the others through gloo; ``"gloo"`` is gloo always.
         codec: how averaged parameters travel: ``"fp32"`` as they are, ``"bf16"``,
             ``"int8"`` or ``"int4"`` in fewer bytes, with error feedback; ``"auto"``
             measures the link and encodes, down to int8, where that makes a reduction

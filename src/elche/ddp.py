@@ -15,47 +15,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
 from torch import nn
 
-from elche.comm.bucket_contract import PassOptions, Strategy
+from elche.comm.bucket_contract import Strategy
 from elche.comm.buckets import BucketInfo
-from elche.comm.ddp_agreement import (
-    agree,
-    agreed_order,
-    describe,
-    kept,
-    share_host,
-    spread,
-    tensors_of,
-)
-from elche.comm.ddp_buffers import BufferSpreader
-from elche.comm.ddp_forward import (
-    Place,
-    on_backward,
-    outputs_in,
-    places_of,
-    refuse_replaced,
-    samples_in,
-    unused_of,
-)
 from elche.comm.ddp_group import TorchGroup, as_group
-from elche.comm.ddp_norms import WrappedNorms
+from elche.comm.ddp_in_group import ModelInGroup, Wrapped
 from elche.comm.ddp_options import (
     DdpOptions,
-    cap_bytes,
     input_device,
     moved,
     refuse_unsupported,
 )
-from elche.comm.ddp_reducer import LossReduction, Reduction, WeightedReducer
-from elche.comm.ddp_turns import Turn, new_wrapper
-from elche.comm.graph_capture import refuse_capture
+from elche.comm.ddp_reducer import LossReduction, Reduction
+from elche.comm.ddp_turns import new_wrapper
 from elche.comm.process_group import Group
-from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -76,8 +54,8 @@ class DistributedDataParallel(nn.Module):
             they stay local, and are not equal at the start either.
         init_sync: parameters and buffers begin as rank 0 has them.
         process_group: a torch process group, an elche Group, or None for the default.
-        bucket_cap_mb: most MiB of gradients in one message. None: a sixteenth of the
-            model, from 2 to 25 MiB.
+        bucket_cap_mb: most MiB of gradients in one message; 0: each parameter has its
+            own. None: a sixteenth of the model, from 2 to 25 MiB.
         find_unused_parameters: the graph is searched in every forward, so that
             parameters without a gradient do not hold up their bucket until the end of
             backward. They are handled in any case.
@@ -98,7 +76,9 @@ class DistributedDataParallel(nn.Module):
         timeout_s: deadline of each wait; None: the process group's.
         transport: ``"auto"`` sums in shared memory where all ranks compute on the CPU
             of one host; ``"gloo"`` always through the process group.
-        **unsupported: other arguments of torch's wrapper, refused by name.
+        **unsupported: other arguments of torch's wrapper, refused by name; those that
+            only make it faster (``batched_grad_copy``,
+            ``skip_all_reduce_unused_params``) are accepted and unused.
 
     Attributes:
         module: the model.
@@ -157,14 +137,11 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self._timeout_s = timeout_s
         self._group: Group | None = as_group(process_group, timeout_s)
-        self._reducer: WeightedReducer | None = None
-        self._norms: WrappedNorms | None = None
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._places: list[Place] = []
+        self._in_group: ModelInGroup | None = None
         self._wrapper: int | None = None
         self._order: list[int] | None = None
         begins_equal = keeps_buffers or forward_sync_buffers is not None
-        self._build(init_sync, init_sync and begins_equal)
+        self._form(init_sync, init_sync and begins_equal)
 
     @property
     def process_group(self) -> Any:
@@ -179,31 +156,26 @@ class DistributedDataParallel(nn.Module):
         The reverse of definition at first, then as gradients appeared in the first
         backward.
         """
-        return self._built.buckets
+        return self._built.reducer.buckets
 
     @property
     def last_reduction(self) -> Reduction | None:
         """Weights and waits of the last reduction."""
-        return self._built.last
+        return self._built.reducer.last
 
     @property
     def extra_bytes(self) -> int:
         """Memory held beside the model and its gradients."""
-        return self._built.extra_bytes
+        return self._built.reducer.extra_bytes
 
     @property
-    def _searches_graph(self) -> bool:
-        options = self._options
-        return options.find_unused_parameters and not options.static_graph
-
-    @property
-    def _built(self) -> WeightedReducer:
-        if self._reducer is None:
+    def _built(self) -> ModelInGroup:
+        if self._in_group is None:
             raise CommunicationError(
                 "this wrapper has no working group: it is a copy, or set_group() "
                 "failed before; call set_group() on every rank to train it"
             )
-        return self._reducer
+        return self._in_group
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -235,51 +207,18 @@ class DistributedDataParallel(nn.Module):
         """
         if self.device_ids:
             inputs, kwargs = moved(inputs, kwargs, self.device_ids[0])
-        evaluates = self._reducer is None and not self.training
+        evaluates = self._in_group is None and not self.training
         reduces_nothing = self._options.strategy == "none" or evaluates
-        if self._norms is not None:
-            self._norms.weigh(None)
         if reduces_nothing or not torch.is_grad_enabled():
+            if self._in_group is not None:
+                self._in_group.begin_unreduced()
             return self.module(*inputs, **kwargs)
-        reducer = self._built
-        reducer.begin_forward()
-        refuse_capture()
-        refuse_replaced(self._places, self.module)
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen when the model was wrapped and is not any more;"
-                    " call set_group() on every rank after unfreezing"
-                )
-        by_samples = self._options.weight_by == "samples"
-        weight = samples_in((inputs, kwargs), self.dim) if by_samples else 1.0
-        if self._norms is not None:
-            given = reducer.weight_set
-            self._norms.weigh(weight if given is None else given)
+        in_group = self._built
+        weight = in_group.begin_forward((inputs, kwargs), self.dim)
         output = self.module(*inputs, **kwargs)
-        self._expect(reducer, outputs_in(output), weight)
+        reduces = self.require_backward_grad_sync
+        in_group.expect_backward(output, weight, reduces=reduces)
         return output
-
-    def _expect(
-        self, reducer: WeightedReducer, outputs: list[torch.Tensor], weight: float
-    ) -> None:
-        """Arms the reducer for the backward pass of a forward's outputs."""
-        arms = self.require_backward_grad_sync
-
-        def begin() -> None:
-            if arms:
-                reducer.enter_backward(weight)
-            else:
-                reducer.count(weight)
-
-        if on_backward(outputs, begin):
-            reducer.expect_backward(weight if arms else None)
-            if arms and self._searches_graph:
-                reducer.expect_unused(unused_of(outputs, reducer.parameters))
-        elif arms:  # an opaque output
-            reducer.expect_backward(weight, adds=True)
-        else:
-            reducer.count(weight)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -303,17 +242,12 @@ class DistributedDataParallel(nn.Module):
                 they weigh.
 
         Raises:
-            ConfigError: it is negative or not finite.
+            ConfigError: it is negative or not finite, or comes too late.
+            CommunicationError: the wrapper is a copy, or lost its group.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
-        reducer = self._built
-        if self._norms is not None and reducer.has_counted:
-            raise ConfigError(
-                "set_weight() came after a forward pass in which SyncBatchNorm layers "
-                "have weighed this batch; call it before"
-            )
-        reducer.set_weight(float(weight))
+        self._built.set_weight(float(weight))
 
     def join_step(self) -> Reduction | None:
         """Takes part in this step's reduction without a batch.
@@ -326,13 +260,15 @@ class DistributedDataParallel(nn.Module):
             What each rank weighed; None with ``strategy="none"``.
 
         Raises:
+            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
             CommunicationError: it failed, or not everybody came in time.
         """
         if self._options.strategy == "none":
             return None
         self._refuse_absence()
-        self._built.begin_forward()
-        return self._built.run_empty()
+        reducer = self._built.reducer
+        reducer.begin_forward()
+        return reducer.run_empty()
 
     @contextlib.contextmanager
     def join(
@@ -353,43 +289,32 @@ class DistributedDataParallel(nn.Module):
             throw_on_early_termination: raise on all ranks when one is through.
 
         Raises:
-            CommunicationError: one is through, and that was to be raised.
+            ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
+            CommunicationError: one is through, and that was to be raised; or a
+                reduction failed, or not everybody came in time.
         """
         if not enable or self._options.strategy == "none":
             yield
             return
         self._refuse_absence()
-        reducer = self._built
+        in_group = self._built
+        reducer = in_group.reducer
         reducer.divides_by_world = divide_by_initial_world_size
         reducer.refuses_joined = throw_on_early_termination
         try:
             yield
-            self._shadow(reducer)
+            in_group.shadow()
         finally:
             reducer.divides_by_world = reducer.refuses_joined = False
 
     def _refuse_absence(self) -> None:
         """A rank without a batch cannot meet others in the middle of the model."""
-        if self._norms is not None:
+        if self._in_group is not None and self._in_group.meets_in_forward:
             raise ConfigError(
                 "a rank without a batch takes part in SyncBatchNorm layers by an empty "
                 "one: run the model on x[:0] and backward from out.sum(), on the same "
                 "number of steps everywhere, in place of join_step() and join()"
             )
-
-    def _shadow(self, reducer: WeightedReducer) -> None:
-        """Takes part until every rank does only that."""
-        last = reducer.last
-        while True:
-            done = reducer.run_empty(joined=True)
-            if len(done.joined) == len(done.weights):
-                break
-            last = done
-        assert self._group is not None
-        source = last.source if last is not None else None
-        with_buffers = self._options.broadcast_buffers
-        tensors = tensors_of(self.module, self._ignored, with_buffers=with_buffers)
-        spread(self._group, tensors, source or 0)
 
     def set_group(self, process_group: Any = None, *, sync: bool = True) -> None:
         """Goes on in another group, with all its ranks; the module stays.
@@ -407,65 +332,32 @@ class DistributedDataParallel(nn.Module):
             MismatchError: ranks differ; the message names the difference.
             CommunicationError: ranks did not come together.
         """
-        if self._reducer is not None:
-            self._order = self._reducer.order or self._order
-            self._reducer.detach()
-            self._reducer = None
-        if self._norms is not None:
-            self._norms.release()
-            self._norms = None
+        if self._in_group is not None:
+            self._order = self._in_group.reducer.order or self._order
+            self._in_group.release()
+            self._in_group = None
         if process_group is not None or self._group is None:
             self._group = as_group(process_group, self._timeout_s)
-        self._build(sync, sync and self._options.broadcast_buffers)
+        self._form(sync, sync and self._options.broadcast_buffers)
 
-    def _build(self, sync_parameters: bool, sync_buffers: bool) -> None:
-        """Compares ranks, spreads the model, allocates buckets; all ranks together."""
-        group, options, ignored = self._group, self._options, self._ignored
-        assert group is not None
-        norms = list(sync_batchnorm_layers(self.module))
-        settings = {**asdict(options), "SyncBatchNorm": norms}
-        peers = agree(group, describe(self.module, ignored, settings))
+    def _form(self, sync_parameters: bool, sync_buffers: bool) -> None:
+        """Takes the model into the group, together with all ranks."""
+        assert self._group is not None
         if self._wrapper is None:
             self._wrapper = new_wrapper()
-        name = type(self.module).__name__
-        turn = Turn(group, self._wrapper, peers[0].number, name)
-        devices = [peer.device for peer in peers]
-        if isinstance(group, TorchGroup):
-            group.activity = f"reducing {turn.name}"
-            share_host(group, peers if options.transport == "auto" else [])
-        if sync_parameters:
-            tensors = tensors_of(self.module, ignored, with_buffers=sync_buffers)
-            spread(group, tensors, 0)
-        named = kept(self.module.named_parameters(), ignored)
-        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
-        trained = [(n, p) for n, p in named if p.requires_grad]
-        self._places = places_of(self.module, [p for _, p in trained])
-        buffers: BufferSpreader | None = None
-        if options.broadcast_buffers and kept(self.module.named_buffers(), ignored):
-            buffers = BufferSpreader(self.module, ignored, group)
-        reducer = WeightedReducer(
-            trained,
-            group,
-            PassOptions(
-                cap_bytes=cap_bytes(options.bucket_cap_mb, trained),
-                strategy="synchronous"
-                if options.strategy == "synchronous"
-                else "overlapped",
+        self._in_group = ModelInGroup.form(
+            Wrapped(
+                module=self.module,
+                options=self._options,
+                ignored=frozenset(self.parameters_to_ignore),
                 as_views=self.gradient_as_bucket_view,
-                static_graph=options.static_graph,
-                staged=len(set(devices)) > 1 and devices[group.rank] != "cpu",
+                wrapper=self._wrapper,
             ),
-            options.loss_reduction,
-            buffers,
-            turn,
+            self._group,
+            self._order,
+            sync_parameters=sync_parameters,
+            sync_buffers=sync_buffers,
         )
-        self._norms = WrappedNorms.bind(self.module, group, options)
-        reducer.attach(agreed_order(group, self._order, len(trained)))
-        self._reducer = reducer
-
-    @property
-    def _ignored(self) -> frozenset[str]:
-        return frozenset(self.parameters_to_ignore)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -484,6 +376,17 @@ class DistributedDataParallel(nn.Module):
         """
         raise ConfigError("communication hooks of torch's DDP cannot be registered")
 
+    def join_hook(self, **_: Any) -> None:
+        """Refused: torch's ``Join`` context cannot shadow elche's reductions.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "torch's Join context cannot shadow this wrapper's reductions; use "
+            "`with model.join():`, or join_step() for a step without a batch"
+        )
+
     def _set_static_graph(self) -> None:
         """As torch's: ``static_graph=True`` from now on; before the first backward."""
         self._built.make_static()
@@ -491,5 +394,5 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no group: it evaluates, and trains after :meth:`set_group`."""
-        absent = {"_group": None, "_reducer": None, "_norms": None}
-        return {**self.__dict__, **absent, "_wrapper": None, "_places": []}
+        absent = {"_group": None, "_in_group": None, "_wrapper": None}
+        return {**self.__dict__, **absent}

@@ -9,9 +9,8 @@ not parallel: for anything larger use a process per device (`elche run`).
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -21,6 +20,13 @@ from typing_extensions import Self
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.environment import check_device
+from elche.runtime.replica_checks import (
+    check_loss_fn,
+    check_model,
+    check_optimizer,
+    check_places,
+    copied,
+)
 from elche.runtime.replica_threads import LossFunction, Part, ReplicaThreads
 from elche.runtime.transfer import batch_length, map_batch
 
@@ -51,7 +57,8 @@ class LocalReplicas:
 
     Raises:
         ConfigError: a device does not exist, shares do not fit the devices, or the
-            model has SyncBatchNorm layers bound to other processes.
+            model cannot be copied: it has no values yet, or gradient hooks, or
+            SyncBatchNorm layers bound to other processes.
     """
 
     def __init__(
@@ -62,8 +69,8 @@ class LocalReplicas:
         shares: Sequence[float] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
+        if isinstance(devices, str):
+            raise ConfigError(f"expected a list of devices, got {devices!r}")
         if not devices:
             raise ConfigError("expected at least one device, got none")
         self.devices = tuple(check_device(str(device)) for device in devices)
@@ -104,23 +111,20 @@ class LocalReplicas:
         Args:
             batch: tensors (in tuples, lists or dicts) with samples in dimension 0.
             loss_fn: called with a replica and its part; the mean loss over its samples.
-            optimizer: of the model's own parameters.
+            optimizer: of the model's own parameters. One that takes a closure (LBFGS)
+                steps with one that calls :meth:`backward`.
 
         Returns:
             The mean loss over the batch, detached, on the first device.
 
         Raises:
-            ConfigError: the batch is empty or its parts differ in length, the loss is
-                no scalar, or the optimizer is not the model's.
+            ConfigError: the batch is empty or its parts differ in length, ``loss_fn``
+                takes other arguments, the loss is no scalar or was not computed with
+                the replica, the optimizer is not the model's or wants a closure, or
+                a replica has been moved to another device.
             DeadlineError: a device did not finish in time.
         """
-        own = {id(parameter) for parameter in self._model.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(parameter) in own for parameter in held):
-            raise ConfigError(
-                "the optimizer holds none of the model's parameters; build it from the "
-                "model that was given to LocalReplicas"
-            )
+        check_optimizer(optimizer, self._model)
         loss = self.backward(batch, loss_fn)
         optimizer.step()
         optimizer.zero_grad()
@@ -134,6 +138,7 @@ class LocalReplicas:
         there already stay, as in any backward pass. Copies take over what has changed
         of the model's parameters; after writing to ``p.data`` call :meth:`sync_params`.
         """
+        check_loss_fn(loss_fn)
         length = _length(batch)
         if not length:
             raise ConfigError("the batch is empty; expected at least one sample")
@@ -154,6 +159,7 @@ class LocalReplicas:
         try:
             losses = self._threads.run(work)
             added = [_take_gradients(replica) for replica in self.replicas]
+            _expect_own_gradients([added[index] for index in active])
         except BaseException:
             self._signature = None  # a thread may be at work on a copy still
             raise
@@ -167,11 +173,13 @@ class LocalReplicas:
 
     @torch.no_grad()
     def sync_params(self) -> None:
-        """Copies the model's parameters and buffers to the other replicas."""
-        source = [*self._model.parameters(), *self._model.buffers()]
+        """Copies the model's parameters and buffers to the other replicas.
+
+        A buffer that a replica holds in another shape (a cache that grows) is its own.
+        """
         for replica in self._copies:
-            targets = [*replica.parameters(), *replica.buffers()]
-            for target, tensor in zip(targets, source, strict=True):
+            pairs = zip(self._model.parameters(), replica.parameters(), strict=True)
+            for tensor, target in (*pairs, *_held_alike([self._model, replica])):
                 target.copy_(tensor)
         self._versions = _versions(self._model)
 
@@ -190,9 +198,11 @@ class LocalReplicas:
                 self._model.modules(), replica.modules(), strict=True
             ):
                 other.training = module.training
+        check_places(self.replicas, self.devices)
 
     def _rebuild(self) -> None:
         """Makes the copies anew."""
+        check_model(self._model)
         bound = [
             name
             for name, layer in sync_batchnorm_layers(self._model).items()
@@ -212,11 +222,11 @@ class LocalReplicas:
                 )
         self._model.to(self.devices[0])
         before = _take_gradients(self._model)
-        self._copies = [
-            copy.deepcopy(self._model).to(device) for device in self.devices[1:]
-        ]
-        for parameter, gradient in before:
-            parameter.grad = gradient
+        try:
+            self._copies = copied(self._model, self.devices[1:])
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
         self._signature = _signature(self._model)
         self._versions = _versions(self._model)
 
@@ -239,11 +249,10 @@ class LocalReplicas:
     def _average_buffers(self, active: Sequence[int]) -> None:
         """Float buffers become their plain mean over replicas that had samples.
 
-        Other buffers become those of the first of them.
+        Other buffers become those of the first of them; what replicas do not hold alike
+        stays each one's own.
         """
-        replicas = self.replicas
-        buffers = zip(*(replica.buffers() for replica in replicas), strict=True)
-        for same in buffers:
+        for same in _held_alike(self.replicas):
             own = same[0]
             values = [same[index].to(own.device) for index in active]
             if own.is_floating_point() and len(values) > 1:
@@ -251,6 +260,16 @@ class LocalReplicas:
                     own.copy_(torch.stack([v.double() for v in values]).mean(0))
             elif values[0] is not own:
                 own.copy_(values[0])
+
+
+def _held_alike(replicas: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Buffers that all replicas hold in one shape and dtype, one after another."""
+    first, *others = (dict(replica.named_buffers()) for replica in replicas)
+    for name, buffer in first.items():
+        same = [buffer, *(held[name] for held in others if name in held)]
+        forms = {(each.shape, each.dtype) for each in same}
+        if len(same) == len(replicas) and len(forms) == 1:
+            yield same
 
 
 def split_exactly(total: int, shares: Sequence[float]) -> list[int]:
@@ -306,15 +325,26 @@ def _length(batch: Any) -> int:
 
 
 def _signature(model: nn.Module) -> object:
-    return tuple(
-        (id(tensor), tensor.requires_grad, tuple(tensor.shape))
+    tensors = tuple(
+        (id(tensor), tensor.requires_grad, tuple(tensor.shape), tensor.dtype)
         for tensor in (*model.parameters(), *model.buffers())
     )
+    return tensors, tuple(map(id, model.modules()))
 
 
 def _versions(model: nn.Module) -> list[int]:
     """What every change in place raises: an optimizer's step, a loaded state."""
     return [p._version for p in model.parameters()]
+
+
+def _expect_own_gradients(taken: Sequence[Gradients]) -> None:
+    """Refuses losses that were computed with another model than the replica."""
+    for gradients in taken:
+        if all(gradient is None for _, gradient in gradients):
+            raise ConfigError(
+                "a replica's parameters got no gradient from its loss; compute the "
+                "loss with the replica that loss_fn is given, not with another model"
+            )
 
 
 def _take_gradients(model: nn.Module) -> Gradients:

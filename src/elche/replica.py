@@ -61,6 +61,7 @@ def init_group(*, timeout_s: float = 300.0, transport: str = "auto") -> Group:
     Raises:
         ConfigError: a run of `elche.setup` is under way, or an argument is wrong.
         MismatchError: ranks disagree about the arguments.
+        RemoteRankError: another rank failed meanwhile.
         CommunicationError: the ranks did not come together.
     """
     if current_run() is not None:
@@ -117,6 +118,8 @@ class Replica:
         Raises:
             MismatchError: the models differ; the error names the tensors.
             ConfigError: this is no model, or it has tensors that cannot be shared.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")

@@ -101,7 +101,13 @@ def setup(
     Raises:
         ConfigError: an argument is wrong, or cannot be trained on several ranks.
         MismatchError: ranks disagree about model, data or settings.
-        CommunicationError: the ranks did not come together.
+        RemoteRankError: another rank failed meanwhile.
+        CommunicationError: the ranks did not come together; `DeadlineError` where that
+            took longer than ``timeout_s``.
+
+    Asking the loader for a batch or an epoch raises these as well, and NonFiniteError
+    where what a rank learned was no number again (see `elche.RunConfig.non_finite`).
+    An error that is met when the loop is left by ``break`` is raised at the next call.
     """
     config = run_config(config, options)
     check_training(model, optimizer, loader)
@@ -128,6 +134,7 @@ def setup(
         if config.seed is not None:
             seed_rank(config.seed, 0)
         single = SingleRun(positions, model, placement.device, config.seed)
+        single.watch(optimizer)
         _process.single, _process.metrics = single, MetricsView(single)
         return model, optimizer, single
     check_shared(model, optimizer, positions, config)
@@ -168,6 +175,9 @@ def barrier() -> None:
 
     Raises:
         RemoteRankError: another rank failed meanwhile.
+        NonFiniteError: the run had ended for that, which a ``break`` could not say.
+        CommunicationError: a rank is gone; `DeadlineError` where one did not come
+            within ``timeout_s``.
         ConfigError: there is no run yet, or this is the inside of a loop under
             ``cadence``, where ranks run different numbers of batches.
     """
@@ -245,6 +255,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
             of averaged parameters and this run reduces gradients.
         MismatchError: a rank's state does not fit its model, or ranks' states do not
             belong together; nothing has changed on any of them.
+        CommunicationError: a rank is gone, or did not call it in time.
     """
     run, single = _process.run, _process.single
     if run is None and single is None:
@@ -317,7 +328,9 @@ def epoch_metrics(
     """Metrics of an epoch, on any rank.
 
     At once if the epoch has ended. Another thread than the one that trains waits for
-    its end, as long as the run lives.
+    its end, as long as the run lives. Of an epoch that was left by ``break`` they tell
+    of the part that was run; under ``sync`` the call then waits for the other ranks to
+    leave it as well.
 
     The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
     each of them did: on the others, tuples of numbers hold a single one for all ranks
@@ -331,8 +344,10 @@ def epoch_metrics(
     Raises:
         ConfigError: there is no run, the training thread would wait for itself, or the
             epoch is so old that its metrics are forgotten.
+        RemoteRankError: another rank failed meanwhile.
         CommunicationError: the run ended before the epoch did.
-        DeadlineError: the epoch did not end within ``timeout_s``.
+        DeadlineError: the epoch did not end within ``timeout_s``, or some rank did not
+            leave one that this rank has left.
     """
     if _process.metrics is None:
         raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
@@ -354,15 +369,19 @@ def shutdown() -> None:
     """
     end_manual_run()
     run, _process.run = _process.run, None
-    if run is not None:
-        run.close(Left(rank=run.worker.rank))
-    emulation, _process.emulation = _process.emulation, None
-    if emulation is not None:
-        emulation.remove()
-    if _process.metrics is not None:
-        _process.metrics.end()
-    _process.barriers = 0
-    _process.single = None
+    try:
+        if run is not None:
+            run.close(Left(rank=run.worker.rank))
+    finally:
+        emulation, _process.emulation = _process.emulation, None
+        if emulation is not None:
+            emulation.remove()
+        if _process.metrics is not None:
+            _process.metrics.end()
+        _process.barriers = 0
+        single, _process.single = _process.single, None
+        if single is not None:
+            single.close()
 
 
 @contextlib.contextmanager

@@ -79,7 +79,12 @@ class Trainer:
 
         Raises:
             ConfigError: the loss is not a scalar, or an argument is wrong.
+            MismatchError: ranks disagree about model, data or settings.
+            NonFiniteError: what a rank learned was no number again (see
+                `elche.RunConfig.non_finite`), or under ``sync`` the model is none.
             RemoteRankError: another rank failed.
+            CommunicationError: the ranks did not come together, or lost each other;
+                `DeadlineError` where a wait took longer than ``timeout_s``.
         """
         with session.failing_together():
             fitting = _Fitting(self)
@@ -205,6 +210,7 @@ class _Fitting:
             train_loss=_train_loss(metrics),
             eval_loss=self._evaluate(metrics),
             samples=metrics.samples,
+            discarded_samples=metrics.discarded_samples,
             duration_s=duration_s,
             samples_per_s=metrics.samples / duration_s,
             shares=metrics.shares,
@@ -302,6 +308,7 @@ class _Fitting:
             policy=self._config.run.policy,
             world_size=world_size,
             samples=samples,
+            discarded_samples=sum(sum(each.discarded_samples) for each in history),
             duration_s=duration_s,
             samples_per_s=samples / duration_s if duration_s else 0.0,
             busy_s=per_rank("busy_s"),

@@ -182,7 +182,9 @@ class EpochRecord:
         train_loss: mean over all samples of all ranks; not a number if the loss of a
             batch was not finite.
         eval_loss: of the consensus, None without an evaluation set.
-        samples: trained on by all ranks.
+        samples: of all ranks, those whose contribution is in the model.
+        discarded_samples: that each rank trained on beside them; see
+            `elche.EpochMetrics`.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
         shares: each rank's part of the samples. In a run of more than 64 ranks only
@@ -199,6 +201,7 @@ class EpochRecord:
     train_loss: float
     eval_loss: float | None
     samples: int
+    discarded_samples: tuple[int, ...]
     duration_s: float
     samples_per_s: float
     shares: tuple[float, ...]
@@ -216,7 +219,9 @@ class RunReport:
     Attributes:
         policy: the policy.
         world_size: ranks.
-        samples: trained on by all ranks in all epochs.
+        samples: of all ranks in all epochs, those whose contribution is in the model.
+        discarded_samples: that all ranks trained on beside them; see
+            `elche.EpochMetrics`.
         duration_s: of training, without evaluation.
         samples_per_s: of the whole run.
         busy_s: delivered time per rank (data wait, transfer and compute); in a run of
@@ -230,6 +235,7 @@ class RunReport:
     policy: str
     world_size: int
     samples: int
+    discarded_samples: int
     duration_s: float
     samples_per_s: float
     busy_s: tuple[float, ...]

@@ -1,18 +1,19 @@
 """The guard that the user brings: found by its name, and watched while it judges.
 
 Decisions are made in the coordinator's process, so an own guard is named by where it
-is, ``"package.module:Name"``, and imported there by the shell. What it does wrong ends
-the run with a reason that names it. Pure.
+is, ``"package.module:Name"``, and imported there by the shell, which also says how long
+an answer may take. What it does wrong ends the run with a reason that names it. Pure.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from elche.cadence.divergence import DivergenceGuard, Guard, NoGuard, Verdict
-from elche.errors import ConfigError
+from elche.errors import ConfigError, DeadlineError
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,13 @@ FindGuard: TypeAlias = Callable[[str], object]
 """Gives what stands at ``"package.module:Name"``, or raises `ConfigError`."""
 MakeGuard: TypeAlias = Callable[[], Guard]
 """Makes the guard of windows that begin."""
+Ask: TypeAlias = Callable[[Callable[[], object], float], object]
+"""Gives what a function returns; `DeadlineError` after so many seconds."""
+
+
+def ask_here(question: Callable[[], object], within_s: float) -> object:
+    """Asks without a deadline; where there is no clock."""
+    return question()
 
 
 @final
@@ -29,22 +37,41 @@ class OwnGuard(Guard):
     Args:
         name: where its class is, for messages.
         guard: the user's.
+        ask: asks it.
+        within_s: how long an answer may take.
     """
 
-    __slots__ = ("_guard", "_name")
+    __slots__ = ("_ask", "_guard", "_name", "_within_s")
 
-    def __init__(self, name: str, guard: Guard) -> None:
+    def __init__(
+        self,
+        name: str,
+        guard: Guard,
+        ask: Ask = ask_here,
+        within_s: float = math.inf,
+    ) -> None:
         self._name = name
         self._guard = guard
+        self._ask = ask
+        self._within_s = within_s
 
     def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
         """Asks the user's guard.
 
         Raises:
-            ConfigError: it raised, or answered with something else than a `Verdict`.
+            ConfigError: it raised, did not answer in time, or answered with something
+                else than a `Verdict`.
         """
+        guard = self._guard
         try:
-            verdict: object = self._guard.observe(divergences, window_batches)
+            verdict = self._ask(
+                lambda: guard.observe(divergences, window_batches), self._within_s
+            )
+        except DeadlineError as error:
+            raise ConfigError(
+                f"the guard {self._name!r} hangs in observe() ({error}), and the whole "
+                "run waits for it; let it answer at once, or leave guard out"
+            ) from error
         except (Exception, SystemExit) as error:
             logger.exception("the guard %r failed", self._name)
             raise ConfigError(
@@ -67,7 +94,12 @@ class OwnGuard(Guard):
         self._guard.load_state_dict(state)
 
 
-def guard_maker(setting: bool | str, find: FindGuard) -> MakeGuard:
+def guard_maker(
+    setting: bool | str,
+    find: FindGuard,
+    ask: Ask = ask_here,
+    within_s: float = math.inf,
+) -> MakeGuard:
     """What makes the guards that the settings ask for.
 
     A user's guard is found, and made once, at once: what is wrong with it shows before
@@ -76,6 +108,8 @@ def guard_maker(setting: bool | str, find: FindGuard) -> MakeGuard:
     Args:
         setting: `RunConfig.guard`.
         find: what imports a class.
+        ask: asks the user's guard.
+        within_s: how long an answer may take.
 
     Raises:
         ConfigError: there is no such guard, or it cannot be made.
@@ -88,10 +122,14 @@ def guard_maker(setting: bool | str, find: FindGuard) -> MakeGuard:
             f"expected guard {setting!r} to name a subclass of elche.Guard, found "
             f"{kind!r} there"
         )
-    ready = [_made(setting, kind)]
+
+    def made() -> Guard:
+        return OwnGuard(setting, _made(setting, kind, ask, within_s), ask, within_s)
+
+    ready = [made()]
 
     def make() -> Guard:
-        return ready.pop() if ready else _made(setting, kind)
+        return ready.pop() if ready else made()
 
     return make
 
@@ -107,9 +145,11 @@ def no_own_guards(name: str) -> object:
     )
 
 
-def _made(name: str, kind: type[Guard]) -> Guard:
+def _made(name: str, kind: type[Guard], ask: Ask, within_s: float) -> Guard:
     try:
-        return OwnGuard(name, kind())
+        guard = ask(kind, within_s)
+        assert isinstance(guard, Guard)
+        return guard
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the guard {name!r} cannot be made: {_told(error)}; its class is called "

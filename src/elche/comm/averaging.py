@@ -26,7 +26,7 @@ from torch import nn
 
 from elche.comm.averager_state import VERSION, blank, check_alike, misfit_of
 from elche.comm.fragments import fragments_of
-from elche.comm.optimizer_state import OptimizerStateAverager
+from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
 from elche.comm.outer import OuterStep
 from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
 from elche.comm.process_group import Group
@@ -96,6 +96,7 @@ class Averager:
             for some in fragments_of(self._parameters, self._num_fragments)
         ]
         self._groups = [group for some in self._fragments for group in some]
+        self._buffers.agree()
         self.connect(self._group)
         self.rebase()
 
@@ -246,8 +247,7 @@ class Averager:
         self._buffers.apply()
         if self._reset_state:
             for group in groups:
-                for parameter in group.tensors:
-                    self._optimizer.state.pop(parameter, None)
+                forget_state(self._optimizer, group.tensors)
         result = spread.result(weight)
         if len(groups) == len(self._groups):
             return result

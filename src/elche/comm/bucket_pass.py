@@ -64,6 +64,7 @@ class BucketPass:
         self._options = options
         self._owner = weakref.ref(owner)
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._handles: list[Any] = []
         self._lock = threading.RLock()
@@ -135,6 +136,13 @@ class BucketPass:
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter in self._parameters
         ]
+
+    def keep_last(self) -> None:
+        """Lets hooks of the user's own run first: what they make of it is reduced."""
+        for parameter, handle in zip(self._parameters, self._handles, strict=False):
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+            if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
@@ -242,7 +250,15 @@ class BucketPass:
             raise ConfigError(
                 f"{self._names[index]}: its gradient came from a backward with "
                 "create_graph=True, which a reduction cannot be differentiated "
-                "through; put that backward into no_sync(), or use torch.autograd.grad"
+                "through; use torch.autograd.grad, or put that backward into no_sync() "
+                "of a DistributedDataParallel"
+            )
+        expected = self._dtypes[index]
+        if gradient.dtype is not expected:
+            raise ConfigError(
+                f"{self._names[index]}: expected a gradient of {expected}, as its "
+                f"parameter was when buckets were made, got {gradient.dtype}; convert "
+                "a model between epochs, on every rank"
             )
 
     def _count(self, index: int, bucket: Bucket, place: int) -> None:
@@ -254,7 +270,8 @@ class BucketPass:
                     f"{self._names[index]}: a gradient came twice in one backward "
                     "pass, or to a parameter that find_unused_parameters had not "
                     "found in the graph, and too late for the reduction; activation "
-                    "checkpointing needs use_reentrant=False or static_graph=True"
+                    "checkpointing needs use_reentrant=False (or static_graph=True of "
+                    "a DistributedDataParallel)"
                 )
             bucket.pending.discard(place)
         elif self._expected is not None and seen >= self._expected.get(index, 0):

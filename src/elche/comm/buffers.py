@@ -10,8 +10,6 @@ resized a buffer, or has it no more: each rank keeps its own from then on.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import nn
 
@@ -20,8 +18,6 @@ from elche.comm.process_group import Group
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 
 SNAPSHOT_ELEMENTS = 65_536
-
-_log = logging.getLogger(__name__)
 
 
 class BufferWatch:
@@ -81,26 +77,28 @@ class BufferAverager:
 
     Args:
         model: the model.
+        known: its buffers, which ranks have agreed on.
         group: the process group.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, known: KnownBuffers, group: Group) -> None:
         self._model = model
         self._group = group
         self._watch = BufferWatch(model)
-        self._known = KnownBuffers(model)
+        self._known = known
         self._travelling: set[int] = set()
-        self._own: set[int] = set()
 
     @staticmethod
     def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
-        """An averager, or None for a model without float buffers."""
+        """An averager; with all ranks. None where they share no float buffer."""
+        known = KnownBuffers(model)
+        known.agree(group)
         equal = _synchronised(model)
         has_any = any(
-            buffer.is_floating_point() and id(buffer) not in equal
-            for buffer in model.buffers()
+            kind.dtype.is_floating_point and id(buffer) not in equal
+            for _, kind, buffer in known.common()
         )
-        return BufferAverager(model, group) if has_any else None
+        return BufferAverager(model, known, group) if has_any else None
 
     @torch.no_grad()
     def average(self, active_ranks: int, *, mine: bool) -> None:
@@ -120,10 +118,10 @@ class BufferAverager:
             and id(buffer) not in equal
         }
         written = self._known.numbers_of(self._watch.written()) if mine else set()
-        written &= floats - self._own
+        written &= floats - self._known.own
         divisor = active_ranks if mine else 0
         flags = self._reduce(buffers, sorted(self._travelling), written, divisor)
-        new = sorted(flags - self._travelling - self._own)
+        new = sorted(flags - self._travelling - self._known.own)
         if new:
             self._travelling.update(new)
             self._reduce(buffers, new, written, divisor)
@@ -156,20 +154,13 @@ class BufferAverager:
             if divisor and buffer is not None:
                 part.copy_(buffer.detach().reshape(-1)).div_(divisor)
         self._group.all_reduce(message, "averaging buffers")
-        self._leave_out(message[count : 2 * count])
+        self._known.keep_own(message[count : 2 * count].nonzero().view(-1).tolist())
+        self._travelling -= self._known.own
         for index, part in zip(indices, parts, strict=True):
-            if index not in self._own:
+            if index not in self._known.own:
                 buffer = held(buffers[index])
                 buffer.copy_(part.view(buffer.shape))
         return set(message[:count].nonzero().view(-1).tolist())
-
-    def _leave_out(self, flags: torch.Tensor) -> None:
-        """These are each rank's own from now on."""
-        new = set(flags.nonzero().view(-1).tolist()) - self._own
-        if new:
-            _log.info("buffers %s: each rank keeps its own", self._known.named(new))
-        self._own |= new
-        self._travelling -= new
 
 
 def _synchronised(model: nn.Module) -> set[int]:

@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
@@ -138,6 +138,17 @@ class ControlChannel:
                 )
             self._read(left_s)
         return self._stored[key]
+
+    def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
+        """Those of some keys that are published within a while."""
+        self._send(*({"type": "StoreGet", "key": key} for key in keys))
+        deadline_s = time.monotonic() + timeout_s
+        while not self._stored.keys() >= set(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._read(left_s)
+        return self._stored.keys() & set(keys)
 
     def close(self) -> None:
         """Ends the connection. May be called twice."""

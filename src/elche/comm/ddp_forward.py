@@ -44,7 +44,7 @@ def refuse_replaced(places: list[Place], model: nn.Module) -> None:
                 f"{parameter.dtype} now; call set_group() on every rank after "
                 "converting it"
             )
-        if held.get(key) is parameter:
+        if key in held and held[key] is parameter:
             continue
         has_moved = True
         if all(parameter is not each for each in model.parameters()):

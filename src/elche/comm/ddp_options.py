@@ -18,6 +18,17 @@ from elche.errors import ConfigError
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
 BUCKETS_AIMED_AT = 16
+ONLY_FASTER = ("batched_grad_copy", "skip_all_reduce_unused_params")
+"""Arguments of torch's that change how quickly it comes to the same."""
+_IN_ORDER = "leave it out: buckets go in the order in which gradients appear"
+INSTEAD = {
+    "bucket_cap_mb_list": "give one bucket_cap_mb for all",
+    "delay_all_reduce_named_params": _IN_ORDER,
+    "device_mesh": "give process_group=mesh.get_group()",
+    "mixed_precision": "run the model under torch.autocast",
+    "param_to_hook_all_reduce": _IN_ORDER,
+}
+"""What to do in place of an argument that only torch's wrapper has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +62,23 @@ class DdpOptions:
                     f"got {getattr(self, name)!r}"
                 )
         cap = self.bucket_cap_mb
-        if cap is not None and not (math.isfinite(cap) and cap > 0):
-            raise ConfigError(f"expected bucket_cap_mb above 0, got {cap!r}")
+        if cap is not None and not (math.isfinite(cap) and cap >= 0):
+            raise ConfigError(f"expected bucket_cap_mb of 0 or more, got {cap!r}")
 
 
 def refuse_unsupported(options: dict[str, Any]) -> None:
     """Refuses arguments that only torch's wrapper has, unless they ask for nothing.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: names them, or what neither wrapper has.
     """
-    named = [name for name, value in options.items() if value not in (None, False)]
-    if named:
+    for name, value in options.items():
+        asks_nothing = value is None or value is False
+        if name in ONLY_FASTER or (name in INSTEAD and asks_nothing):
+            continue
         raise ConfigError(
-            f"elche.DistributedDataParallel has no argument {', '.join(named)}"
+            f"elche.DistributedDataParallel has no argument {name}; "
+            + INSTEAD.get(name, "torch's has none of this name either")
         )
 
 
@@ -84,7 +98,7 @@ def input_device(
             "expected all parameters on one type of device, found them on "
             + ", ".join(sorted(map(str, devices)))
         )
-    if not device_ids and output_device is None:
+    if not device_ids and not output_device:  # as torch reads them
         return None
     if len(devices) != 1 or next(iter(devices)).type == "cpu":
         raise ConfigError(

@@ -191,6 +191,7 @@ class WeightedReducer:
                 "the backward pass before was broken off by an error, so its reduction "
                 "cannot be completed; form a new group and call set_group()"
             )
+        self._pass.keep_last()
 
     def enter_backward(self, weight: float) -> None:
         """Called inside a backward pass that is to be reduced, as it begins.

@@ -104,8 +104,15 @@ class _Accumulator:
         for parameter, mean, is_used in zip(
             self.parameters, shaped(means, self._sums), used, strict=True
         ):
-            parameter.grad = mean.to(parameter) if is_used else None
+            parameter.grad = _lying_as(parameter, mean) if is_used else None
         return samples
+
+
+def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory format of its parameter: fused optimizers rely on it."""
+    if parameter.is_contiguous():
+        return mean.to(parameter)
+    return torch.empty_like(parameter).copy_(mean)
 
 
 class GradientWindow:

@@ -1,15 +1,19 @@
-"""The buffers of a model that can be averaged: those that keep their shape.
+"""The buffers of a model that can be averaged: those that all ranks hold alike.
 
 A cache that grows with the longest sequence seen (rotary embeddings) is registered anew
 in the forward pass, on each rank when its batches ask for it. Ranks that sent what they
-have then would send messages of other lengths, which ends gloo's processes. So messages
-are laid out for the shapes that a buffer had when it was first seen, which ranks have
-compared, and a rank that holds it otherwise says so in the message.
+have then would send messages of other lengths, which ends gloo's processes. So whenever
+messages are laid out, ranks agree on what all of them hold in one form
+(:meth:`KnownBuffers.agree`), and a rank that holds it otherwise later says so in the
+message. What is not held alike is each rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 from weakref import WeakKeyDictionary
@@ -17,12 +21,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from elche.comm.process_group import Group, gather_texts
 from elche.errors import ProtocolError
+
+AGREEING = "agreeing on buffers"
+_DIGEST_BYTES = 8
+
+_log = logging.getLogger(__name__)
+_named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Buffers of a model that people were told of: once is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferKind:
-    """What a buffer was when it was first seen.
+    """What a buffer was when messages were laid out.
 
     Attributes:
         shape: of it.
@@ -43,58 +55,108 @@ class BufferKind:
         kind = self.dtype
         return kind == torch.bool or kind.is_floating_point or kind.is_complex
 
-    def fits(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer still is that; its precision may be another."""
-        now = BufferKind(buffer.shape, buffer.dtype)
-        same = (now.shape, now.dtype.is_complex) == (self.shape, self.dtype.is_complex)
-        return same and now.is_averaged == self.is_averaged
-
-
-_seen: WeakKeyDictionary[nn.Module, dict[str, BufferKind]] = WeakKeyDictionary()
+    def is_like(self, other: BufferKind) -> bool:
+        """Whether a message has the same room for both; their precision may differ."""
+        mine, theirs = (
+            (kind.shape, kind.dtype.is_complex, kind.is_averaged)
+            for kind in (self, other)
+        )
+        return mine == theirs
 
 
 @final
 class KnownBuffers:
     """A model's buffers by numbers that mean the same on all ranks.
 
-    What was seen of a model stays for its life, so that it is the same on ranks whose
-    caches have grown apart when something is built anew. Buffers that the model has got
-    since (it has grown, alike on every rank) come last.
+    Until :meth:`agree` they are this rank's, in its own order. Buffers that the model
+    gets later have no number.
 
     Args:
         model: the model; its present buffers are looked up at every call.
 
     Attributes:
-        kinds: of each buffer, as it was first seen.
+        kinds: of each buffer.
+        own: numbers of those that are each rank's own by now.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        seen = _seen.setdefault(model, {})
-        for name, buffer in model.named_buffers():
-            seen.setdefault(name, BufferKind(buffer.shape, buffer.dtype))
-        self._numbers = {name: number for number, name in enumerate(seen)}
-        self.kinds = list(seen.values())
+        self.own: set[int] = set()
+        self._know(
+            {
+                name: BufferKind(buffer.shape, buffer.dtype)
+                for name, buffer in model.named_buffers()
+            }
+        )
+
+    def agree(self, group: Group) -> None:
+        """Keeps what all ranks hold alike, in rank 0's order; with all of them.
+
+        Raises:
+            CommunicationError: a rank did not come in time.
+        """
+        forms = {
+            name: [list(kind.shape), str(kind.dtype).removeprefix("torch.")]
+            for name, kind in zip(self._numbers, self.kinds, strict=True)
+        }
+        text = json.dumps(forms)
+        if _is_equal_everywhere(group, text):
+            return
+        ranks = [_read(each) for each in gather_texts(group, text, AGREEING)]
+        common = _common(ranks)
+        self.own.clear()
+        self._know(common)
+        self._name(name for kinds in ranks for name in kinds if name not in common)
+
+    def keep_own(self, numbers: Iterable[int]) -> None:
+        """These are each rank's own from now on."""
+        new = set(numbers) - self.own
+        self.own |= new
+        names = list(self._numbers)
+        self._name(names[number] for number in sorted(new))
+
+    def common(self) -> Iterator[tuple[str, BufferKind, torch.Tensor]]:
+        """Names, kinds and present values of those that this rank holds as all do."""
+        pairs = zip(self._numbers, self.kinds, self.present(), strict=True)
+        for name, kind, buffer in pairs:
+            if buffer is not None:
+                yield name, kind, buffer
+
+    def _know(self, kinds: Mapping[str, BufferKind]) -> None:
+        self._numbers = {name: number for number, name in enumerate(kinds)}
+        self.kinds = list(kinds.values())
+
+    def _name(self, names: Iterable[str]) -> None:
+        """Tells people, of each buffer once, that ranks hold it in different ways."""
+        told = _named.setdefault(self._model, set())
+        new = [name for name in dict.fromkeys(names) if name not in told]
+        if new:
+            _log.info("buffers %s: each rank keeps its own", ", ".join(new))
+        told.update(new)
 
     def present(self) -> list[torch.Tensor | None]:
         """The buffers as they are now; None for one that is no more, or is resized."""
         buffers: list[torch.Tensor | None] = [None] * len(self.kinds)
         for name, buffer in self._model.named_buffers():
             number = self._numbers.get(name)
-            if number is not None and self.kinds[number].fits(buffer):
+            now = BufferKind(buffer.shape, buffer.dtype)
+            if number is not None and self.kinds[number].is_like(now):
                 buffers[number] = buffer
         return buffers
-
-    def named(self, numbers: Iterable[int]) -> str:
-        """Names of some of them, for people."""
-        names = list(self._numbers)
-        return ", ".join(names[number] for number in sorted(numbers))
 
     def numbers_of(self, places: list[int]) -> set[int]:
         """Numbers of buffers, given their places in ``model.buffers()``."""
         names = [name for name, _ in self._model.named_buffers()]
         found = (self._numbers.get(names[place]) for place in places)
         return {number for number in found if number is not None}
+
+
+def shared_tensors(model: nn.Module, group: Group) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that all ranks hold alike; with all of them."""
+    known = KnownBuffers(model)
+    known.agree(group)
+    buffers = [(name, buffer) for name, _, buffer in known.common()]
+    return [*model.named_parameters(), *buffers]
 
 
 def held(buffer: torch.Tensor | None) -> torch.Tensor:
@@ -106,3 +168,32 @@ def held(buffer: torch.Tensor | None) -> torch.Tensor:
     if buffer is None:
         raise ProtocolError("expected a buffer that this rank holds, got none")
     return buffer
+
+
+def _is_equal_everywhere(group: Group, text: str) -> bool:
+    """Whether all ranks have the same text; costs one small message."""
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+    digests = torch.zeros(group.world_size, dtype=torch.int64)
+    digests[group.rank] = int.from_bytes(digest, "little", signed=True)
+    group.all_reduce(digests, AGREEING)
+    return bool((digests == digests[0]).all())
+
+
+def _read(text: str) -> dict[str, BufferKind]:
+    return {
+        name: BufferKind(torch.Size(shape), getattr(torch, dtype))
+        for name, (shape, dtype) in json.loads(text).items()
+    }
+
+
+def _common(ranks: Sequence[Mapping[str, BufferKind]]) -> dict[str, BufferKind]:
+    """What all ranks hold alike, in the precision that is enough for each of them."""
+    common = {}
+    for name, kind in ranks[0].items():
+        if not all(name in each and each[name].is_like(kind) for each in ranks):
+            continue
+        dtype = kind.dtype
+        for each in ranks[1:]:
+            dtype = torch.promote_types(dtype, each[name].dtype)
+        common[name] = BufferKind(kind.shape, dtype)
+    return common

@@ -17,6 +17,9 @@ from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
 from elche.comm.process_group import Group
 
+COUNTERS = ("step", "mu_product", "eta", "mu")
+"""State that follows from a rank's own number of steps."""
+
 
 class _StateGroup:
     """State tensors of one wire dtype, and their message."""
@@ -146,8 +149,38 @@ class OptimizerStateAverager:
         return sorted(
             key
             for key, value in state.items()
-            if key != "step"
+            if key not in COUNTERS
             and isinstance(value, torch.Tensor)
-            and value.is_floating_point()
+            and (value.is_floating_point() or value.is_complex())
             and value.shape == parameter.shape
         )
+
+
+@torch.no_grad()
+def forget_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Takes an optimizer back to where it had taken no step.
+
+    Adagrad makes its state when it is made, and cannot step without it: its sums begin
+    anew.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: whose state is meant; None for all there is.
+    """
+    held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    if parameters is None:
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+    else:
+        chosen = {id(parameter) for parameter in parameters}
+        held = [(p, group) for p, group in held if id(p) in chosen]
+        before = {p: optimizer.state.pop(p, {}) for p, _ in held}
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    for parameter, group in held:
+        state, first = before[parameter], group["initial_accumulator_value"]
+        state["step"].zero_()
+        state["sum"].fill_(complex(first, first) if parameter.is_complex() else first)
+        optimizer.state[parameter] = state

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.exchange import wait_until
-from elche.errors import CommunicationError
+from elche.errors import CommunicationError, DeadlineError
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -35,6 +35,16 @@ class RendezvousChannel(Protocol):
 
     def store_get(self, key: str, timeout_s: float) -> bytes:
         """Waits for a value that a rank publishes; raises when none comes."""
+
+
+class DeviceSums(Protocol):
+    """Sums tensors on the ranks' devices; see `elche.comm.device_group`."""
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """Begins a sum in place; what it returns is waited for."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class _ControlStore(dist.Store):
@@ -71,6 +81,9 @@ class Group:
         rank: this rank.
         world_size: ranks in the group.
         timeout_s: deadline of a collective.
+
+    Attributes:
+        devices: sums CUDA tensors without the host; None where nothing does.
     """
 
     def __init__(
@@ -83,6 +96,7 @@ class Group:
         self.on_failure: Callable[[str], Exception] = CommunicationError
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
+        self.devices: DeviceSums | None = None
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
 
@@ -134,7 +148,10 @@ class Group:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
         """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
-        return self._live.allreduce([tensor])
+        live = self._live
+        if self.devices is not None and tensor.is_cuda:
+            return self.devices.all_reduce_async(tensor)
+        return live.allreduce([tensor])
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -155,9 +172,16 @@ class Group:
         Raises:
             CommunicationError: the deadline passed; other errors say why the run ended.
         """
+
+        def check() -> None:
+            try:
+                self.check()
+            except DeadlineError as error:  # who is late is seen here
+                raise DeadlineError(f"{error}; {late()}") from error
+
         wait_until(
             ready,
-            self.check,
+            check,
             lambda: self.on_failure(f"{late()} within {self._timeout_s:g} s"),
             self._timeout_s,
         )
@@ -181,6 +205,9 @@ class Group:
 
     def close(self) -> None:
         """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        devices, self.devices = self.devices, None
+        if devices is not None:
+            devices.close()
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None

@@ -39,6 +39,7 @@ class GradientReducer:
         bucket_cap_bytes: most bytes of gradients in one message.
         buffers: averages the model's buffers after the gradients, if it has any.
         norms: is told how the batch in hand weighs, if the model has SyncBatchNorm.
+        names: of the parameters, for people; None numbers them.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class GradientReducer:
         bucket_cap_bytes: int,
         buffers: BufferAverager | None = None,
         norms: NormScope | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._group = group
         self._norms = norms
         self._buffers = buffers
         self._parameters = list(parameters)
-        names = [f"parameter {index}" for index in range(len(self._parameters))]
+        names = names or [f"parameter {index}" for index in range(len(parameters))]
         options = PassOptions(cap_bytes=max(1, bucket_cap_bytes))
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._scale: float | None = None
@@ -127,6 +129,7 @@ class GradientReducer:
             CommunicationError: the backward pass before was broken off.
         """
         self._refuse_broken_backward()
+        self._pass.keep_last()
         self._passes_before = self._pass.passes
         self._scale = scale
         self._active_ranks = active_ranks

@@ -19,7 +19,6 @@ cache that grows with the longest sequence). Each rank keeps its own from then o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,6 @@ from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
 
 WHAT = "averaging buffers"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +59,19 @@ class WindowBuffers:
         self._common_floats: dict[int, torch.Tensor] = {}
         self._taken: dict[int, torch.Tensor] | None = None
         self._waiting: set[int] = set()
-        self._own: set[int] = set()
         self._ever: set[int] = set()
         self._sent_early: list[int] = []
         self._sent: list[_Sent] = []
         self._plan: Reduce | None = None
+        self.rebase()
+
+    def agree(self) -> None:
+        """Finds what all ranks hold alike, with all of them, before anything is sent.
+
+        Raises:
+            CommunicationError: a rank did not come in time.
+        """
+        self._known.agree(self._group)
         self.rebase()
 
     def connect(self, group: Group) -> None:
@@ -104,7 +109,7 @@ class WindowBuffers:
         ]
 
     def _written(self) -> set[int]:
-        return self._known.numbers_of(self._watch.written()) - self._own
+        return self._known.numbers_of(self._watch.written()) - self._known.own
 
     def changed(self) -> tuple[int, ...]:
         """Indices of buffers written since they last travelled.
@@ -148,14 +153,14 @@ class WindowBuffers:
         Args:
             is_active: this rank has trained in the window.
         """
-        self._sent_early = sorted(self._ever - self._own)
+        self._sent_early = sorted(self._ever - self._known.own)
         self._send(self._sent_early, is_active=is_active)
 
     @torch.no_grad()
     def begin(self, plan: Reduce) -> None:
         """Begins the rest of the reduction of ``plan.buffers``, after :meth:`take`."""
         self._plan = plan
-        early = {*self._sent_early, *self._own}
+        early = {*self._sent_early, *self._known.own}
         new = [index for index in plan.buffers if index not in early]
         self._send(new, is_active=plan.weight > 0)
         self._ever.update(plan.buffers)
@@ -204,23 +209,17 @@ class WindowBuffers:
         for sent in self._sent:
             for index, part in self._parts_of(sent):
                 if bool(part[-1]):
-                    self._leave_out(index)
+                    self._known.keep_own([index])
                 elif index in plan.buffers and self._write(
                     index, part[:-1], plan.active_ranks
                 ):
                     settled.add(index)
         self._waiting -= settled
         self._waiting |= late.difference(settled - self._common.keys())
-        self._waiting -= self._own
+        self._waiting -= self._known.own
         self._watch.mark()
         self._taken = self._plan = None
         self._sent, self._sent_early = [], []
-
-    def _leave_out(self, index: int) -> None:
-        """It is each rank's own from now on."""
-        if index not in self._own:
-            _log.info("buffer %s: each rank keeps its own", self._known.named([index]))
-        self._own.add(index)
 
     def _size(self, index: int) -> int:
         """Numbers in a message: the buffer's, and a flag."""

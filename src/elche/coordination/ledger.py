@@ -132,9 +132,15 @@ class EpochLedger:
     def staged_samples(self) -> int:
         """Samples in the reduction under way."""
         return sum(
-            self.sizes.samples_in(*part)
+            self._samples_in(holding.staged) for holding in self._holdings.values()
+        )
+
+    @property
+    def used_samples(self) -> int:
+        """Samples that were trained on, and are committed or wait for it."""
+        return self._committed_samples + sum(
+            self._samples_in([*holding.trained, *holding.closed, *holding.staged])
             for holding in self._holdings.values()
-            for part in holding.staged
         )
 
     @property
@@ -322,18 +328,18 @@ class EpochLedger:
         self._gone.clear()
         return samples
 
-    def unstage_gone(self) -> int:
+    def unstage_gone(self) -> dict[int, int]:
         """A reduction is redone without those who are gone: their part is pooled.
 
         What others have closed meanwhile waits for the next one.
 
         Returns:
-            The samples that are pooled again.
+            The samples that are pooled again, by who had them.
         """
-        samples = 0
+        samples: dict[int, int] = {}
         for holder in self._gone:
             parts = self._holdings.pop(holder).staged
-            samples += sum(self.sizes.samples_in(*part) for part in parts)
+            samples[holder] = self._samples_in(parts)
             self._return(parts)
         self._gone.clear()
         return samples
@@ -409,6 +415,9 @@ class EpochLedger:
         assert at == self.sizes.num_batches, (
             f"batches {at}..{self.sizes.num_batches - 1} are nowhere"
         )
+
+    def _samples_in(self, parts: Iterable[Range]) -> int:
+        return sum(self.sizes.samples_in(*part) for part in parts)
 
     def _return(self, parts: Sequence[Range]) -> None:
         """Puts batches back into the pool, in order, ranges that touch joined."""

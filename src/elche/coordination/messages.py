@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -161,11 +161,20 @@ class Regrouped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochLeft:
-    """A rank's loop left the epoch early, with ``step`` steps of it run."""
+    """A rank's loop left the epoch early, with ``step`` steps of it run.
+
+    Under ``sync`` also what it did since its last report; see `StepsDone`.
+    """
 
     rank: int
     epoch: int
     step: int
+    samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    sync_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    scalars: Scalars = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,8 +386,9 @@ class Adopt:
 class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
-    ``left_out`` are batches (start, stop) whose contribution was twice no number;
-    ``plan`` records the epoch for a replay (told to the first rank only).
+    ``left_out`` are batches (start, stop) whose contribution was no number, and which
+    are not tried again; ``plan`` records the epoch for a replay (told to the first rank
+    only).
     """
 
     rank: int

@@ -28,7 +28,8 @@ class RankReport:
 
     Attributes:
         rank: who.
-        samples: trained on.
+        samples: trained on; negative where earlier ones turned out to be discarded.
+        discarded_samples: trained on for nothing; see `Metrics`.
         busy_s: delivered time: waiting for data, transfer and compute.
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.
@@ -42,6 +43,7 @@ class RankReport:
 
     rank: int
     samples: int = 0
+    discarded_samples: int = 0
     busy_s: float = 0.0
     data_wait_s: float = 0.0
     transfer_s: float = 0.0
@@ -62,7 +64,11 @@ class Metrics:
         epoch: counted from 0.
         synchronisations: how many ended in it.
         duration_s: wall time.
-        rank_samples: samples that each rank trained on.
+        rank_samples: samples of each rank whose contribution is in the model.
+        discarded_samples: samples that each rank trained on beside them, and whose
+            contribution is in no model: it was not finite, or its rank was lost before
+            it was reduced. Unless they were left out of the epoch, they were trained
+            on again, and count there as well.
         busy_s: delivered time (data wait, transfer and compute).
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.
@@ -71,7 +77,9 @@ class Metrics:
             several; infinite where a rank's parameters were not finite; empty unless
             every rank has said it.
         parameter_norm: L2 norm of the consensus, None if it was not measured.
-        means: (name, weighted mean) of what users logged, in the order of names.
+        means: (name, weighted mean) of what users logged, in the order of names. Where
+            a GradScaler steps the optimizer, ``grad_scaler_skips`` is the part of its
+            steps that it skipped; their samples count as done.
         left_out: (name, count) of logged values that were not finite and are in no
             mean.
     """
@@ -80,6 +88,7 @@ class Metrics:
     synchronisations: int
     duration_s: float
     rank_samples: tuple[int, ...]
+    discarded_samples: tuple[int, ...]
     busy_s: tuple[float, ...]
     data_wait_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
@@ -91,7 +100,7 @@ class Metrics:
 
     @property
     def samples(self) -> int:
-        """Trained on by all ranks."""
+        """Of all ranks, those whose contribution is in the model."""
         return sum(self.rank_samples)
 
     @property
@@ -101,10 +110,14 @@ class Metrics:
 
     @property
     def rank_samples_per_s(self) -> tuple[float, ...]:
-        """What each rank delivered while it was not in a synchronisation."""
+        """What each rank delivered while it was not in a synchronisation.
+
+        With what was discarded, which took its time as well.
+        """
+        work = zip(self.rank_samples, self.discarded_samples, self.busy_s, strict=True)
         return tuple(
-            samples / busy_s if busy_s > 0 else 0.0
-            for samples, busy_s in zip(self.rank_samples, self.busy_s, strict=True)
+            (samples + discarded) / busy_s if busy_s > 0 else 0.0
+            for samples, discarded, busy_s in work
         )
 
     @property
@@ -128,6 +141,7 @@ class Metrics:
         return replace(
             self,
             rank_samples=(sum(self.rank_samples),),
+            discarded_samples=(sum(self.discarded_samples),),
             busy_s=(math.fsum(self.busy_s),),
             data_wait_s=(math.fsum(self.data_wait_s),),
             transfer_s=(math.fsum(self.transfer_s),),
@@ -230,6 +244,12 @@ class MetricsBook:
         for account in (self._total, *self._open.values()):
             account.grow(self._world_size)
 
+    @property
+    def samples(self) -> int:
+        """Of the epoch so far, without what was discarded."""
+        accounts = (self._total, *self._open.values())
+        return sum(sum(account.samples) for account in accounts)
+
     def begin_epoch(self, epoch: int, now_s: float) -> None:
         """Forgets the last epoch and begins this one."""
         self._epoch = epoch
@@ -296,6 +316,7 @@ class _Account:
 
     def __init__(self, world_size: int) -> None:
         self.samples = [0] * world_size
+        self.discarded = [0] * world_size
         self.times_s = [[0.0] * world_size for _ in range(4)]
         self.divergence: dict[int, float] = {}
         self.norm: tuple[int, float] | None = None
@@ -306,6 +327,7 @@ class _Account:
         """Adds one report."""
         rank = report.rank
         self.samples[rank] += report.samples
+        self.discarded[rank] += report.discarded_samples
         busy_s, data_wait_s, transfer_s, sync_wait_s = self.times_s
         busy_s[rank] += report.busy_s
         data_wait_s[rank] += report.data_wait_s
@@ -323,6 +345,7 @@ class _Account:
         """Adds the account of a later time."""
         for rank, samples in enumerate(later.samples):
             self.samples[rank] += samples
+            self.discarded[rank] += later.discarded[rank]
         for mine_s, theirs_s in zip(self.times_s, later.times_s, strict=True):
             for rank, time_s in enumerate(theirs_s):
                 mine_s[rank] += time_s
@@ -337,6 +360,7 @@ class _Account:
         """Makes room for ranks that have joined."""
         more = world_size - len(self.samples)
         self.samples += [0] * more
+        self.discarded += [0] * more
         for times_s in self.times_s:
             times_s += [0.0] * more
 
@@ -350,6 +374,7 @@ class _Account:
         return {
             "synchronisations": self.synchronisations,
             "rank_samples": tuple(self.samples),
+            "discarded_samples": tuple(self.discarded),
             "busy_s": busy_s,
             "data_wait_s": data_wait_s,
             "transfer_s": transfer_s,

@@ -49,6 +49,19 @@ class EpochTotals:
             self._book.grow(self._world_size)
         self._book.add(self.first_window + window, report)
 
+    @property
+    def samples(self) -> int:
+        """Counted so far, without what was discarded."""
+        return self._book.samples
+
+    def discard(self, window: int, rank: int, samples: int) -> None:
+        """Samples that were counted are in no model: they count for themselves."""
+        if samples:
+            self.add(
+                window,
+                RankReport(rank=rank, samples=-samples, discarded_samples=samples),
+            )
+
     def close_window(
         self, window: int, now_s: float, reader: int, sync_s: float, count: int = 1
     ) -> MetricsReported:

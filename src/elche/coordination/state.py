@@ -1,9 +1,10 @@
 """The coordination core: ``handle(event, now_s) -> instructions``.
 
-Owns membership, the agreement of ranks at the start, epochs, barriers, deadlines and
-endings; what happens inside an epoch is its policy's. It never reads a clock and never
-does I/O: the shell (`elche.runtime.coordinator`) feeds it and carries out what it
-answers. Each decision leaves a line in the story, which every error prints.
+Who takes part is in `elche.coordination.membership`, epochs in
+`elche.coordination.epochs`, and what happens inside one is its policy's; here are
+barriers, deadlines and how a run ends. The core never reads a clock and never does I/O:
+the shell (`elche.runtime.coordinator`) feeds it and carries out what it answers. Each
+decision leaves a line in the story, which every error prints.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elche.cadence.own_guard import FindGuard, guard_maker, no_own_guards
-from elche.config import RunConfig
-from elche.coordination.agreement import (
-    disagreement,
-    opened_differently,
-    settings_of,
+from elche.cadence.own_guard import (
+    Ask,
+    FindGuard,
+    ask_here,
+    guard_maker,
+    no_own_guards,
 )
-from elche.coordination.gathering import Barriers, EpochEnding
-from elche.coordination.ledger import BatchSizes, Range
+from elche.config import RunConfig
+from elche.coordination.agreement import disagreement, settings_of
+from elche.coordination.epochs import Epochs
+from elche.coordination.gathering import Barriers
+from elche.coordination.ledger import Range
+from elche.coordination.membership import Membership, as_members
 from elche.coordination.messages import (
     PROTOCOL_VERSION,
     Abort,
     BarrierReached,
-    BeginEpoch,
     Disconnected,
-    EpochLeft,
     EpochOpened,
     Event,
     Failed,
@@ -35,20 +38,20 @@ from elche.coordination.messages import (
     Left,
     Regrouped,
     Tick,
-    Welcome,
-    WindowClosed,
 )
 from elche.coordination.policies import build_policy
-from elche.coordination.policy import Member, Outcome, Policy
-from elche.coordination.roster import Roster
 from elche.coordination.story import Story
 from elche.errors import (
     ConfigError,
     ElcheError,
+    MismatchError,
     NonFiniteError,
     ProtocolError,
     TransitionError,
 )
+
+GUARD_PART = 0.5
+"""Of the deadline, for an answer of the user's guard: ranks have waited before it."""
 
 
 class Coordinator:
@@ -60,6 +63,7 @@ class Coordinator:
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
         find_guard: imports the guard that a user names.
+        ask_guard: asks it; the ranks wait for its answers.
     """
 
     def __init__(
@@ -69,24 +73,14 @@ class Coordinator:
         *,
         elastic: bool = False,
         find_guard: FindGuard = no_own_guards,
+        ask_guard: Ask = ask_here,
     ) -> None:
-        self._world_size = world_size
-        self._find_guard = find_guard
+        self._find_guard, self._ask_guard = find_guard, ask_guard
         self._is_elastic = elastic
-        self._members = set(range(world_size))
-        self._roster = Roster()
-        self._first_generation = 0
         self._timeout_s = timeout_s
-        self._joins: dict[int, Join] = {}
-        self._left: set[int] = set()
-        self._policy: Policy | None = None
-        self._epoch = -1
-        self._in_epoch = False
-        self._sizes = BatchSizes(())
-        self._opened: dict[int, EpochOpened] = {}
+        self._membership = Membership(world_size, is_elastic=elastic)
+        self._epochs: Epochs | None = None
         self._barriers = Barriers()
-        self._early_joins: list[Join] = []
-        self._ending = EpochEnding()
         self._waiting_since_s: float | None = None
         self._story = Story()
         self.aborted: str | None = None
@@ -102,14 +96,9 @@ class Coordinator:
         }
 
     @property
-    def _has_changed(self) -> bool:
-        """Whether the membership is another one than at the start."""
-        return self._roster.generation > self._first_generation
-
-    @property
     def is_finished(self) -> bool:
         """True when every rank has left."""
-        return self._left >= self._members
+        return self._membership.is_finished
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Takes one event and answers what is to be done.
@@ -119,19 +108,15 @@ class Coordinator:
         decision that cannot be made; nothing is raised at the shell.
         """
         self._story.heard(event, now_s)
-        if not self._is_heard(event):
+        if not self._membership.hears(event):
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
             return self._after_abort(event)
         try:
-            handler = self._handlers.get(type(event), self._in_policy)
-            instructions = self._ending.heard(event)
-            instructions += handler(event, now_s)
-            instructions += self._make_room()
-            if self._roster.newcomers:
-                instructions += self._admit(now_s)
-                instructions += self._make_room()
+            instructions = self._answer(event, now_s)
+        except MismatchError as error:
+            instructions = self._abort(str(error), kind="mismatch")
         except NonFiniteError as error:
             instructions = self._abort(
                 str(error), error.rank, kind="non_finite", batches=error.batches
@@ -146,12 +131,15 @@ class Coordinator:
             self._story.told(instruction, now_s)
         return instructions
 
-    def _is_heard(self, event: Event) -> bool:
-        if isinstance(event, Tick) or event.rank in self._members:
-            return True
-        if isinstance(event, Disconnected):
-            return self._roster.withdraw(event.rank)
-        return isinstance(event, Join) and self._is_elastic and event.rank >= 0
+    def _answer(self, event: Event, now_s: float) -> list[Instruction]:
+        handler = self._handlers.get(type(event), self._in_epoch)
+        told = [] if self._epochs is None else self._epochs.heard(event)
+        told += handler(event, now_s)
+        told += self._make_room()
+        if self._membership.roster.newcomers:
+            told += self._admit(now_s)
+            told += self._make_room()
+        return told
 
     def story(self, rank: int | None = None) -> list[str]:
         """What a rank said and was told lately; of all ranks when None."""
@@ -159,14 +147,15 @@ class Coordinator:
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
         """Where a batch was leased and trained on; None is the epoch begun last."""
-        return self._story.of_batch(batch, self._epoch if epoch is None else epoch)
+        if epoch is None:
+            epoch = -1 if self._epochs is None else self._epochs.number
+        return self._story.of_batch(batch, epoch)
 
     def check(self) -> None:
         """Asserts every invariant; called after each event in tests."""
-        assert len(self._members) <= len(self._joins) or self._policy is None
-        assert not self._roster.pending - self._members
-        if self._policy is not None and self._in_epoch:
-            self._policy.check()
+        if self._epochs is not None:
+            self._membership.check()
+            self._epochs.check()
 
     def _join(self, event: Join, now_s: float) -> list[Instruction]:
         if event.version != PROTOCOL_VERSION:
@@ -174,140 +163,65 @@ class Coordinator:
                 f"rank {event.rank} speaks protocol {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
-        if event.rank not in self._members:
-            self._roster.newcomers.append(event)
-            return [*self._roster.turn_away()] if self.is_finished else []
-        if event.rank in self._left:
-            self._early_joins.append(event)
-            return self._rejoin(now_s) if self.is_finished else []
-        if event.rank in self._joins:
-            raise ProtocolError(f"rank {event.rank} cannot join again")
-        if event.world_size != self._world_size:
-            return self._abort(
-                f"rank {event.rank} says the world size is {event.world_size}, the "
-                f"coordinator serves {self._world_size}",
-                kind="mismatch",
-            )
-        self._joins[event.rank] = event
-        if len(self._joins) < self._world_size:
-            return []
-        joins = [self._joins[rank] for rank in range(self._world_size)]
+        if self._membership.keep_waiting(event):
+            return self._go_on_after_end(now_s) if self.is_finished else []
+        difference = self._membership.take(event)
+        if difference:
+            return self._abort(difference, kind="mismatch")
+        return self._begin_run() if self._membership.is_complete else []
+
+    def _begin_run(self) -> list[Instruction]:
+        """All ranks have joined."""
+        joins = self._membership.joined()
         difference = disagreement(joins)
         if difference:
             return self._abort(difference, kind="mismatch")
         settings = settings_of(joins[0])
         config = RunConfig(**settings.config)
         self._timeout_s = config.timeout_s
-        members = [
-            Member(join.rank, join.device, join.horizon_batches) for join in joins
-        ]
         try:
-            make_guard = guard_maker(config.guard_setting, self._find_guard)
+            make_guard = guard_maker(
+                config.guard_setting,
+                self._find_guard,
+                self._ask_guard,
+                GUARD_PART * config.timeout_s,
+            )
         except ConfigError as error:
             return self._abort(str(error), kind="config")
-        self._policy = build_policy(config, members, settings, make_guard)
-        devices = tuple(join.device for join in joins)
-        self._roster.generation += 1
-        self._first_generation = self._roster.generation
-        return [
-            Welcome(rank=rank, generation=self._roster.generation, devices=devices)
-            for rank in sorted(self._members)
-        ]
+        policy = build_policy(config, as_members(joins), settings, make_guard)
+        self._epochs = Epochs(policy, self._membership, self._story)
+        return [*self._membership.begin()]
 
-    def _rejoin(self, now_s: float) -> list[Instruction]:
+    def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
-        self._joins.clear()
-        self._left.clear()
-        self._members = set(range(self._world_size))
-        self._policy = None
-        self._epoch = -1
-        self._in_epoch = False
-        early, self._early_joins = self._early_joins, []
-        return [told for join in early for told in self._join(join, now_s)]
+        told: list[Instruction] = [*self._membership.roster.turn_away()]
+        if self._membership.is_awaited:
+            self._epochs = None
+            for join in self._membership.begin_again():
+                told += self._join(join, now_s)
+        return told
 
     def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
-        self._running_policy()
-        if self._left:
+        epochs = self._running()
+        if self._membership.left:
             return self._abort(
                 f"rank {event.rank} opens epoch {event.epoch}, but ranks "
-                f"{sorted(self._left)} have left: run the same epochs on every rank"
+                f"{sorted(self._membership.left)} have left: run the same epochs on "
+                "every rank"
             )
-        again = event.rank in self._opened and not self._has_changed
-        if event.epoch != self._epoch + 1 or again:
-            raise ProtocolError(
-                f"rank {event.rank} opens epoch {event.epoch}, expected "
-                f"{self._epoch + 1}, once"
-            )
-        self._opened[event.rank] = event
-        return self._begin_if_open(now_s)
+        return epochs.open(event, now_s)
 
-    def _begin_if_open(self, now_s: float) -> list[Instruction]:
-        """Begins the epoch when all members have opened it."""
-        policy = self._running_policy()
-        if not self._opened.keys() >= self._members or self._roster.pending:
-            return []
-        if self._in_epoch:
-            raise ProtocolError(f"epoch {self._epoch} has not ended on every rank")
-        difference = opened_differently(self._opened)
-        if difference:
-            return self._abort(difference, kind="mismatch")
-        speaker = self._opened[min(self._opened)]
-        if not speaker.sizes:
-            if self._has_changed:
-                return []  # it opens the epoch again when it has regrouped
-            raise ProtocolError("rank 0 opened the epoch without batch sizes")
-        policy.prepare_epoch(
-            max(opened.probe_s for opened in self._opened.values()),
-            alike=len({opened.rates for opened in self._opened.values()}) == 1,
-        )
-        self._opened = {}
-        self._epoch += 1
-        self._in_epoch = True
-        self._sizes = BatchSizes(speaker.sizes)
-        begin: list[Instruction] = [
-            replace(self._begin_epoch_for(rank), state_from=policy.state_from)
-            for rank in sorted(self._members)
-        ]
-        outcome = policy.begin_epoch(self._epoch, self._sizes, now_s, speaker.plan)
-        return begin + self._settle(outcome, now_s)
-
-    def _begin_epoch_for(self, rank: int) -> BeginEpoch:
-        return BeginEpoch(
-            rank=rank,
-            epoch=self._epoch,
-            sizes=self._sizes.runs,
-            policy=self._running_policy().name,
-            window=self._running_policy().first_window,
-        )
-
-    def _in_policy(self, event: Event, now_s: float) -> list[Instruction]:
-        policy = self._running_policy()
-        if not self._in_epoch:
-            if isinstance(event, EpochLeft):
-                return []
-            if isinstance(event, WindowClosed) and event.epoch == self._epoch:
-                return []  # overlapped: an empty window begun before the last was over
-            raise ProtocolError(f"{type(event).__name__} outside an epoch")
-        return self._settle(policy.handle(event, now_s), now_s)
-
-    def _settle(self, outcome: Outcome, now_s: float) -> list[Instruction]:
-        for note in outcome.notes:
-            self._story.decided(note, now_s)
-        if outcome.epoch_over:
-            self._in_epoch = False
-            policy = self._running_policy()
-            left = {rank for rank in self._members if policy.has_left(rank)}
-            return self._ending.end(outcome.instructions, left, self._members)
-        return outcome.instructions
+    def _in_epoch(self, event: Event, now_s: float) -> list[Instruction]:
+        return self._running().handle(event, now_s)
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
-        if self._left:
+        if self._membership.left:
             return self._abort(
                 f"rank {event.rank} waits at barrier {event.name!r}, but ranks "
-                f"{sorted(self._left)} have left"
+                f"{sorted(self._membership.left)} have left"
             )
         self._barriers.reach(event)
-        return self._barriers.passed(self._members)
+        return self._barriers.passed(self._membership.ranks)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
         return self._abort(
@@ -315,30 +229,31 @@ class Coordinator:
         )
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
-        if self._can_lose(event.rank) and self._in_epoch:
+        epochs = self._epochs
+        if epochs is not None and epochs.is_under_way and self._can_lose():
             return self._lose(event.rank, now_s)
-        self._left.add(event.rank)
+        self._membership.left.add(event.rank)
         if self.is_finished:
-            turned_away = self._roster.turn_away()
-            again = self._rejoin(now_s) if self._early_joins else []
-            return [*turned_away, *again]
-        owes = self._in_epoch and (
-            self._policy is None or self._policy.owes(event.rank)
+            return self._go_on_after_end(now_s)
+        is_missed = epochs is not None and (
+            epochs.owes(event.rank) or epochs.is_opening
         )
-        if owes or self._opened or self._barriers:
+        if is_missed or self._barriers:
             return self._abort(
                 f"rank {event.rank} has left while others were {self._doing()}"
             )
         return []
 
     def _disconnected(self, event: Disconnected, now_s: float) -> list[Instruction]:
-        if event.rank in self._left or self.is_finished:
+        membership, epochs = self._membership, self._epochs
+        if event.rank in membership.left or self.is_finished:
             return []
-        if event.rank not in self._members:
+        if event.rank not in membership.ranks:
             return []  # it waited to be taken in
-        if self._can_lose(event.rank):
+        if self._can_lose():
             return self._lose(event.rank, now_s)
-        if self._is_elastic and self._left and not self._in_epoch:
+        is_between = epochs is None or not epochs.is_under_way
+        if self._is_elastic and membership.left and is_between:
             return self._leave(Left(rank=event.rank), now_s)  # all is committed
         return self._abort(
             f"rank {event.rank} is gone: its connection ended while the run was "
@@ -346,74 +261,49 @@ class Coordinator:
             event.rank,
         )
 
-    def _can_lose(self, rank: int) -> bool:
+    def _can_lose(self) -> bool:
         """Whether the run goes on without a rank."""
-        policy = self._policy
-        able = self._is_elastic and policy is not None and policy.is_elastic
-        return able and len(self._members) > 1 and not self._left
+        able = self._is_elastic and self._epochs is not None and self._epochs.may_lose
+        return able and len(self._membership.ranks) > 1 and not self._membership.left
 
     def _lose(self, rank: int, now_s: float) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
-        self._members.discard(rank)
-        self._opened.pop(rank, None)
         self._barriers.remove(rank)
         self._story.decided("gone; the others go on", now_s, rank)
-        self._running_policy().remove(rank)
-        self._roster.change(self._members)
-        told = self._ending.confirm(rank)
-        return [*told, *self._roster.regroup(self._members, left=(rank,))]
+        told = self._running().lose(rank)
+        return [*told, *self._membership.lose(rank)]
 
     def _make_room(self) -> list[Instruction]:
-        """Says whether ranks wait to be taken in, which may take some preparation."""
-        if self._policy is None or not self._is_elastic:
+        if self._epochs is None or not self._is_elastic:
             return []
-        return self._policy.make_room(bool(self._roster.newcomers))
+        return self._epochs.make_room(bool(self._membership.roster.newcomers))
 
     def _admit(self, now_s: float) -> list[Instruction]:
         """Takes in ranks that have come, when nothing is under way with the others."""
-        policy = self._policy
-        quiet = policy is not None and self._in_epoch and policy.is_quiet
-        if policy is None or not quiet or self._roster.pending:
+        epochs, membership = self._epochs, self._membership
+        if epochs is None or not epochs.may_admit or membership.roster.pending:
             return []
-        first = next(iter(self._joins.values()))
-        joins, refused = self._roster.choose(first, self._members)
-        if not joins:
-            return [*refused]
-        old = sorted(self._members)
+        joins, told = membership.admit()
         for join in joins:
-            self._joins[join.rank] = join
-            self._members.add(join.rank)
-            policy.add(Member(join.rank, join.device, join.horizon_batches))
             self._story.decided("joins", now_s, join.rank)
-        self._roster.change(self._members)
-        generation = self._roster.generation
-        joined = tuple(join.rank for join in joins)
-        devices = tuple(self._joins[rank].device for rank in sorted(self._members))
-        return [
-            *refused,
-            *self._roster.regroup(old, joined=joined),
-            *(
-                Welcome(rank=rank, generation=generation, devices=devices)
-                for rank in joined
-            ),
-            *(self._begin_epoch_for(rank) for rank in joined),
-        ]
+        return [*told, *epochs.add(joins)]
 
     def _regrouped(self, event: Regrouped, now_s: float) -> list[Instruction]:
-        if not self._roster.take(event):
+        if not self._membership.roster.take(event):
             return []
-        if self._in_epoch:
-            outcome = self._running_policy().regrouped(self._roster.reduced, now_s)
-            return self._settle(outcome, now_s)
-        return [*self._barriers.passed(self._members), *self._begin_if_open(now_s)]
+        epochs = self._running()
+        if epochs.is_under_way:
+            return epochs.regrouped(now_s)
+        passed = self._barriers.passed(self._membership.ranks)
+        return [*passed, *epochs.regrouped(now_s)]
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if self._waiting_since_s is None or not self._is_waiting():
             self._waiting_since_s = now_s
             return []
         patience_s = self._timeout_s
-        if self._policy is not None and self._in_epoch:
-            patience_s = min(patience_s, self._policy.patience_s())
+        if self._epochs is not None:
+            patience_s = min(patience_s, self._epochs.patience_s())
         if now_s - self._waiting_since_s < patience_s:
             return []
         return self._abort(
@@ -424,26 +314,23 @@ class Coordinator:
 
     def _is_waiting(self) -> bool:
         """Whether somebody waits for somebody: between epochs ranks may be idle."""
-        joining = 0 < len(self._joins) < self._world_size
-        held = bool(
-            self._opened
-            or self._barriers
-            or self._ending.withholds
-            or self._roster.pending
+        epochs, membership = self._epochs, self._membership
+        if membership.is_joining or self._barriers or membership.roster.pending:
+            return True
+        return epochs is not None and (
+            epochs.is_under_way or epochs.is_opening or epochs.withholds
         )
-        return joining or self._in_epoch or held
 
     def _doing(self) -> str:
-        if self._policy is None:
-            missing = sorted(self._members - set(self._joins))
-            return f"waiting for ranks {missing} to join"
-        if self._opened and not self._in_epoch:
-            missing = sorted(self._members - set(self._opened))
-            return f"waiting for ranks {missing} to open epoch {self._epoch + 1}"
+        epochs = self._epochs
+        if epochs is None:
+            return f"waiting for ranks {self._membership.missing} to join"
+        if epochs.is_opening and not epochs.is_under_way:
+            return f"waiting for {epochs.waiting_to_open()}"
         if self._barriers:
-            return f"waiting for {self._barriers.waiting_for(self._members)}"
-        if self._in_epoch:
-            return f"waiting for {self._policy.waiting_for()}"
+            return f"waiting for {self._barriers.waiting_for(self._membership.ranks)}"
+        if epochs.is_under_way:
+            return f"waiting for {epochs.waiting_for()}"
         return "between epochs"
 
     def _abort(
@@ -463,21 +350,22 @@ class Coordinator:
             kind=kind,
             batches=batches,
         )
-        waiting = {join.rank for join in self._roster.take_newcomers()}
-        return [self._abort_for(rank) for rank in sorted(self._members | waiting)]
+        waiting = {join.rank for join in self._membership.roster.take_newcomers()}
+        told = sorted(self._membership.ranks | waiting)
+        return [self._abort_for(rank) for rank in told]
 
     def _abort_for(self, rank: int) -> Abort:
         return replace(self._abort_message, rank=rank)
 
     def _after_abort(self, event: Event) -> list[Instruction]:
         if isinstance(event, (Left, Disconnected)):
-            self._left.add(event.rank)
+            self._membership.left.add(event.rank)
             return []
         if isinstance(event, (Join, EpochOpened, BarrierReached)):
             return [self._abort_for(event.rank)]
         return []
 
-    def _running_policy(self) -> Policy:
-        if self._policy is None:
+    def _running(self) -> Epochs:
+        if self._epochs is None:
             raise ProtocolError("a message before all ranks have joined")
-        return self._policy
+        return self._epochs

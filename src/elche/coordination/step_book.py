@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.messages import StepsDone
+from elche.coordination.messages import EpochLeft, StepsDone
 from elche.coordination.metrics import RankReport
 from elche.errors import ProtocolError
 
@@ -126,6 +127,28 @@ class StepBook:
             grant.is_settled = True
             kept.append(grant)
         self._grants = kept
+
+    def check_part(self, event: EpochLeft) -> None:
+        """Refuses a claim of work that a rank which leaves early was not given.
+
+        Raises:
+            ProtocolError: it has not run that, or its times are none.
+        """
+        owed = sum(
+            grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)
+            for grant in self._grants
+            if _owes(grant, event.rank)
+        )
+        times_s = (
+            *(event.busy_s, event.data_wait_s),
+            *(event.transfer_s, event.sync_wait_s),
+        )
+        if event.samples != owed or not all(map(math.isfinite, times_s)):
+            raise ProtocolError(
+                f"rank {event.rank} left epoch {event.epoch} after step {event.step} "
+                f"and claims {event.samples} samples in {times_s} s since its last "
+                f"report, granted were {owed}"
+            )
 
     def silent(self, members: Mapping[int, int]) -> list[int]:
         """Members that have not reported the oldest grant."""

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
-from elche.coordination.messages import GrantSteps, Scalars, StepsDone
+from elche.coordination.messages import EpochLeft, GrantSteps, Scalars, StepsDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,7 @@ class StepReports:
 
     def step_done(self, step: int, cost: StepCost) -> bool:
         """A step is done; True if it was its grant's last, which :meth:`close` ends."""
-        measured = self._measured
-        measured.samples += cost.samples
-        measured.busy_s += cost.busy_s
-        measured.data_wait_s += cost.data_wait_s
-        measured.transfer_s += cost.transfer_s
-        measured.sync_wait_s += cost.sync_wait_s
-        measured.warm &= cost.warm
+        self._add(cost)
         return bool(self._grants) and step + 1 == self._grants[0].stop
 
     def close(
@@ -122,6 +116,38 @@ class StepReports:
         """What is to be said now: the next backward pass begins, or nothing will."""
         due, self._due = self._due, None
         return due
+
+    def left(self, step: int, cost: StepCost | None, scalars: Scalars) -> EpochLeft:
+        """The loop has broken off after so many steps: what was not said of them.
+
+        Args:
+            step: how many.
+            cost: of the last one, None if there was none.
+            scalars: what was logged since the last report.
+        """
+        if cost is not None:
+            self._add(cost)
+        measured, self._measured = self._measured, _Measured()
+        return EpochLeft(
+            rank=self._rank,
+            epoch=self._epoch,
+            step=step,
+            samples=measured.samples,
+            busy_s=measured.busy_s,
+            data_wait_s=measured.data_wait_s,
+            sync_wait_s=measured.sync_wait_s,
+            transfer_s=measured.transfer_s,
+            scalars=scalars,
+        )
+
+    def _add(self, cost: StepCost) -> None:
+        measured = self._measured
+        measured.samples += cost.samples
+        measured.busy_s += cost.busy_s
+        measured.data_wait_s += cost.data_wait_s
+        measured.transfer_s += cost.transfer_s
+        measured.sync_wait_s += cost.sync_wait_s
+        measured.warm &= cost.warm
 
     def void(self) -> None:
         """The group has changed: what was granted, and begun, is granted anew."""

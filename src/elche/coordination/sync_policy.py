@@ -31,6 +31,7 @@ from elche.coordination.messages import (
     StepsDone,
     WindowReduced,
 )
+from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.step_book import Granted, StepBook
 from elche.coordination.step_shares import StepShares
@@ -117,7 +118,7 @@ class SyncPolicy(Policy):
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes a report of steps, or a rank's early end of the epoch."""
         if isinstance(event, EpochLeft):
-            return self._leave(event)
+            return self._leave(event, now_s)
         if isinstance(event, WindowReduced):
             self._adopted(event)
         elif isinstance(event, StepsDone):
@@ -252,6 +253,8 @@ class SyncPolicy(Policy):
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
         self._ledger.check()
+        if not self._left:
+            assert self._totals.samples == self._ledger.used_samples
         assert self._joining | self._adopting <= self._members.keys()
         oldest = self._grants.oldest
         if oldest is not None:
@@ -378,8 +381,12 @@ class SyncPolicy(Policy):
         samples, _ = self._ledger.sizes.run_of(start)
         return start, stop, self._shares.of(samples, self._world_size)
 
-    def _leave(self, event: EpochLeft) -> Outcome:
-        """A loop's early end; it must come at the same step on every rank."""
+    def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
+        """A loop's early end; it must come at the same step on every rank.
+
+        Nobody waits for that. What the part of the epoch brought is told when all have
+        left it.
+        """
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         if self._is_paused or self._adopting:
@@ -394,4 +401,29 @@ class SyncPolicy(Policy):
                 f"every rank, but the ranks left after steps {self._left}; decide the "
                 "break from values that all ranks share"
             )
-        return Outcome(epoch_over=self._left.keys() >= self._members.keys())
+        self._grants.check_part(event)
+        self._totals.add(
+            max(0, event.step - 1),
+            RankReport(
+                rank=event.rank,
+                samples=event.samples,
+                busy_s=event.busy_s,
+                data_wait_s=event.data_wait_s,
+                transfer_s=event.transfer_s,
+                sync_wait_s=event.sync_wait_s,
+                scalars=event.scalars,
+            ),
+        )
+        if not self._left.keys() >= self._members.keys():
+            return Outcome()
+        return Outcome(self._tell_part(event.step, now_s), epoch_over=True)
+
+    def _tell_part(self, done: int, now_s: float) -> list[Instruction]:
+        """The metrics of an epoch of which so many steps were run."""
+        told: list[Instruction] = []
+        steps = done - self._committed_until
+        if steps > 0:
+            reader = min(self._members)
+            told.append(self._totals.close_window(done - 1, now_s, reader, 0.0, steps))
+        ended = self._totals.end_epoch(sorted(self._members), now_s, anchor=1, plan="")
+        return told + [one for one in ended if isinstance(one, MetricsReported)]

@@ -15,7 +15,7 @@ from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_state import WindowState
-from elche.errors import NonFiniteError
+from elche.errors import ConfigError, NonFiniteError
 
 REPEATS = 3
 """Windows in a row that bring nothing finite, after which it is the rank's fault."""
@@ -33,6 +33,7 @@ def reject_unusable(state: WindowState) -> None:
             if part.samples:
                 state.unusable[rank] = 0
             continue
+        state.totals.discard(state.book.window, rank, part.samples)
         part.samples = 0
         _stop_if_asked(state, rank)
         for start, stop in state.ledger.reject(rank):
@@ -97,7 +98,25 @@ def _named(batches: Sequence[Range]) -> str:
     )
 
 
-def leave_out_untried(state: WindowState) -> None:
+def end_plan(state: WindowState) -> None:
+    """Nobody trained in this window: what is left of the epoch where a plan ends.
+
+    Raises:
+        ConfigError: the recorded loop broke off here, and this one does not.
+    """
+    if state.source is None or state.is_draining:
+        return
+    if state.source.window(state.book.window - state.first_window) is not None:
+        return
+    _leave_out_untried(state)
+    if state.ledger.pooled:
+        raise ConfigError(
+            f"the recorded run left epoch {state.epoch} before its end, this run's "
+            "loop goes on; leave it at the same batch"
+        )
+
+
+def _leave_out_untried(state: WindowState) -> None:
     """A plan is over: what it does not try a second time is left out.
 
     Raises:

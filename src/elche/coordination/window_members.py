@@ -21,6 +21,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     if rank in state.joining:
         state.joining.remove(rank)
     state.ledger.remove(rank)
+    _discard(state, rank)
     state.leasing.remove(rank)
     state.book.remove(rank)
     state.throttle.remove(rank)
@@ -45,6 +46,13 @@ def add_member(state: WindowState, member: Member) -> None:
     state.book.add(member.rank)
     state.pacing.change(sorted(state.members))
     state.last_pace = -1, None  # it was of other ranks
+
+
+def _discard(state: WindowState, rank: int) -> None:
+    """What a lost rank trained on since the last reduction was begun is in no model."""
+    book = state.book
+    state.totals.discard(book.window, rank, book.parts[rank].samples)
+    state.totals.discard(book.window + 1, rank, book.ahead[rank].samples)
 
 
 def _give_work_to_all(state: WindowState) -> None:
@@ -95,7 +103,9 @@ def settle(
         ]
     if running.is_handover:
         raise TransitionError("nobody who is left holds the model")
-    state.progress_samples -= state.ledger.unstage_gone()
+    for rank, samples in state.ledger.unstage_gone().items():
+        state.progress_samples -= samples
+        state.totals.discard(running.window, rank, samples)
     state.reduced_parts = {
         rank: part
         for rank, part in state.reduced_parts.items()

@@ -30,6 +30,15 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     ]
 
 
+def next_window(state: WindowState, now_s: float) -> list[Instruction]:
+    """Opens the window for all who have none, with leases for who waits for some."""
+    state.leasing.set_costs(state.pacing.batch_s())
+    told = open_windows(state, state.book.unopened())
+    told += permits(state)
+    told += lease(state, sorted(state.leasing.hungry), now_s)
+    return told + close_idle(state, state.members)
+
+
 def permits(state: WindowState) -> list[Instruction]:
     """How far each rank may go, now that the slowest has moved."""
     told: list[Instruction] = []

@@ -26,11 +26,10 @@ from elche.coordination.messages import (
 from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.reductions import ReductionPlanner
-from elche.coordination.throttle import Throttle
 from elche.coordination.window_book import check_claim
 from elche.coordination.window_closing import (
     begin_reduction,
-    leave_out_untried,
+    end_plan,
     reject_unusable,
 )
 from elche.coordination.window_members import add_member, remove_member, settle
@@ -38,12 +37,13 @@ from elche.coordination.window_opening import (
     calibrate,
     close_idle,
     lease,
+    next_window,
     open_windows,
     permits,
     try_out,
 )
 from elche.coordination.window_state import WindowState
-from elche.errors import ConfigError, ProtocolError
+from elche.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,7 @@ class WindowPolicy(Policy):
         """Asserts the ledger's invariants and the window's."""
         state = self._state
         state.ledger.check()
+        assert state.totals.samples == state.ledger.used_samples
         for rank in state.members:
             part = state.book.part(rank)
             if not state.is_final:
@@ -191,11 +192,11 @@ class WindowPolicy(Policy):
         """All members have formed their group; says who holds which result."""
         state = self._state
         again = settle(state, self._planner, reduced)
-        if self._may_end_window:
+        if state.may_end_window:
             return self._end_window(now_s)
         if state.reduction is not None and state.is_final and state.has_work:
             state.is_final = False
-            again += self._next_window(now_s)
+            again += next_window(state, now_s)
         again += permits(state)  # the slowest rank may be gone
         hungry = sorted(state.leasing.hungry)
         return self._outcome([*again, *lease(state, hungry, now_s)])
@@ -243,39 +244,21 @@ class WindowPolicy(Policy):
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
         if state.is_draining and (part.is_drained or not state.is_overlapped):
-            self._give_back(rank)
+            state.give_back(rank)
         told: list[Instruction] = []
-        if not self._goes_on(rank):
+        if not state.goes_on(rank):
             state.throttle.stop(rank)
         told += calibrate(state, rank)
-        if self._may_end_window:
+        if state.may_end_window:
             ended = self._end_window(now_s)
             ended.instructions[:0] = told
             return ended
-        if state.is_overlapped and self._opens_early:
+        if state.opens_early:
             told += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
         if state.throttle.is_final:
             touched.update(state.members)
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
-
-    def _goes_on(self, rank: int) -> bool:
-        """Whether a rank that has ended its window trains in the next one."""
-        state = self._state
-        early = state.is_overlapped and self._opens_early
-        return early and state.ledger.leased(rank) > 0
-
-    @property
-    def _may_end_window(self) -> bool:
-        state = self._state
-        is_free = state.reduction is None and not state.is_paused
-        return is_free and state.book.all_closed
-
-    @property
-    def _opens_early(self) -> bool:
-        """Whether a rank may begin its next window before all have ended this one."""
-        state = self._state
-        return state.pacing.el_che.is_calibrated or state.source is not None
 
     def _end_window(self, now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
@@ -284,17 +267,17 @@ class WindowPolicy(Policy):
         reject_unusable(state)
         touched = any(part.batches for part in state.book.parts.values())
         if not touched:
-            self._end_plan()
+            end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
         reduces = touched or (is_last and self._planner.is_owed)
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.source is not None and reduces
         state.is_final = is_last and not follows
         if not reduces and (state.is_final or not state.is_overlapped):
-            self._advance()
+            state.advance()
             if state.is_final:
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)
-            return self._outcome(self._next_window(now_s))
+            return self._outcome(next_window(state, now_s))
         is_tail = state.is_final or state.ledger.pooled == 0
         if state.source is None:  # a plan does not depend on measurements
             state.note(
@@ -310,50 +293,10 @@ class WindowPolicy(Policy):
             state.reduction.begun_s = now_s
         state.progress_samples += state.ledger.stage()
         state.planned_samples = 0
-        self._advance()
+        state.advance()
         if not state.is_final:
-            told += self._next_window(now_s)
+            told += next_window(state, now_s)
         return self._outcome(told)
-
-    def _end_plan(self) -> None:
-        """Nobody trained in this window: what is left of the epoch where a plan ends.
-
-        Raises:
-            ConfigError: the recorded loop broke off here, and this one does not.
-        """
-        state = self._state
-        if state.source is None or state.is_draining:
-            return
-        if state.source.window(state.book.window - state.first_window) is not None:
-            return
-        leave_out_untried(state)
-        if state.ledger.pooled:
-            raise ConfigError(
-                f"the recorded run left epoch {state.epoch} before its end, this run's "
-                "loop goes on; leave it at the same batch"
-            )
-
-    def _advance(self) -> None:
-        state = self._state
-        state.book.advance()
-        self._count_anew()
-
-    def _count_anew(self) -> None:
-        """The throttle counts from here on, and all who are members now."""
-        state = self._state
-        state.throttle = Throttle(state.config.max_batch_diff, state.members)
-        for rank in state.members:
-            state.throttle.done(rank, state.book.batches_since(rank))
-            if state.book.parts[rank].closed is not None and not self._goes_on(rank):
-                state.throttle.stop(rank)
-
-    def _next_window(self, now_s: float) -> list[Instruction]:
-        state = self._state
-        state.leasing.set_costs(state.pacing.batch_s())
-        told = open_windows(state, state.book.unopened())
-        told += permits(state)
-        told += lease(state, sorted(state.leasing.hungry), now_s)
-        return told + close_idle(state, state.members)
 
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
@@ -381,10 +324,11 @@ class WindowPolicy(Policy):
         state.ledger.commit()
         if done.is_handover:
             joined, state.joining = state.joining, []
-            self._count_anew()
-            return self._outcome(open_windows(state, joined) + self._greet(now_s))
+            state.count_anew()
+            told = open_windows(state, joined)
+            return self._outcome(told + lease(state, sorted(state.members), now_s))
         state.last_reduction = done
-        told: list[Instruction] = [
+        told = [
             state.totals.close_window(
                 done.window, now_s, min(state.members), done.sync_s
             )
@@ -395,14 +339,11 @@ class WindowPolicy(Policy):
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
-        if not self._may_end_window:
+        if not state.may_end_window:
             return self._outcome(told)
         ended = self._end_window(now_s)  # closed before a result was taken over
         ended.instructions[:0] = told
         return ended
-
-    def _greet(self, now_s: float) -> list[Instruction]:
-        return lease(self._state, sorted(self._state.members), now_s)
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""
@@ -411,17 +352,15 @@ class WindowPolicy(Policy):
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         state.is_draining = True
         state.left.add(event.rank)
-        self._give_back(event.rank)
+        returned, untouched = state.give_back(event.rank)
+        state.note(
+            f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
+            f"ends for all; {returned} batches leased to it are given back, "
+            f"{untouched} that nobody holds are left out of the epoch"
+        )
         for rank in state.members:
             state.book.part(rank).told_to_close = False
         return close_idle(state, state.members)
-
-    def _give_back(self, rank: int) -> None:
-        """A rank has dropped its leases, and nobody gets any more."""
-        state = self._state
-        state.ledger.give_back(rank)
-        state.ledger.abandon()
-        state.leasing.returned(rank)
 
     def _end_epoch(self, now_s: float) -> list[Instruction]:
         state = self._state

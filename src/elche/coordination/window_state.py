@@ -146,3 +146,43 @@ class WindowState:
     def has_work(self) -> bool:
         """Whether anything of the epoch is still to be trained on."""
         return bool(self.ledger.total_leased or self.ledger.pooled)
+
+    @property
+    def may_end_window(self) -> bool:
+        """Whether all ranks have closed the window, and nothing else is reduced."""
+        is_free = self.reduction is None and not self.is_paused
+        return is_free and self.book.all_closed
+
+    @property
+    def opens_early(self) -> bool:
+        """Whether a rank may begin its next window before all have ended this one."""
+        is_known = self.pacing.el_che.is_calibrated or self.source is not None
+        return self.is_overlapped and is_known
+
+    def goes_on(self, rank: int) -> bool:
+        """Whether a rank that has ended its window trains in the next one."""
+        return self.opens_early and self.ledger.leased(rank) > 0
+
+    def advance(self) -> None:
+        """The next window begins."""
+        self.book.advance()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """The throttle counts from here on, and all who are members now."""
+        self.throttle = Throttle(self.config.max_batch_diff, self.members)
+        for rank in self.members:
+            self.throttle.done(rank, self.book.batches_since(rank))
+            if self.book.parts[rank].closed is not None and not self.goes_on(rank):
+                self.throttle.stop(rank)
+
+    def give_back(self, rank: int) -> tuple[int, int]:
+        """A rank has dropped its leases, and nobody gets any more.
+
+        Returns:
+            How many batches it gave back, and how many nobody will train on.
+        """
+        returned = self.ledger.give_back(rank)
+        untouched = self.ledger.abandon()
+        self.leasing.returned(rank)
+        return returned, untouched

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,12 +27,15 @@ from elche.demo.pipeline_plan import (
 )
 from elche.demo.pipeline_prediction import predict
 from elche.demo.report import check_writable, to_json_text
-from elche.errors import RemoteRankError
+from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
 from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
 from elche.schedule.timing import Timing
 
 RankResults = dict[str, list[Any]]
+OLDEST_TORCH = (2, 11)
+"""Before, torch's ZB-V sends from a rank to itself in every step; gloo refuses that."""
+
 _COLUMNS = ("contender", "makespan", "predicted", "bubble", "/ideal", "/whole layers")
 
 
@@ -92,9 +96,11 @@ def run_pipeline_bench(config: PipelineBenchConfig, json_path: str | None) -> in
         The exit code, 0.
 
     Raises:
-        ConfigError: no plan fits, or the file cannot be written; nothing was measured.
+        ConfigError: no plan fits, the file cannot be written, or torch is too old;
+            nothing was measured.
         RemoteRankError: a rank failed.
     """
+    _check_torch(version("torch"))
     if json_path is not None and json_path != "-":
         check_writable(Path(json_path))
     plan = make_bench_plan(config)
@@ -204,6 +210,14 @@ def table_lines(
         f"elche: {found[best].makespan_s / ours.makespan_s:.2f} times as fast as "
         f"{best}",
     ]
+
+
+def _check_torch(found: str) -> None:
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TORCH:
+        raise ConfigError(
+            f"expected torch 2.11 or later beside elche's pipeline, got {found}, whose "
+            "ZB-V schedule does not run over gloo; install a newer torch"
+        )
 
 
 def _check(result: LaunchResult, out: Path) -> None:

@@ -294,6 +294,7 @@ class Pipeline:
             ConfigError: max_norm is no number of at least 0, here or on another rank;
                 nothing has changed.
             MismatchError: ranks give different ones; nothing has changed.
+            CommunicationError: a rank is gone or late; the pipeline has ended.
         """
         copies: Set[int] = self._stepping.replicas.copies
         if self._parts.tied is not None and not self._groups.are_several:
@@ -312,6 +313,7 @@ class Pipeline:
         Raises:
             ConfigError: it is not above 0 and finite, here or on another rank.
             MismatchError: ranks give different ones.
+            CommunicationError: a rank is gone or late; the pipeline has ended.
         """
         return unscale(self.parameters(), loss_scale, self._crew)
 
@@ -373,6 +375,7 @@ class Pipeline:
 
         Raises:
             ConfigError: there is no sample, or a rank cannot measure.
+            CommunicationError: a rank is gone or late; the pipeline has ended.
         """
 
         def measure() -> list[list[float]]:

@@ -55,8 +55,18 @@ def describe(
 def join_event(
     placement: Placement, settings: Settings, model: nn.Module, loader: DataLoader[Any]
 ) -> Join:
-    """The message with which this rank presents itself."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    """The message with which this rank presents itself.
+
+    Of buffers it names those that are saved: others are caches, which may have grown
+    apart where a model has been trained before.
+    """
+    passing = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    saved = [each for each in model.named_buffers() if id(each[1]) not in passing]
+    named = [*model.named_parameters(), *saved]
     return Join(
         rank=placement.rank,
         version=PROTOCOL_VERSION,

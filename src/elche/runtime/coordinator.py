@@ -36,6 +36,7 @@ from elche.coordination.state import Coordinator
 from elche.coordination.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
 from elche.runtime.guard_import import find_guard
+from elche.runtime.guard_thread import GuardThread
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class CoordinatorServer:
         self, world_size: int, key: bytes, import_path: Sequence[str] = ()
     ) -> None:
         find = partial(find_guard, import_path=import_path)
-        self.core = Coordinator(world_size, find_guard=find)
+        self._guard = GuardThread()
+        self.core = Coordinator(world_size, find_guard=find, ask_guard=self._guard.ask)
         self._world_size = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
@@ -101,6 +103,7 @@ class CoordinatorServer:
             self._server.close()
         for connection in (*self._connections.values(), *self._strangers):
             connection.close()
+        self._guard.close()
         await asyncio.sleep(0)
 
     def take(self, event: Event) -> None:

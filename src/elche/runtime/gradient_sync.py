@@ -15,6 +15,7 @@ from elche.comm.parameter_group import SyncResult
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
 from elche.errors import ConfigError
+from elche.runtime.loop_guard import LoopGuard
 from elche.runtime.window_sync import WindowSync
 
 
@@ -23,7 +24,8 @@ class GradientSync(WindowSync):
     """Gradients summed over the window; one common optimizer step at its end.
 
     Gradients are taken away at the end of every backward pass, so that the loop's own
-    ``optimizer.step()`` finds none and does nothing.
+    ``optimizer.step()`` finds none and does nothing. A batch that no backward pass went
+    through to its end has no part in the mean.
 
     Args:
         parameters: the trainable parameters.
@@ -53,28 +55,36 @@ class GradientSync(WindowSync):
         self._max_grad_norm = max_grad_norm
         self._samples = 0
         self._is_finite = True
-        self._in_backward = False
+        self._pass: int | None = None
+        self._touched: list[torch.Tensor] = []
         self._holds = False
-        self._has_seen = False
+        self._has_seen = self._has_ended = False
         self._handles: list[RemovableHandle] = []
+        self._guard = LoopGuard(optimizer, parameters)
 
     def attach(self) -> None:
         """Watches for gradients."""
         for parameter in self._parameters:
             hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._handles.append(hook)
+        self._guard.attach()
 
     def detach(self) -> None:
         """See :meth:`WindowSync.detach`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._guard.detach()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._has_seen = True
-        if not self._in_backward and not self._holds:
+        if self._holds:
+            return
+        self._touched.append(parameter)
+        number = torch._C._current_graph_task_id()
+        if self._pass != number:  # the first of a pass, or of a nested one
             refuse_capture()
-            self._in_backward = True
+            self._pass = number
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
@@ -84,10 +94,20 @@ class GradientSync(WindowSync):
 
     def rewind(self) -> None:
         """See :meth:`WindowSync.rewind`; nothing was added of a pass without an end."""
-        self._in_backward = False
+        self._pass = None
+        self._touched.clear()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._pass, touched = None, list(self._touched)
+        self._touched.clear()
+        self._has_ended = True
+        taken = next((p for p in touched if p.grad is None), None)
+        if taken is not None:
+            raise ConfigError(
+                f"a hook took the gradient of a parameter of shape {list(taken.shape)} "
+                "away before the window's step; leave it to the optimizer given to "
+                "elche.setup, or leave update='gradients' out"
+            )
         self._add_gradients()
 
     def _add_gradients(self) -> None:
@@ -111,15 +131,19 @@ class GradientSync(WindowSync):
     def begin_batch(self, samples: int) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._samples = samples
-        self._in_backward = self._holds = self._has_seen = False
+        self._pass = None
+        self._touched.clear()
+        self._holds = self._has_seen = self._has_ended = False
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
         if not self._has_seen:
             refuse_stray_gradients(self._parameters)
+        elif self._pass is not None:  # broken off, and the loop caught the error
+            self._window.clear()
         if self._is_sum:  # before their samples are counted
             self._add_gradients()
-        self._window.add(self._samples)
+        self._window.add(self._samples if self._has_ended else 0)
         self._samples = 0
 
     def close(self, *, begins: bool) -> bool:

@@ -36,6 +36,9 @@ class MetricsSource(Protocol):
     def epoch_metrics(self) -> Sequence[EpochMetrics]:
         """Of epochs that have ended, in their order."""
 
+    def fetch_metrics(self, epoch: int | None) -> None:
+        """Waits for what is to come of an epoch (the last one) that was left early."""
+
 
 class MetricsView:
     """Logs scalars and hands out metrics; made in the training thread.
@@ -106,6 +109,9 @@ class MetricsView:
         """
         what = "an epoch" if epoch is None else f"epoch {epoch}"
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        is_training = threading.current_thread() is self._training
+        if is_training and self._source is not None:
+            self._source.fetch_metrics(epoch)
         while True:
             is_over = self._ended.is_set() or not self._training.is_alive()
             found = self._find(epoch)
@@ -113,7 +119,7 @@ class MetricsView:
                 return found
             if is_over:
                 raise CommunicationError(f"the run ended before {what} did")
-            if threading.current_thread() is self._training:
+            if is_training:
                 raise ConfigError(
                     f"the metrics of {what} are not there yet, and the training "
                     "thread cannot wait for itself; ask after the loop over the "

@@ -11,12 +11,12 @@ from elche.coordination.messages import (
     EndEpoch,
     MetricsReported,
     PolicyChosen,
-    Scalars,
 )
 from elche.coordination.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
 from elche.errors import NonFiniteError
 from elche.runtime.positions import EpochPositions
 from elche.runtime.scalars import ScalarLog
+from elche.runtime.scaler_skips import NAME as SCALER_SKIPS
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ class RunNews:
         self.choices: list[tuple[str, str]] = []
         self.say: Callable[[str], None] = logger.info
 
-    def drain_scalars(self, final: bool) -> Scalars:
-        """What was logged since the last time; ``final`` waits for all of it."""
-        return self.scalars.drain(final=final)
-
     def take(self, report: MetricsReported | PolicyChosen) -> None:
         """Keeps what a window or an epoch brought; says what was chosen."""
         if isinstance(report, PolicyChosen):
@@ -56,16 +52,25 @@ class RunNews:
             self.say(f"elche: policy {report.policy}: {report.reason}")
             return
         if report.window < 0:
-            self.epoch_metrics.append(EpochMetrics.from_json(report.values))
+            metrics = EpochMetrics.from_json(report.values)
+            self.epoch_metrics.append(metrics)
+            skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
+            if skipped and self._rank == 0:
+                logger.info(
+                    "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
+                    "where gradients overflowed; their samples count as done",
+                    metrics.epoch,
+                    100 * skipped,
+                )
         else:
             self.window_metrics.append(WindowMetrics.from_json(report.values))
 
     def name_left_out(self, end: EndEpoch, positions: EpochPositions) -> None:
-        """Says which samples gave no usable contribution, twice."""
+        """Says which samples gave no usable contribution, and were given up."""
         for start, stop in end.left_out if self._rank == 0 else ():
             logger.warning(
                 "epoch %d: batches %d to %d were left out: what ranks learned from "
-                "them was not finite, twice; samples %s",
+                "them was not finite, and they are not tried again; samples %s",
                 end.epoch,
                 start,
                 stop - 1,

@@ -8,28 +8,32 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from elche.comm.averaging import ParameterAverager
+from elche.comm.averaging import Averager, ParameterAverager
 from elche.comm.finite import all_finite
 from elche.comm.fragments import DriftSamples
+from elche.comm.optimizer_state import forget_state
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
 from elche.coordination.messages import Reduce
 from elche.runtime.window_sync import WindowSync
 
 
-@final
-class ParameterSync(WindowSync):
-    """Parameters averaged at the end of the window."""
+class AveragedSync(WindowSync):
+    """Counts what this rank's drift weighs; how it is averaged is a subclass'.
+
+    Args:
+        averager: averages parameters.
+        optimizer: loses its state if this rank went astray.
+        drifts: counts what they weigh.
+    """
 
     def __init__(
         self,
-        averager: ParameterAverager,
-        parameters: Sequence[nn.Parameter],
+        averager: Averager,
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
     ) -> None:
         self._averager = averager
-        self._parameters = list(parameters)
         self._optimizer = optimizer
         self._drifts = drifts
         self._is_finite = True
@@ -45,10 +49,6 @@ class ParameterSync(WindowSync):
         self._averager.rebase()
         self._drifts.synchronised(None)
 
-    def state_layout(self) -> str:
-        """See :meth:`WindowSync.state_layout`."""
-        return self._averager.state_layout()
-
     def changed_buffers(self) -> tuple[int, ...]:
         """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
@@ -70,11 +70,43 @@ class ParameterSync(WindowSync):
         self._samples += self._in_hand
         self._in_hand = 0
 
+    def _count_drift(self) -> None:
+        """The window ends: its samples weigh in the drifts of all fragments."""
+        self._drifts.add(self._samples)
+        self._samples = 0
+
+
+@final
+class ParameterSync(AveragedSync):
+    """Parameters averaged at the end of the window.
+
+    Args:
+        averager: averages them.
+        parameters: the trainable ones, watched for what is no number.
+        optimizer: loses its state if this rank went astray and it is not averaged.
+        drifts: counts what they weigh.
+    """
+
+    _averager: ParameterAverager
+
+    def __init__(
+        self,
+        averager: ParameterAverager,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        drifts: DriftSamples,
+    ) -> None:
+        super().__init__(averager, optimizer, drifts)
+        self._parameters = list(parameters)
+
+    def state_layout(self) -> str:
+        """See :meth:`WindowSync.state_layout`."""
+        return self._averager.state_layout()
+
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`."""
         self._is_finite = all_finite(self._parameters)
-        self._drifts.add(self._samples)
-        self._samples = 0
+        self._count_drift()
         return self._is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
@@ -87,12 +119,12 @@ class ParameterSync(WindowSync):
             )
         self._drifts.synchronised(plan.fragment if self._is_finite else None)
         if not self._is_finite and not plan.include_state:
-            self._optimizer.state.clear()
+            forget_state(self._optimizer)
         return result
 
 
 @final
-class OverlappedSync(WindowSync):
+class OverlappedSync(AveragedSync):
     """Parameters averaged while the next window runs.
 
     Args:
@@ -102,6 +134,7 @@ class OverlappedSync(WindowSync):
     """
 
     is_overlapped = True
+    _averager: OverlappedAverager
 
     def __init__(
         self,
@@ -109,49 +142,18 @@ class OverlappedSync(WindowSync):
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
     ) -> None:
-        self._averager = averager
-        self._optimizer = optimizer
-        self._drifts = drifts
-        self._is_finite = True
-        self._in_hand = self._samples = self._windows = 0
-
-    @property
-    def extra_bytes(self) -> int:
-        """See :meth:`WindowSync.extra_bytes`."""
-        return self._averager.extra_bytes
+        super().__init__(averager, optimizer, drifts)
+        self._windows = 0
 
     def rebase(self) -> None:
         """See :meth:`WindowSync.rebase`; the first fragment's turn comes next."""
-        self._averager.rebase()
-        self._drifts.synchronised(None)
+        super().rebase()
         self._windows = 0
-
-    def changed_buffers(self) -> tuple[int, ...]:
-        """See :meth:`WindowSync.changed_buffers`."""
-        return self._averager.changed_buffers()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`WindowSync.state_dict`."""
-        return self._averager.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`WindowSync.load_state_dict`."""
-        self._averager.load_state_dict(state)
-
-    def begin_batch(self, samples: int) -> None:
-        """See :meth:`WindowSync.begin_batch`."""
-        self._in_hand = samples
-
-    def batch_done(self) -> None:
-        """See :meth:`WindowSync.batch_done`."""
-        self._samples += self._in_hand
-        self._in_hand = 0
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
         has_trained = self._samples > 0
-        self._drifts.add(self._samples)
-        self._samples = 0
+        self._count_drift()
         fragment = self._windows % self._drifts.fragments
         self._windows += 1
         weight = self._drifts.weights()[fragment]
@@ -176,5 +178,5 @@ class OverlappedSync(WindowSync):
         """See :meth:`WindowSync.finish`."""
         result = self._averager.adopt(plan, drained=is_drained)
         if not self._is_finite:
-            self._optimizer.state.clear()
+            forget_state(self._optimizer)
         return result

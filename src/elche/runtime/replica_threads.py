@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, DeadlineError
+from elche.runtime.replica_checks import check_loss
 from elche.runtime.transfer import to_device
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -116,12 +117,7 @@ def _forward_backward(part: Part, device: torch.device, modes: _Modes) -> torch.
     with torch.enable_grad():
         with torch.autocast(device.type, dtype=dtype, enabled=enabled):
             loss = part.loss_fn(part.replica, to_device(part.batch, device))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else loss
-            raise ConfigError(
-                f"expected loss_fn to return a scalar tensor, got {shape}"
-            )
-        weighted = loss.reshape(()) * part.weight
+        weighted = check_loss(loss) * part.weight
         weighted.backward()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -26,6 +26,7 @@ from elche.runtime.leased_data import BatchFeed
 from elche.runtime.loader import LoaderLike
 from elche.runtime.positions import EpochPositions, enumerate_batches
 from elche.runtime.scalars import ScalarLog
+from elche.runtime.scaler_skips import ScalerSkips
 from elche.runtime.stream_data import StreamView
 from elche.runtime.transfer import batch_length, to_device
 
@@ -73,10 +74,21 @@ class SingleRun(LoaderLike):
         self._data: Any = None
         self._opened_s = 0.0
         self._measured = _Measured()
+        self._skips: ScalerSkips | None = None
         self.samples_done = 0
         self.scalars = ScalarLog()
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self.epoch_metrics: deque[EpochMetrics] = deque(maxlen=EPOCHS_KEPT)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells of the steps that a GradScaler skips; see `ScalerSkips`."""
+        self._skips = ScalerSkips(optimizer, self.scalars)
+        self._skips.attach()
+
+    def close(self) -> None:
+        """Leaves the optimizer as it was. May be called twice."""
+        if self._skips is not None:
+            self._skips.detach()
 
     @property
     def samples_in_hand(self) -> int:
@@ -88,6 +100,9 @@ class SingleRun(LoaderLike):
             return batch_length(self._data) or size or 1
         left = self._length - (self.samples_done - self._samples_before)
         return min(size, left) if left > 0 else size
+
+    def fetch_metrics(self, epoch: int | None) -> None:
+        """Waits for nothing: whatever has ended is there."""
 
     def __iter__(self) -> Iterator[Any]:
         number = self._begin_epoch()
@@ -155,7 +170,12 @@ class SingleRun(LoaderLike):
         measured.busy_s += busy_s
         measured.data_wait_s += data_wait_s
         if now_s - self._opened_s >= self._window_s:
-            self._end_window(now_s, self.scalars.drain())
+            self._end_window(now_s, self._drain())
+
+    def _drain(self, *, final: bool = False) -> Scalars:
+        if self._skips is not None:
+            self._skips.settle()
+        return self.scalars.drain(final=final)
 
     def _end_window(
         self, now_s: float, scalars: Scalars, parameter_norm: float | None = None
@@ -183,7 +203,7 @@ class SingleRun(LoaderLike):
         if not self._is_training:
             return
         self._is_training, self._data = False, None
-        scalars = self.scalars.drain(final=True)
+        scalars = self._drain(final=True)
         norm = None
         if scalars or self._has_scalars:
             norm = float(get_total_norm([p.detach() for p in self._model.parameters()]))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elche.comm.known_buffers import KnownBuffers
+from elche.comm.optimizer_state import forget_state
 from elche.comm.process_group import Group, gather_texts
 from elche.runtime.agreement import plain_settings, state_layout, state_tensors
 
@@ -47,25 +49,34 @@ def take_over(
 ) -> None:
     """Copies model, optimizer state and learning rates of one rank to all.
 
-    Where ranks hold different kinds of state, which cannot be copied from one to the
+    Buffers that ranks do not hold alike (caches that grow) stay each rank's own. Where
+    ranks hold different kinds of state, which cannot be copied from one to the
     other, the optimizer forgets its state on all of them.
 
     Raises:
         CommunicationError: not everybody came in time.
     """
-    for tensor in [*model.parameters(), *model.buffers()]:
-        _take(group, tensor.detach(), source)
+    for parameter in model.parameters():
+        _take(group, parameter.detach(), source, parameter.dtype)
+    known = KnownBuffers(model)
+    known.agree(group)
+    for _, kind, buffer in known.common():
+        _take(group, buffer.detach(), source, kind.dtype)
     texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
     described = [json.loads(text) for text in texts]
-    if any(each["state"] != described[0]["state"] for each in described):
+    if any(each["kinds"] != described[0]["kinds"] for each in described):
         logger.warning(
             "the optimizer's state differs in kind between ranks after rank %d trained "
             "alone; it is forgotten on all of them",
             source,
         )
-        optimizer.state.clear()
+        forget_state(optimizer)
+    else:
+        counted = iter(described[source]["counted"])
+        for state, name in _counted(optimizer):
+            state[name] = next(counted)
     for tensor in state_tensors(optimizer):
-        _take(group, tensor.detach(), source)
+        _take(group, tensor.detach(), source, tensor.dtype)
     for own, rate in zip(
         optimizer.param_groups, described[source]["rates"], strict=True
     ):
@@ -76,25 +87,45 @@ def take_over(
 
 
 def _description(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rates, names and shapes of the state, and what of it is no tensor."""
+    """Learning rates, numbers in the state, and of what kind all of it is."""
     others = [
-        [name, repr(value)]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for name, value in sorted(optimizer.state.get(parameter, {}).items())
+        [name, type(value).__name__ if _is_number(value) else repr(value)]
+        for state in _states(optimizer)
+        for name, value in sorted(state.items())
         if not isinstance(value, torch.Tensor)
     ]
     return {
         "rates": [float(group["lr"]) for group in optimizer.param_groups],
-        "state": [state_layout(optimizer), others],
+        "kinds": [state_layout(optimizer), others],
+        "counted": [state[name] for state, name in _counted(optimizer)],
     }
 
 
+def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The state of every parameter, in their order."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state.get(parameter, {}) for parameter in held]
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], str]]:
+    """Where the state holds plain numbers, such as a count of steps."""
+    return [
+        (state, name)
+        for state in _states(optimizer)
+        for name in sorted(state)
+        if _is_number(state[name])
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 @torch.no_grad()
-def _take(group: Group, tensor: torch.Tensor, source: int) -> None:
-    """Every rank holds the same bits after it."""
+def _take(group: Group, tensor: torch.Tensor, source: int, dtype: torch.dtype) -> None:
+    """Every rank holds the same after it, to the bit where it has that dtype."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kind = torch.uint8 if values.dtype == torch.bool else values.dtype
+    kind = torch.uint8 if dtype == torch.bool else dtype.to_real()
     message = values.to("cpu", kind, copy=True).contiguous()
     if group.rank != source:
         message.zero_()

@@ -11,7 +11,6 @@ from typing import Any
 from elche.comm.reducer import GradientReducer
 from elche.coordination.messages import (
     EndEpoch,
-    EpochLeft,
     GrantSteps,
     Instruction,
     SwitchPolicy,
@@ -76,6 +75,8 @@ class SyncEpoch:
         self.later: list[Instruction] = []
         self.samples_done = 0
         self.samples_in_hand = 0
+        self.has_left = False
+        self._began_s = self._ready_s = self._transfer_s = 0.0
 
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
@@ -83,55 +84,63 @@ class SyncEpoch:
 
     def batches(self) -> Iterator[Any]:
         """Yields this rank's batches; a break ends the epoch."""
-        handed_out = 0
+        in_hand: Step | None = None
         try:
-            for step, data in self._steps():
-                handed_out = step.step + 1
-                self.samples_in_hand = step.samples
+            for in_hand, data in self._steps():
+                self.samples_in_hand = in_hand.samples
                 yield data
         except GeneratorExit:
-            with contextlib.suppress(CommunicationError):
-                self._reducer.end_step()
-            self._report()
-            if handed_out:
-                self.samples_done += self._positions.samples_of(handed_out - 1)
-            epoch = self._positions.epoch
-            self._worker.send(
-                EpochLeft(rank=self._worker.rank, epoch=epoch, step=handed_out)
-            )
+            self._leave(in_hand)
+
+    def _leave(self, in_hand: Step | None) -> None:
+        """The loop has broken off in this step, or before the first."""
+        with contextlib.suppress(CommunicationError):
+            self._reducer.end_step()
+        self._report()
+        handed_out, cost = 0, None
+        if in_hand is not None:
+            handed_out, cost = in_hand.step + 1, self._cost(in_hand)
+            self.samples_done += self._positions.samples_of(in_hand.step)
+        self.has_left = True
+        scalars = self._hooks.scalars(True)
+        self._worker.send(self._reports.left(handed_out, cost, scalars))
 
     def _steps(self) -> Iterator[tuple[Step, Any]]:
-        began_s = time.monotonic()
+        self._began_s = time.monotonic()
         for number in range(self._positions.num_batches):
             got = self._next(number)
             if got is None:
                 return
             step, data = got
-            ready_s = time.monotonic()
-            transfer_s = self._leased.transfer_s
+            self._ready_s = time.monotonic()
+            self._transfer_s = self._leased.transfer_s
             self._hooks.check()
             self._reducer.begin_step(step.scale, step.active_ranks)
             yield step, data
             self._reducer.end_step()
             self._worker.pace_device()
-            now_s = time.monotonic()
-            times_s = began_s, ready_s, now_s
-            self._worker.timeline.batch("step", number, times_s, step.samples)
-            sync_wait_s = self._reducer.wait_s
-            cost = StepCost(
-                samples=step.samples,
-                busy_s=now_s - began_s - sync_wait_s,
-                data_wait_s=max(0.0, ready_s - began_s - transfer_s),
-                transfer_s=transfer_s,
-                sync_wait_s=sync_wait_s,
-                warm=not self._worker.is_cold,
-            )
-            self._worker.is_cold = False
-            self._account(number, cost)
-            began_s = now_s
+            self._account(number, self._cost(step))
         self._report()
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")
+
+    def _cost(self, step: Step) -> StepCost:
+        """What the step took until now; the next one begins."""
+        began_s, ready_s, now_s = self._began_s, self._ready_s, time.monotonic()
+        self._began_s = now_s
+        times_s = began_s, ready_s, now_s
+        self._worker.timeline.batch("step", step.step, times_s, step.samples)
+        sync_wait_s = self._reducer.wait_s
+        cost = StepCost(
+            samples=step.samples,
+            busy_s=now_s - began_s - sync_wait_s,
+            data_wait_s=max(0.0, ready_s - began_s - self._transfer_s),
+            transfer_s=self._transfer_s,
+            sync_wait_s=sync_wait_s,
+            warm=not self._worker.is_cold,
+        )
+        self._worker.is_cold = False
+        return cost
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come. None: see `switch`."""

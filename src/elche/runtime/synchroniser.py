@@ -60,7 +60,7 @@ class Synchroniser:
         self._group = group
         self._side_group = side_group
         self._norm_group: Group | None = None
-        self._signature: list[tuple[int, bool]] = []
+        self._signature: list[tuple[int, bool, torch.dtype | None]] = []
         self._watch = ParameterWatch(model)
         self.policy = "sync" if config.policy == "auto" else config.policy
         self.reducer: GradientReducer | SummedReducer | None = None
@@ -100,6 +100,7 @@ class Synchroniser:
                 int(self._config.bucket_cap_mb * 2**20),
                 BufferAverager.for_model(self._model, self._group),
                 norms,
+                [name for name, p in self._model.named_parameters() if p.requires_grad],
             )
             self.reducer = reducer
             if self._config.loss_reduction == "sum":
@@ -155,8 +156,13 @@ class Synchroniser:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def _current_signature(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self._model.parameters()]
+    def _current_signature(self) -> list[tuple[int, bool, torch.dtype | None]]:
+        """Of a converted model buckets are made anew, averages are not."""
+        is_sync = self.policy == "sync"
+        return [
+            (id(p), p.requires_grad, p.dtype if is_sync else None)
+            for p in self._model.parameters()
+        ]
 
 
 def make_window_sync(
@@ -171,6 +177,7 @@ def make_window_sync(
         window = GradientWindow(parameters, group)
         window.build()
         buffers = WindowBuffers(model, group)
+        buffers.agree()
         sync = GradientSync(
             parameters,
             optimizer,
@@ -181,32 +188,21 @@ def make_window_sync(
         )
         sync.attach()
         return sync
-    reset_state = config.optimizer_state == "reset"
     codec = config.codec
     if codec == "auto":
         codec = measured_codec(group, sum(p.numel() for p in parameters))
-    if config.policy == "async":
-        overlapped = OverlappedAverager(
-            parameters,
-            model,
-            optimizer,
-            group,
-            reset_state=reset_state,
-            codec=codec,
-            fragments=config.fragments,
-        )
-        overlapped.build()
-        drifts = DriftSamples(config.drift_weights, config.fragments)
-        return OverlappedSync(overlapped, optimizer, drifts)
-    averager = ParameterAverager(
+    form = OverlappedAverager if config.policy == "async" else ParameterAverager
+    averager = form(
         parameters,
         model,
         optimizer,
         group,
-        reset_state=reset_state,
+        reset_state=config.optimizer_state == "reset",
         codec=codec,
         fragments=config.fragments,
     )
     averager.build()
     drifts = DriftSamples(config.drift_weights, config.fragments)
+    if isinstance(averager, OverlappedAverager):
+        return OverlappedSync(averager, optimizer, drifts)
     return ParameterSync(averager, parameters, optimizer, drifts)

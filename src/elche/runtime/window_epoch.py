@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
 from elche.runtime.window_sync import WindowSync
 from elche.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class WindowEpoch:
         self._loop = loop
         self._hooks = hooks
         self._leases: deque[tuple[int, int]] = deque()
+        self._not_begun = 0
         self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, int, float, float] | None = None
         self._transfer_s = 0.0
@@ -144,6 +148,7 @@ class WindowEpoch:
             ready_s = time.monotonic()
             samples = self._positions.samples_of(batch)
             self._in_hand = (batch, samples, began_s, ready_s)
+            self._not_begun -= 1
             self._transfer_s = self._leased.transfer_s
             self._sync.begin_batch(samples)
             yield data
@@ -304,6 +309,7 @@ class WindowEpoch:
         if isinstance(instruction, GrantBatches):
             if not self._is_leaving:
                 self._leases.append((instruction.start, instruction.stop))
+                self._not_begun += instruction.stop - instruction.start
                 for batch in range(instruction.start, instruction.stop):
                     self._leased.push(batch, self._positions.index_batch(batch))
             return
@@ -318,6 +324,7 @@ class WindowEpoch:
         self._report()
         self._leased.discard()
         self._leases.clear()
+        self._not_begun = 0
 
     def _leave(self) -> None:
         """The loop broke off: commit what was trained, and end the epoch for all."""
@@ -325,8 +332,18 @@ class WindowEpoch:
             return
         self._is_leaving = True
         self._batch_done()
-        self._discard()
         epoch = self._positions.epoch
+        logger.info(
+            "rank %d left the loop of epoch %d early, after %d batches of window %d: "
+            "the epoch ends on all ranks, and %d batches leased to this one are given "
+            "back",
+            self._worker.rank,
+            epoch,
+            self._loop.batches,
+            self._loop.window,
+            self._not_begun,
+        )
+        self._discard()
         self._worker.send(
             EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
         )

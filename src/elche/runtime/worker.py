@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from elche.comm.control_channel import ControlChannel
+from elche.comm.device_group import open_device_group
 from elche.comm.exchange import may_share
 from elche.comm.process_group import Group
 from elche.coordination.messages import (
@@ -41,6 +42,7 @@ from elche.runtime.environment import Placement
 from elche.runtime.timeline import Timeline
 
 ABORT_WAIT_S = 5.0
+ROLL_CALL_S = 2.0
 HOST_AHEAD_BATCHES = 2
 VERDICT_S = 5.0
 """The coordinator knows whom everybody waits for, and speaks before a rank gives up."""
@@ -91,7 +93,11 @@ class Worker:
         """Forms the generation's process group."""
         self._generation = welcome.generation
         shares_host = transport == "auto" and may_share(welcome.devices)
-        self._group = self._formed(welcome.generation, shares_host)
+        self._group = group = self._formed(welcome.generation, shares_host)
+        on_cpu = any(name.startswith("CPU") for name in welcome.devices)
+        if transport == "auto" and not on_cpu:
+            device = self.placement.device
+            group.devices = open_device_group(group, device, self.timeout_s)
 
     def side_group(self) -> Group:
         """Forms another group of the same ranks, with all of them.
@@ -216,8 +222,29 @@ class Worker:
                 break
             if isinstance(instruction, Abort):
                 self._aborted = _error_of(instruction)
-                return self._aborted
-        return CommunicationError(text)
+                break
+        if not isinstance(self._aborted, DeadlineError | None):
+            return self._aborted
+        said = text if self._aborted is None else f"{self._aborted}; {text}"
+        missing = self._missing()
+        if not missing:
+            return self._aborted or CommunicationError(text)
+        names = ", ".join(map(str, missing))
+        return DeadlineError(f"{said}; ranks that did not arrive: {names}")
+
+    def _missing(self) -> list[int]:
+        """Ranks that do not report the same failure soon after this one.
+
+        gloo names nobody. Ranks of a collective that fails fail together, and one that
+        hangs, or is elsewhere in its loop, does not.
+        """
+        keys = [f"failed/{self._generation}/{r}" for r in range(self.world_size)]
+        try:
+            self._channel.store_set(keys[self.rank], b"")
+            come = self._channel.store_published(keys, ROLL_CALL_S)
+        except CommunicationError:  # nobody can be asked
+            return []
+        return [rank for rank, key in enumerate(keys) if key not in come]
 
 
 def _ignore(news: MetricsReported | PolicyChosen) -> None:

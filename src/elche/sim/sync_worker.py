@@ -16,7 +16,6 @@ from elche.coordination.messages import (
     Adopt,
     BeginEpoch,
     EndEpoch,
-    EpochLeft,
     GrantSteps,
     Instruction,
     MetricsReported,
@@ -83,9 +82,7 @@ class SyncEpoch:
                 self._trained(item)
                 if item.number + 1 == break_at:
                     self._report()
-                    self._sim.send(
-                        EpochLeft(rank=rank.rank, epoch=self._epoch, step=break_at)
-                    )
+                    self._sim.send(self._reports.left(break_at, cost, ()))
                     return
                 self._account(item.number, cost)
         if rank.is_back:

@@ -1,0 +1,198 @@
+"""The epochs of a run: all ranks open them, a policy decides in them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elche.coordination.agreement import opened_differently
+from elche.coordination.gathering import EpochEnding
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.membership import Membership, as_members
+from elche.coordination.messages import (
+    BeginEpoch,
+    EpochLeft,
+    EpochOpened,
+    Event,
+    Instruction,
+    Join,
+    WindowClosed,
+)
+from elche.coordination.policy import Outcome, Policy
+from elche.coordination.story import Story
+from elche.errors import MismatchError, ProtocolError
+
+
+class Epochs:
+    """Where a run stands in its epochs.
+
+    Args:
+        policy: decides inside an epoch.
+        membership: who takes part.
+        story: told what is decided.
+
+    Attributes:
+        number: of the epoch begun last, -1 before the first.
+        is_under_way: whether it has not ended yet.
+    """
+
+    def __init__(self, policy: Policy, membership: Membership, story: Story) -> None:
+        self._policy = policy
+        self._membership = membership
+        self._story = story
+        self.number = -1
+        self.is_under_way = False
+        self._sizes = BatchSizes(())
+        self._opened: dict[int, EpochOpened] = {}
+        self._ending = EpochEnding()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether ranks have opened the next epoch and wait for the others."""
+        return bool(self._opened)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether ranks have not been told yet that the epoch is over."""
+        return self._ending.withholds
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether the policy goes on without a rank."""
+        return self._policy.is_elastic
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether nothing is under way that a rank that joins would miss."""
+        return self.is_under_way and self._policy.is_quiet
+
+    def open(self, event: EpochOpened, now_s: float) -> list[Instruction]:
+        """A rank asks for the next epoch; begins it if all have.
+
+        Raises:
+            MismatchError: ranks do not begin it alike.
+            ProtocolError: it is not the next one, or the rank has asked before.
+        """
+        again = event.rank in self._opened and not self._membership.has_changed
+        if event.epoch != self.number + 1 or again:
+            raise ProtocolError(
+                f"rank {event.rank} opens epoch {event.epoch}, expected "
+                f"{self.number + 1}, once"
+            )
+        self._opened[event.rank] = event
+        return self._begin_if_open(now_s)
+
+    def _begin_if_open(self, now_s: float) -> list[Instruction]:
+        """Begins the epoch when all members have opened it."""
+        ranks = self._membership.ranks
+        if not self._opened.keys() >= ranks or self._membership.roster.pending:
+            return []
+        if self.is_under_way:
+            raise ProtocolError(f"epoch {self.number} has not ended on every rank")
+        difference = opened_differently(self._opened)
+        if difference:
+            raise MismatchError(difference)
+        speaker = self._opened[min(self._opened)]
+        if not speaker.sizes:
+            if self._membership.has_changed:
+                return []  # it opens the epoch again when it has regrouped
+            raise ProtocolError("rank 0 opened the epoch without batch sizes")
+        self._policy.prepare_epoch(
+            max(opened.probe_s for opened in self._opened.values()),
+            alike=len({opened.rates for opened in self._opened.values()}) == 1,
+        )
+        self._opened = {}
+        self.number += 1
+        self.is_under_way = True
+        self._sizes = BatchSizes(speaker.sizes)
+        begin: list[Instruction] = [
+            replace(self._begin_for(rank), state_from=self._policy.state_from)
+            for rank in sorted(ranks)
+        ]
+        outcome = self._policy.begin_epoch(
+            self.number, self._sizes, now_s, speaker.plan
+        )
+        return begin + self._settle(outcome, now_s)
+
+    def _begin_for(self, rank: int) -> BeginEpoch:
+        return BeginEpoch(
+            rank=rank,
+            epoch=self.number,
+            sizes=self._sizes.runs,
+            policy=self._policy.name,
+            window=self._policy.first_window,
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        """Hands an event to the policy.
+
+        Raises:
+            ProtocolError: there is no epoch that it could belong to.
+        """
+        if not self.is_under_way:
+            if isinstance(event, EpochLeft):
+                return []
+            if isinstance(event, WindowClosed) and event.epoch == self.number:
+                return []  # overlapped: an empty window begun before the last was over
+            raise ProtocolError(f"{type(event).__name__} outside an epoch")
+        return self._settle(self._policy.handle(event, now_s), now_s)
+
+    def _settle(self, outcome: Outcome, now_s: float) -> list[Instruction]:
+        for note in outcome.notes:
+            self._story.decided(note, now_s)
+        if outcome.epoch_over:
+            self.is_under_way = False
+            ranks = self._membership.ranks
+            left = {rank for rank in ranks if self._policy.has_left(rank)}
+            return self._ending.end(outcome.instructions, left, ranks)
+        return outcome.instructions
+
+    def heard(self, event: Event) -> list[Instruction]:
+        """What was held back until a rank was heard of again."""
+        return self._ending.heard(event)
+
+    def lose(self, rank: int) -> list[Instruction]:
+        """A rank is gone; returns what was held back until it was heard of."""
+        self._opened.pop(rank, None)
+        self._policy.remove(rank)
+        return self._ending.confirm(rank)
+
+    def make_room(self, wanted: bool) -> list[Instruction]:
+        """Says whether ranks wait to be taken in, which may take some preparation."""
+        return self._policy.make_room(wanted)
+
+    def add(self, joins: Sequence[Join]) -> list[Instruction]:
+        """Ranks join the epoch under way."""
+        for member in as_members(joins):
+            self._policy.add(member)
+        return [self._begin_for(join.rank) for join in joins]
+
+    def regrouped(self, now_s: float) -> list[Instruction]:
+        """All members have formed their group."""
+        if not self.is_under_way:
+            return self._begin_if_open(now_s)
+        reduced = self._membership.roster.reduced
+        return self._settle(self._policy.regrouped(reduced, now_s), now_s)
+
+    def owes(self, rank: int) -> bool:
+        """Whether the epoch under way cannot end without a rank."""
+        return self.is_under_way and self._policy.owes(rank)
+
+    def patience_s(self) -> float:
+        """How long the run may be silent now."""
+        return self._policy.patience_s() if self.is_under_way else math.inf
+
+    def waiting_to_open(self) -> str:
+        """Who is missing to begin the next epoch, in words."""
+        missing = sorted(self._membership.ranks - set(self._opened))
+        return f"ranks {missing} to open epoch {self.number + 1}"
+
+    def waiting_for(self) -> str:
+        """Whom the epoch under way waits for, in words."""
+        return self._policy.waiting_for()
+
+    def check(self) -> None:
+        """Asserts the invariants of the epoch under way."""
+        if self.is_under_way:
+            self._policy.check()

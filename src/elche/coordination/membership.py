@@ -1,0 +1,160 @@
+"""Who takes part in a run: ranks join, are lost, come later, or leave. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elche.coordination.messages import (
+    Disconnected,
+    Event,
+    Instruction,
+    Join,
+    Tick,
+    Welcome,
+)
+from elche.coordination.policy import Member
+from elche.coordination.roster import Roster
+from elche.errors import ProtocolError
+
+
+class Membership:
+    """The ranks of one run after another: when all have left, they may begin again.
+
+    Args:
+        world_size: ranks that a run begins with.
+        is_elastic: ranks that are not of the run may join it.
+
+    Attributes:
+        ranks: that are in the run now, also those that have left it in order.
+        left: those of them that have.
+        roster: the generations of their group.
+    """
+
+    def __init__(self, world_size: int, *, is_elastic: bool) -> None:
+        self._world_size = world_size
+        self._is_elastic = is_elastic
+        self.ranks = set(range(world_size))
+        self.left: set[int] = set()
+        self.roster = Roster()
+        self._first_generation = 0
+        self._joins: dict[int, Join] = {}
+        self._early: list[Join] = []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every rank has left."""
+        return self.left >= self.ranks
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks that the run begins with have joined."""
+        return len(self._joins) >= self._world_size
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether some have, and are waiting for the others."""
+        return 0 < len(self._joins) < self._world_size
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a rank waits for the next run."""
+        return bool(self._early)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether other ranks take part than at the start."""
+        return self.roster.generation > self._first_generation
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not joined."""
+        return sorted(self.ranks - set(self._joins))
+
+    def hears(self, event: Event) -> bool:
+        """Whether what this rank says counts; one that waited to join may go."""
+        if isinstance(event, Tick) or event.rank in self.ranks:
+            return True
+        if isinstance(event, Disconnected):
+            return self.roster.withdraw(event.rank)
+        return isinstance(event, Join) and self._is_elastic and event.rank >= 0
+
+    def keep_waiting(self, join: Join) -> bool:
+        """Whether a rank joins too late, or too early for the next run, and waits."""
+        if join.rank not in self.ranks:
+            self.roster.newcomers.append(join)
+        elif join.rank in self.left:
+            self._early.append(join)
+        else:
+            return False
+        return True
+
+    def take(self, join: Join) -> str:
+        """A rank of the run joins; returns what does not fit, or "".
+
+        Raises:
+            ProtocolError: it has joined already.
+        """
+        if join.rank in self._joins:
+            raise ProtocolError(f"rank {join.rank} cannot join again")
+        if join.world_size != self._world_size:
+            return (
+                f"rank {join.rank} says the world size is {join.world_size}, the "
+                f"coordinator serves {self._world_size}"
+            )
+        self._joins[join.rank] = join
+        return ""
+
+    def joined(self) -> list[Join]:
+        """What the ranks that the run begins with said of themselves, in order."""
+        return [self._joins[rank] for rank in range(self._world_size)]
+
+    def begin(self) -> list[Welcome]:
+        """All are there and agree: the first generation begins."""
+        self.roster.generation += 1
+        self._first_generation = self.roster.generation
+        return self._welcome(sorted(self.ranks))
+
+    def begin_again(self) -> list[Join]:
+        """The run is over; returns what ranks have said that wait for the next one."""
+        self._joins.clear()
+        self.left.clear()
+        self.ranks = set(range(self._world_size))
+        early, self._early = self._early, []
+        return early
+
+    def lose(self, rank: int) -> list[Instruction]:
+        """A rank is gone: the others form a new group without it."""
+        self.ranks.discard(rank)
+        self.roster.change(self.ranks)
+        return [*self.roster.regroup(self.ranks, left=(rank,))]
+
+    def admit(self) -> tuple[list[Join], list[Instruction]]:
+        """Takes in those that wait and fit; returns them, and what is said to whom."""
+        first = next(iter(self._joins.values()))
+        joins, refused = self.roster.choose(first, self.ranks)
+        if not joins:
+            return [], [*refused]
+        before = sorted(self.ranks)
+        self._joins.update({join.rank: join for join in joins})
+        joined = tuple(join.rank for join in joins)
+        self.ranks.update(joined)
+        self.roster.change(self.ranks)
+        regroup = self.roster.regroup(before, joined=joined)
+        return joins, [*refused, *regroup, *self._welcome(joined)]
+
+    def check(self) -> None:
+        """Asserts that all have joined, and that the group is of members."""
+        assert len(self.ranks) <= len(self._joins)
+        assert not self.roster.pending - self.ranks
+
+    def _welcome(self, ranks: Iterable[int]) -> list[Welcome]:
+        generation = self.roster.generation
+        devices = tuple(self._joins[rank].device for rank in sorted(self.ranks))
+        return [
+            Welcome(rank=rank, generation=generation, devices=devices) for rank in ranks
+        ]
+
+
+def as_members(joins: Sequence[Join]) -> list[Member]:
+    """What a policy knows of ranks."""
+    return [Member(join.rank, join.device, join.horizon_batches) for join in joins]

@@ -1,0 +1,85 @@
+"""Calls of a loop that a window's common step would make come to nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elche.errors import ConfigError
+from elche.runtime.scaler_skips import AMP_FLAG
+
+
+@final
+class LoopGuard:
+    """Refuses a GradScaler and a second optimizer while gradients are summed.
+
+    Between two common steps there are no gradients for either to work on: the scaler
+    fails without a reason, and the second optimizer never moves anything.
+
+    Args:
+        optimizer: takes the common step.
+        parameters: the trained parameters of the model.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = list(parameters)
+        self._handle: Any = None
+        self._flag_before: Any = None
+
+    def attach(self) -> None:
+        """Begins to watch the optimizers of this process."""
+        me = weakref.WeakMethod(self._refuse_other)
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            refuse = me()
+            if refuse is not None:
+                refuse(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(hook)
+        self._flag_before = vars(self._optimizer).get(AMP_FLAG)
+        setattr(self._optimizer, AMP_FLAG, _NoScaler())
+
+    def detach(self) -> None:
+        """Leaves everything as it was."""
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        if self._flag_before is None:
+            delattr(self._optimizer, AMP_FLAG)
+        else:
+            setattr(self._optimizer, AMP_FLAG, self._flag_before)
+
+    def _refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = self._optimizer.param_groups
+        common = {id(p) for group in groups for p in group["params"]}
+        alone = [p for p in self._parameters if id(p) in held - common]
+        if alone:
+            raise ConfigError(
+                f"a second optimizer ({type(optimizer).__name__}) steps {len(alone)} "
+                "of the model's parameters, and a window's common step is that of the "
+                "optimizer given to elche.setup alone; leave update='gradients' out, "
+                "or choose policy 'sync'"
+            )
+
+
+class _NoScaler:
+    """Stands where a GradScaler looks for a flag."""
+
+    def __bool__(self) -> bool:
+        raise ConfigError(
+            "a GradScaler cannot step where gradients are summed over a window "
+            "(update='gradients'), because each rank would scale them by its own "
+            "factor; train without one (autocast to bfloat16 needs none), leave update "
+            "out, or choose policy 'sync'"
+        )

@@ -1,0 +1,338 @@
+"""The epochs of a run, one after another, as one rank goes through them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elche.cadence.throughput import CostEstimate
+from elche.comm.equal_tensors import make_equal
+from elche.comm.known_buffers import shared_tensors
+from elche.comm.probe import probe_reduction_s
+from elche.config import RunConfig
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import (
+    BeginEpoch,
+    EndEpoch,
+    EpochOpened,
+    Instruction,
+    Scalars,
+)
+from elche.coordination.window_loop import WindowLoop
+from elche.errors import CommunicationError, ElcheError, NonFiniteError
+from elche.runtime.agreement import checksum, min_share_samples
+from elche.runtime.gradient_sync import refuse_stray_gradients
+from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.news import RunNews, with_samples
+from elche.runtime.plan_file import PlanFile
+from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.scaler_skips import ScalerSkips
+from elche.runtime.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.succession import rates, take_over
+from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.synchroniser import Synchroniser
+from elche.runtime.trailing_step import TrailingSteps
+from elche.runtime.window_epoch import EpochHooks, WindowEpoch
+from elche.runtime.worker import Worker
+
+STEPS_WITHOUT_BACKWARD = 3
+"""Under ``sync``, when it is no skipped batch any more if none had a backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the user has given this rank to train.
+
+    Attributes:
+        config: the agreed settings.
+        model: the model, equal on all ranks.
+        optimizer: its optimizer.
+        loader: the user's loader.
+    """
+
+    config: RunConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader[Any]
+
+
+class RunEpochs:
+    """Opens epochs with all ranks, and hands out this rank's part of each.
+
+    Args:
+        worker: this rank's shell, its group formed.
+        training: what is trained.
+        synchroniser: brings it together with the other ranks.
+        news: told what epochs bring.
+        plans: what is recorded or replayed.
+        devices: device names of all ranks.
+
+    Attributes:
+        under_way: the epoch that the loop is in.
+        reports: of epochs that have ended.
+        samples_before: samples of the epochs that have ended, of all ranks.
+        last_samples: of the batch that the last epoch ended with, under ``sync``.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        training: Training,
+        synchroniser: Synchroniser,
+        news: RunNews,
+        plans: PlanFile,
+        devices: tuple[str, ...],
+    ) -> None:
+        self._worker = worker
+        self._training = training
+        self._synchroniser = synchroniser
+        self._news = news
+        self._plans = plans
+        on_cpu = all(name.startswith("CPU") for name in devices)
+        # devices of several kinds round each in its own way
+        self._is_mixed = not on_cpu and len(set(devices)) > 1
+        self._probe_s = 0.0
+        self._batches: LeasedBatches | None = None
+        self._batch_cost = CostEstimate()
+        self._epoch = -1
+        self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
+        self._steps_without_backward = 0
+        self._pending_error: ElcheError | None = None
+        self._trailing = TrailingSteps(training.model)
+        self._skips = ScalerSkips(training.optimizer, news.scalars)
+        self._left_epoch: int | None = None
+        self._is_closed = False
+        self.under_way: SyncEpoch | WindowEpoch | None = None
+        self.reports: list[EndEpoch] = []
+        self.samples_before = self.last_samples = 0
+
+    @property
+    def progress_samples(self) -> float:
+        """Samples of all ranks since the run began, the same function on each."""
+        if isinstance(self.under_way, WindowEpoch):
+            return self.under_way.progress_samples
+        done = self.under_way.samples_done if self.under_way is not None else 0
+        return float(self.samples_before + done)
+
+    def attach(self) -> None:
+        """Builds what the run needs, and gives this rank its own randomness."""
+        config, loader = self._training.config, self._training.loader
+        self._skips.attach()
+        self._synchroniser.build()
+        if config.policy == "auto":
+            numel = self._synchroniser.num_parameters
+            self._probe_s = probe_reduction_s(self._worker.group, numel)
+        rank = self._worker.rank
+        if config.seed is None:
+            separate_rank(rank)
+        else:
+            seed_rank(config.seed, rank)
+        generator = torch.Generator()
+        generator.manual_seed(rank_seed(torch.initial_seed(), rank))
+        self._batches = LeasedBatches(
+            loader, generator, self._worker.placement.device, self._refill
+        )
+
+    def check(self) -> None:
+        """Raises what went wrong where nothing could be raised."""
+        if self._pending_error is not None:
+            error, self._pending_error = self._pending_error, None
+            raise error
+
+    def iterate(self) -> Iterator[Any]:
+        """Opens the next epoch on all ranks and hands out this rank's part.
+
+        Raises:
+            CommunicationError: the run has ended.
+        """
+        if self._is_closed:
+            raise CommunicationError("this run has ended; call elche.setup again")
+        self.end_iteration()
+        self.check()
+        iteration = self._run_epoch()
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def fetch_metrics(self, epoch: int | None) -> None:
+        """Waits for an epoch's metrics, if it was left early and they are to come.
+
+        Under ``sync`` a loop that breaks off waits for nobody; the metrics come when
+        all ranks have left the epoch. None: of the last epoch.
+        """
+        left = self._left_epoch
+        if left is None or epoch not in (None, left):
+            return
+        news = self._news.epoch_metrics
+        while not news or news[-1].epoch < left:
+            self._worker.receive(_pass_over, f"all ranks to leave epoch {left}")
+
+    def close(self) -> None:
+        """No other epoch follows, and one under way is left as it is."""
+        self._is_closed = True
+        self._trailing.forget()
+        self._skips.detach()
+        self._batches = None
+
+    def end_iteration(self) -> None:
+        """Ends an epoch that the loop has left but still holds an iterator of."""
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None:
+            iteration.close()
+        self._iteration = None
+
+    def _refill(self) -> None:
+        if self.under_way is not None:
+            self.under_way.refill()
+
+    def _run_epoch(self) -> Generator[Any, None, None]:
+        self._trailing.forget()
+        self._left_epoch = None
+        positions, window = self._open_epoch()
+        batches = self._batches
+        assert batches is not None
+        batches.start(positions)
+        run = self._epoch_run(positions, window)
+        self.under_way = run
+        try:
+            yield from run.batches()
+            if isinstance(run, SyncEpoch) and run.switch is not None:
+                run = self.under_way = self._switched(run, positions)
+                yield from run.batches()
+        except NonFiniteError as error:
+            self._pending_error = named = with_samples(error, positions)
+            raise named from None
+        except Exception as error:
+            self._pending_error = CommunicationError(
+                f"epoch {self._epoch} was broken off on rank {self._worker.rank} by "
+                f"{error!r}, which the loop caught; other ranks wait for what this "
+                "one was given, so the run cannot go on"
+            )
+            raise
+        finally:
+            if not self._is_closed:
+                batches.finish()
+                self.under_way = None
+                self.last_samples = run.samples_in_hand
+                if isinstance(run, WindowEpoch):
+                    self._trailing.watch(self._synchroniser.policy)
+                if run.end is not None:
+                    self.samples_before += sum(run.end.samples)
+                elif isinstance(run, SyncEpoch):
+                    self.samples_before += run.samples_done
+                    self._left_epoch = self._epoch if run.has_left else None
+                self._plans.keep("" if run.end is None else run.end.plan)
+                if run.end is not None:
+                    self.reports.append(run.end)
+                    self._news.name_left_out(run.end, positions)
+
+    def _open_epoch(self) -> tuple[EpochPositions, int]:
+        """Agrees on the epoch and shares its positions; also its first window."""
+        self._epoch += 1
+        self._skips.settle()
+        self._news.scalars.clear()  # of an epoch that was left early
+        worker, model = self._worker, self._training.model
+        keys, sizes = None, None
+        if worker.rank == 0:
+            keys, sizes = enumerate_batches(self._training.loader, self._epoch)
+        changed = self._synchroniser.is_changed
+        worker.send(
+            EpochOpened(
+                rank=worker.rank,
+                epoch=self._epoch,
+                sizes=sizes.runs if sizes is not None else None,
+                layout=self._synchroniser.layout(),
+                checksum="" if changed or self._is_mixed else checksum(model),
+                plan=self._plans.epoch(self._epoch),
+                probe_s=self._probe_s,
+                rates=rates(self._training.optimizer, worker.rank),
+            )
+        )
+        begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
+        if changed:
+            named = shared_tensors(model, worker.group)
+            make_equal(worker.group, named, "sharing a changed model")
+        if changed or begin.policy != self._synchroniser.policy:
+            self._synchroniser.build(begin.policy)
+        if begin.state_from is not None:
+            optimizer = self._training.optimizer
+            take_over(worker.group, model, optimizer, begin.state_from)
+        shared = share_keys(worker.group, keys)
+        positions = EpochPositions(
+            shared, BatchSizes(begin.sizes), self._epoch, self._training.config.seed
+        )
+        return positions, begin.window
+
+    def _epoch_run(
+        self, positions: EpochPositions, window: int
+    ) -> SyncEpoch | WindowEpoch:
+        reducer, batches = self._synchroniser.reducer, self._batches
+        assert batches is not None
+        self._steps_without_backward = 0
+        if reducer is not None:
+            return SyncEpoch(
+                self._worker,
+                batches,
+                positions,
+                reducer,
+                min_share_samples(self._training.model),
+                self._hooks(positions),
+            )
+        return self._window_epoch(positions, window)
+
+    def _switched(self, before: SyncEpoch, positions: EpochPositions) -> WindowEpoch:
+        """Windows take over what is left of the epoch."""
+        assert before.switch is not None
+        self._synchroniser.build(before.switch.policy)
+        epoch = self._window_epoch(positions, before.switch.window)
+        for instruction in before.later:
+            epoch.handle(instruction)
+        return epoch
+
+    def _window_epoch(self, positions: EpochPositions, window: int) -> WindowEpoch:
+        sync = self._synchroniser.windows
+        assert sync is not None
+        batches = self._batches
+        assert batches is not None
+        sync.rebase()
+        loop = WindowLoop(
+            self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
+        )
+        hooks = self._hooks(positions)
+        return WindowEpoch(self._worker, batches, positions, sync, loop, hooks)
+
+    def _hooks(self, positions: EpochPositions) -> EpochHooks:
+        return EpochHooks(
+            partial(self._keep_error, positions),
+            self._check_training,
+            self._drain_scalars,
+            self._synchroniser.parameter_norm,
+        )
+
+    def _drain_scalars(self, final: bool) -> Scalars:
+        self._skips.settle()
+        return self._news.scalars.drain(final=final)
+
+    def _check_training(self) -> None:
+        """Refuses what elche cannot see, or cannot follow, inside an epoch."""
+        self._synchroniser.check()
+        reducer = self._synchroniser.reducer
+        if reducer is not None and reducer.backward_passes == 0:
+            self._steps_without_backward += 1
+            if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
+                refuse_stray_gradients(list(self._training.model.parameters()))
+
+    def _keep_error(self, positions: EpochPositions, error: ElcheError) -> None:
+        if isinstance(error, NonFiniteError):
+            error = with_samples(error, positions)
+        self._pending_error = error
+
+
+def _pass_over(instruction: Instruction) -> None:
+    """Grants of an epoch that the loop has left."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from elche.comm.process_group import Group
 from elche.ddp import DistributedDataParallel
-from tests.harness.rank_main import this_place
+from tests.harness.rank_main import Place, this_place
 
 STORE = "DDP_CASE_STORE"
 FEATURES = 6
@@ -43,9 +43,17 @@ def torch_world(timeout_s: float = 60.0) -> Iterator[None]:
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        _all_in(store, place, timeout_s)
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _all_in(store: dist.FileStore, place: Place, timeout_s: float) -> None:
+    """Waits for the others: gloo fails where one leaves while another still connects."""
+    store.set(f"in {place.rank}", "yes")
+    ranks = [f"in {rank}" for rank in range(place.world_size)]
+    store.wait(ranks, timedelta(seconds=timeout_s))
 
 
 @contextmanager

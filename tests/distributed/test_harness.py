@@ -132,9 +132,9 @@ def test_cases_draw_alike_and_on_one_thread(ranks2: RankPool) -> None:
     assert ranks2.run(draw)[0] == (first, 1)
 
 
-def test_exception_is_collected_from_its_rank(ranks2: RankPool) -> None:
+def test_exception_is_collected_from_its_rank(own_pool: RankPool) -> None:
     with pytest.raises(RankCaseFailed, match="rank 1 raised: ") as caught:
-        ranks2.run(fail_on, 1)
+        own_pool.run(fail_on, 1)
     first, second = caught.value.outcomes
     assert (first.value, first.error) == ("fine", None)
     assert second.error is not None
@@ -142,6 +142,13 @@ def test_exception_is_collected_from_its_rank(ranks2: RankPool) -> None:
     assert "in fail_on" in second.error.text
     assert "a word before the end" in second.error.log
     assert "rank 0" not in str(caught.value)
+
+
+def test_a_failed_case_leaves_nothing_to_the_next(own_pool: RankPool) -> None:
+    before = own_pool.run(process_id)
+    with pytest.raises(RankCaseFailed, match="rank 1 raised: "):
+        own_pool.run(fail_on, 1)
+    assert not set(before) & set(own_pool.run(process_id))
 
 
 def test_expected_failure_returns_outcomes_and_keeps_the_ranks(

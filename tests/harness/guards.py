@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,16 @@ class Mute(_Stateless):
 
     def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
         return None  # type: ignore[return-value]
+
+
+class Hanging(_Stateless):
+    """Does not answer, as long as nobody releases it."""
+
+    release = threading.Event()
+
+    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
+        self.release.wait()
+        raise ZeroDivisionError("released")
 
 
 class Demanding(Halving):

@@ -34,8 +34,8 @@ T = TypeVar("T")
 class RankPool:
     """`world_size` spawned processes that run the same case together.
 
-    They start on the first `run`. When a rank dies or hangs, all are killed, and the
-    next `run` starts new ones.
+    They start on the first `run`. When a rank dies, hangs or fails unexpectedly, all
+    are killed, and the next `run` starts new ones.
 
     Args:
         world_size: how many ranks.
@@ -210,8 +210,9 @@ class RankPool:
         except BaseException:
             self._kill()  # interrupted: the ranks are in the middle of the case
             raise
-        if any(o.error and o.error.way != "raised" for o in outcomes.values()):
-            self._kill()
+        errors = [outcome.error for outcome in outcomes.values() if outcome.error]
+        if errors and (not expect_failure or any(e.way != "raised" for e in errors)):
+            self._kill()  # what a failed case leaves behind fails the next one
         return [outcomes[index] for index in range(self.world_size)]
 
 

@@ -117,6 +117,38 @@ def test_buffers_are_the_mean_over_replicas_that_had_samples() -> None:
             assert int(replica[0].num_batches_tracked) == 1
 
 
+class _Cached(nn.Module):
+    """Statistics, and a cache as long as the longest part that the replica has seen."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=1.0)
+        self.out = nn.Linear(2, 1)
+        self.register_buffer("cache", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if len(x) > len(self.cache):
+            self.cache = torch.arange(float(len(x)))
+        return self.out(self.norm(x)).squeeze(1) * self.cache[: len(x)]
+
+
+def test_a_cache_that_grows_is_each_replicas_own() -> None:
+    torch.manual_seed(3)
+    model = _Cached()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(10, 2)
+    with LocalReplicas(model, ["cpu"] * 2, shares=(3, 2)) as replicas:
+        for length in (10, 5):
+            replicas.train_step(x[:length], lambda m, x: m(x).mean(), optimizer)
+            first, second = replicas.replicas
+            sizes = [len(first.cache), len(second.cache)]
+            assert sizes == ([6, 4] if length == 10 else [6, 6])  # copied in between
+            assert torch.equal(first.norm.running_mean, second.norm.running_mean)
+            assert torch.equal(first.out.weight, second.out.weight)
+
+
 def test_a_model_that_grows_and_freezes_is_followed() -> None:
     model = _model()
     with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
@@ -199,6 +231,121 @@ def test_wrong_batches_losses_and_optimizers() -> None:
         stranger = torch.optim.SGD(_model().parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="holds none of the model's parameters"):
             replicas.train_step(_batches(4)[0], _loss, stranger)
+
+
+class _Odd(nn.Module):
+    """Holds what cannot be copied: the result of a computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3).double()
+        self.kept = self.inner.weight * 2.0
+
+
+def test_models_that_cannot_be_copied_are_refused() -> None:
+    for model in (nn.LazyLinear(3), nn.Linear(4, 3, device="meta")):
+        with pytest.raises(ConfigError, match=r"weight has no values yet"):
+            LocalReplicas(model, ["cpu", "cpu"])
+    odd = _Odd()
+    odd.inner.weight.grad = torch.ones(3, 4).double()
+    with pytest.raises(ConfigError, match=r"the model cannot be copied to cpu: "):
+        LocalReplicas(odd, ["cpu", "cpu"])
+    assert odd.inner.weight.grad is not None
+    with pytest.raises(ConfigError, match=r"expected a list of devices, got 'cpu'"):
+        LocalReplicas(_model(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (nn.CrossEntropyLoss(), r"a function of a replica and its part .* Cross"),
+        (None, r"a function of a replica and its part .* got None"),
+        (lambda model, x, y: x, r"to take two arguments.*missing a required arg.*'y'"),
+        (lambda batch: batch, r"to take two arguments.*too many positional"),
+        (lambda m, b: _loss(m, b).item(), r"a scalar tensor of real numbers, got \d"),
+        (lambda m, b: _loss(m, b).to(torch.complex64), r"got \[\] of torch.complex64"),
+        (lambda m, b: _loss(m, b).detach(), r"the loss has no graph"),
+    ],
+)
+def test_losses_that_cannot_be_trained_on_are_refused(loss_fn: Any, says: str) -> None:
+    with LocalReplicas(_model(), ["cpu", "cpu"]) as replicas:
+        with pytest.raises(ConfigError, match=says):
+            replicas.backward(_batches(4)[0], loss_fn)
+        replicas.backward(_batches(4)[0], _loss)
+
+
+def test_a_loss_of_another_model_is_refused() -> None:
+    model, other = _model(), _model()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        with pytest.raises(ConfigError, match=r"got no gradient from its loss"):
+            replicas.backward(_batches(4)[0], lambda m, b: _loss(other, b))
+        with pytest.raises(ConfigError, match=r"got no gradient from its loss"):
+            replicas.backward(_batches(4)[0], lambda m, b: _loss(model, b))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.requires_grad_(False)
+        with pytest.raises(ConfigError, match=r"no graph.*leave parameters unfrozen"):
+            replicas.backward(_batches(4)[0], _loss)
+
+
+def test_an_optimizer_with_a_closure_steps_with_one() -> None:
+    model, plain = _model(), _model()
+    batch = _batches(6)[0]
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    reference = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3)
+
+    def alone() -> torch.Tensor:
+        reference.zero_grad()
+        loss = _loss(plain, batch)
+        loss.backward()
+        return loss
+
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        with pytest.raises(ConfigError, match=r"LBFGS computes .*step\(closure\)"):
+            replicas.train_step(batch, _loss, optimizer)
+        wrong: Any = object()
+        with pytest.raises(ConfigError, match=r"a torch\.optim\.Optimizer, got object"):
+            replicas.train_step(batch, _loss, wrong)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            return replicas.backward(batch, _loss)
+
+        optimizer.step(closure)
+    reference.step(alone)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_replica_that_was_moved_is_refused(index: int) -> None:
+    with LocalReplicas(_model(), ["cpu", "cpu"]) as replicas:
+        weight: Any = replicas.replicas[index][0]
+        weight._parameters["weight"] = nn.Parameter(
+            torch.empty(8, 4, device="meta", dtype=torch.float64)
+        )
+        says = rf"replica {index} is expected on cpu, and its 0.weight is on meta"
+        with pytest.raises(ConfigError, match=says if index else "has no values yet"):
+            replicas.backward(_batches(4)[0], _loss)
+
+
+def test_copies_follow_the_mode_and_the_type_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double()
+    with LocalReplicas(model, ["cpu", "cpu"]) as replicas:
+        batch = _batches(6)[0]
+        model.eval()
+        replicas.replicas[1].train()
+        first = replicas.backward(batch, _loss)
+        assert torch.equal(first, replicas.backward(batch, _loss))
+        model.append(nn.Identity())
+        replicas.backward(batch, _loss)
+        assert [len(list(r.modules())) for r in replicas.replicas] == [4, 4]
+        model.float()
+        batch["x"] = batch["x"].float()
+        model.zero_grad()
+        replicas.backward(batch, _loss)
+        assert {p.dtype for r in replicas.replicas for p in r.parameters()} == {
+            torch.float32
+        }
 
 
 @given(

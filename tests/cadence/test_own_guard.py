@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from elche.cadence.divergence import DivergenceGuard, Guard, NoGuard, Verdict
 from elche.cadence.own_guard import OwnGuard, guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.pacing import Pacing
-from elche.errors import ConfigError
+from elche.errors import ConfigError, DeadlineError
 from tests.harness import guards
 
 HALVING = "tests.harness.guards:Halving"
@@ -149,3 +149,17 @@ def test_what_is_no_guard_is_refused_at_once(kind: object, says: str) -> None:
 def test_a_guard_that_fails_is_named(guard: Guard, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         OwnGuard("a:B", guard).observe([0.1, 0.2], 4)
+
+
+def test_a_guard_that_hangs_is_named() -> None:
+    given_s: list[float] = []
+
+    def ask(question: Callable[[], object], within_s: float) -> object:
+        given_s.append(within_s)
+        raise DeadlineError("no answer came within 3 s")
+
+    with pytest.raises(ConfigError, match=r"'a:B' hangs in observe\(\).*within 3 s"):
+        OwnGuard("a:B", Counting(), ask, 3.0).observe([0.1, 0.2], 4)
+    with pytest.raises(ConfigError, match=r"'a:B' cannot be made.*within 3 s"):
+        guard_maker("a:B", lambda name: Counting, ask, 4.0)
+    assert given_s == [3.0, 4.0]

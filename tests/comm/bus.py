@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 
+from elche.comm import known_buffers
 from elche.comm.coded_exchange import AGREEING
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError
@@ -78,8 +79,9 @@ class Member:
             raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        if what == AGREEING:  # a row per rank: they are built one after the other
-            tensor.copy_(tensor[self.rank].expand_as(tensor))
+        if what in (AGREEING, known_buffers.AGREEING):
+            # A row per rank: they are built one after the other.
+            tensor.copy_(tensor[self.rank].clone().expand_as(tensor))
             return
         self.wait(self.all_reduce_async(tensor), what)
 

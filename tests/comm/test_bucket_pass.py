@@ -115,7 +115,7 @@ def test_own_gradients_are_let_go_when_the_next_pass_begins(
         for parameter in chain:
             parameter.grad = None
     held: list[list[torch.Tensor | None]] = []
-    chain[2].register_post_accumulate_grad_hook(lambda p: held.append(made._pass._kept))
+    chain[1].register_post_accumulate_grad_hook(lambda p: held.append(made._pass._kept))
     for exchange in exchanges(made):
         come(exchange)
     made.begin_step(1.0, 2)

@@ -218,3 +218,15 @@ def test_memory_is_counted() -> None:
     window = GradientWindow([nn.Parameter(torch.zeros(10))], Bus(1).group(0))
     window.build()
     assert window.extra_bytes == 80
+
+
+def test_a_mean_lies_in_memory_as_its_parameter_does() -> None:
+    """Fused optimizers read both as if they did."""
+    layer = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    window = made(layer, Bus(1).group(0))
+    layer(torch.randn(2, 3, 4, 4)).square().mean().backward()
+    own = layer.weight.grad.clone()
+    window.add(2)
+    reduce_all([window])
+    assert layer.weight.grad.stride() == layer.weight.stride()
+    torch.testing.assert_close(layer.weight.grad, own)

@@ -26,6 +26,7 @@ from elche.coordination.messages import (
     Instruction,
     Join,
     Left,
+    MetricsReported,
     OpenWindow,
     StepsDone,
     Tick,
@@ -33,6 +34,7 @@ from elche.coordination.messages import (
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, Run
 from elche.sim.rank import join_of as simulated_join
@@ -419,7 +421,7 @@ def test_a_barrier_that_a_rank_cannot_reach_any_more_ends_the_run() -> None:
 
 
 def test_the_draining_close_goes_to_all_ranks_and_gives_their_leases_back() -> None:
-    core, told = opened(plan_of("cadence", 3))
+    core, first = opened(plan_of("cadence", 3))
     told = core.handle(EpochLeft(rank=1, epoch=0, step=0), 1.0)
     closes = [m for m in told if isinstance(m, CloseWindow)]
     assert [(m.rank, m.drain) for m in closes] == [(0, True), (1, True), (2, True)]
@@ -427,6 +429,46 @@ def test_the_draining_close_goes_to_all_ranks_and_gives_their_leases_back() -> N
         told = core.handle(closed(rank, 0), 2.0)
         core.check()
     assert [m.rank for m in told if isinstance(m, EndEpoch)] == [1]
+    (said,) = [line for line in core.story() if "left the loop" in line]
+    leased = sum(m.stop - m.start for m in first if isinstance(m, GrantBatches))
+    mine = sum(
+        m.stop - m.start for m in first if isinstance(m, GrantBatches) and m.rank == 1
+    )
+    assert mine > 0
+    assert (
+        f"rank 1 left the loop of epoch 0 early: the epoch ends for all; {mine} "
+        in (said)
+    )
+    assert f"{20 - leased + mine} that nobody holds are left out" in said
+
+
+@pytest.mark.parametrize(
+    ("samples", "busy_s"), [(8, 0.1), (0, 0.1), (4, math.nan), (4, math.inf)]
+)
+def test_a_claim_of_a_broken_step_is_checked(samples: int, busy_s: float) -> None:
+    core, _ = opened(plan_of("sync"))
+    left = EpochLeft(rank=0, epoch=0, step=1, samples=samples, busy_s=busy_s)
+    assert "granted were 4" in reason_of(core.handle(left, 1.0), 2)
+
+
+def test_a_broken_epoch_of_sync_is_told_when_all_have_left_it() -> None:
+    core, _ = opened(plan_of("sync"))
+    core.handle(steps_done(0, 0, 1), 1.0)
+    core.handle(steps_done(1, 0, 1), 1.0)
+    for rank in range(2):
+        left = EpochLeft(rank=rank, epoch=0, step=2, samples=4, busy_s=0.5)
+        told = core.handle(left, 2.0)
+        core.check()
+        assert len(told) == 3 * rank
+    of_window, *of_epoch = told
+    assert isinstance(of_window, MetricsReported)
+    window = WindowMetrics.from_json(of_window.values)
+    assert (window.window, window.synchronisations) == (1, 1)
+    for message in of_epoch:
+        assert isinstance(message, MetricsReported)
+        metrics = EpochMetrics.from_json(message.values)
+        assert (metrics.rank_samples, metrics.synchronisations) == ((8, 8), 2)
+        assert metrics.busy_s == (0.6, 0.6)
 
 
 def drained() -> Coordinator:

@@ -100,6 +100,7 @@ def test_window_says_what_every_rank_did() -> None:
         synchronisations=4,
         duration_s=2.0,
         rank_samples=(96, 32),
+        discarded_samples=(0, 0),
         busy_s=(2.0, 2.0),
         data_wait_s=(0.25, 0.0),
         transfer_s=(0.25, 0.0),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elche.demo import pipeline_contender
+from elche.demo import pipeline_bench, pipeline_contender
 from elche.demo.pipeline_bench import (
     Measured,
     measured_of,
@@ -159,7 +160,11 @@ def test_the_table_tells_each_contender_and_the_prediction() -> None:
     assert f"predicted from a profiled step {timing.makespan:.3f} s" in text
 
 
+TOO_OLD = version("torch").startswith(("2.9.", "2.10."))
+
+
 @pytest.mark.distributed
+@pytest.mark.skipif(TOO_OLD, reason="torch's own ZB-V does not run over gloo")
 def test_all_contenders_run(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     config = PipelineBenchConfig(
@@ -187,6 +192,17 @@ def test_all_contenders_run(tmp_path: Path) -> None:
     assert "torch-zb-v" in ended.stdout
 
 
+@pytest.mark.parametrize("found", ["2.9.1", "2.10.0+cpu"])
+def test_a_torch_whose_contender_cannot_run_is_refused(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_bench, "version", lambda name: found)
+    config = PipelineBenchConfig(speeds=(1.0, 0.5))
+    with pytest.raises(ConfigError, match=f"torch 2.11 or later .*{found[:4]}"):
+        run_pipeline_bench(config, None)
+
+
+@pytest.mark.skipif(TOO_OLD, reason="refused for its torch")
 def test_a_file_that_cannot_be_written_is_refused_first() -> None:
     config = PipelineBenchConfig(speeds=(1.0, 0.5))
     with pytest.raises(ConfigError, match="cannot write /"):

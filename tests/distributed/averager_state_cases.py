@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,19 @@ from torch import nn
 from elche.comm.averaging import ParameterAverager
 from elche.comm.coded_exchange import CodedExchange
 from elche.comm.overlap import OverlappedAverager
+from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
 from elche.coordination.messages import Reduce
-from elche.errors import MismatchError
+from elche.errors import CommunicationError, MismatchError
 from tests.comm.plans import plan
-from tests.distributed.overlap_cases import all_changed, joined, local_step, state_of
+from tests.distributed.overlap_cases import (
+    STORE,
+    all_changed,
+    joined,
+    local_step,
+    state_of,
+)
+from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 
 
@@ -110,6 +119,71 @@ def averager_of(
     averager = kind(list(model.parameters()), model, optimizer, group, codec=work.codec)
     averager.build()
     return averager
+
+
+@dataclass
+class Bereaved:
+    """What a survivor holds, and what encoding had left out of its messages.
+
+    Attributes:
+        model: at the end.
+        left_out: before a rank died, outside of what was this rank's own.
+        carried: the same in the survivors' group.
+    """
+
+    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: list[torch.Tensor] = field(default_factory=list)
+    carried: list[torch.Tensor] = field(default_factory=list)
+
+
+def lose_a_rank(work: Work) -> Bereaved:
+    """The last rank is not there for the second reduction; the others do it again."""
+    place, found = this_place(), Bereaved()
+    last, model = place.world_size - 1, build(work)
+    with joined("gloo") as group, joined("gloo", name="control") as control:
+        averager = averager_of(work, model, group)
+        _window(model, averager, work.plan(place.rank, 0, last + 1), control, True)
+        owned = [_residual(each) for each in averager._groups]
+        all_here(os.environ[STORE])
+        lose_patience(group, 1.0)
+        if place.rank == last:
+            all_here(os.environ[STORE], "failed")
+            return found
+        plan = work.plan(place.rank, 1, last + 1)
+        local_step(model, place.rank, 10)
+        try:
+            if isinstance(averager, ParameterAverager):
+                averager.synchronise(plan)
+            else:
+                averager.snapshot(1.0)
+                averager.begin(plan)
+                averager.adopt(plan, drained=True)
+        except CommunicationError:
+            all_here(os.environ[STORE], "failed")
+    with joined("gloo", members=tuple(range(last))) as group:
+        averager.connect(group)
+        for (before, own), each in zip(owned, averager._groups, strict=True):
+            after, _ = _residual(each)
+            before[own], after[own] = 0.0, 0.0
+            found.left_out.append(before)
+            found.carried.append(after)
+        again = work.plan(place.rank, 1, last)
+        if isinstance(averager, ParameterAverager):
+            averager.synchronise(again)
+        else:
+            averager.begin(again)
+            averager.adopt(again, drained=True)
+        _leave(averager, group)
+    found.model = state_of(model)
+    return found
+
+
+def _residual(group: ParameterGroup) -> tuple[torch.Tensor, slice]:
+    """What encoding has left out, and which elements' sums are this rank's."""
+    state = group.state_dict()["residual"]
+    if state is None:
+        return torch.zeros(0), slice(0)
+    return state["residual"], slice(*state["own"])
 
 
 def load_others(work: Work, states: Sequence[dict[str, Any]]) -> list[str]:

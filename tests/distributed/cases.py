@@ -94,6 +94,7 @@ def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]
         ),
         "unused": lambda: _Unused(),
         "tied": lambda: _Tied(),
+        "frozen": _frozen,
     }
     model = layers[task.model]().to(getattr(torch, task.dtype))
     optimizer: torch.optim.Optimizer
@@ -156,6 +157,13 @@ class _Tied(nn.Module):
         return out
 
 
+def _frozen() -> nn.Module:
+    """Most of it is not trained."""
+    layers = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+    layers[0].requires_grad_(False)
+    return layers
+
+
 @dataclass
 class Trace:
     """What a process saw and holds at the end."""
@@ -171,6 +179,7 @@ class Trace:
     windows: list[int] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
+    scalars: dict[str, float] = field(default_factory=dict)
     mask: float = 0.0
 
 
@@ -192,6 +201,8 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
         trace.busy_s = [report.busy_s for report in run.reports]
         trace.windows = [report.windows for report in run.reports]
         trace.anchors = [report.anchor for report in run.reports]
+    if task.loop == "scaler":
+        trace.scalars = elche.epoch_metrics().scalars
     trace.rank = elche.rank()
     trace.mask = float(torch.rand(()))
     elche.shutdown()
@@ -206,7 +217,8 @@ def _loop(
     at_step: Callable[[], None] = lambda: None,
 ) -> Trace:
     trace = Trace(length=len(loader))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    scaler = scaler_of_a_loop()
+    is_last = elche.rank() == elche.world_size() - 1
     for epoch in range(task.epochs):
         order: list[int] = []
         sizes: list[int] = []
@@ -218,8 +230,9 @@ def _loop(
                 for i, value in zip(index.tolist(), draw.tolist(), strict=True):
                     trace.draws[epoch, i] = value
             trace.progress.append(session.progress_samples())
-            loss = F.cross_entropy(model(x), y)
-            _step(task.loop, number, loss, model, optimizer, scaler)
+            loss = loss_of(task.loop, model, x, y)
+            is_bad = is_last and number == 1
+            step_of(task.loop, number, loss, model, optimizer, scaler, is_bad=is_bad)
             at_step()
             if task.loop == "break" and number == 2:
                 break
@@ -229,15 +242,30 @@ def _loop(
     return trace
 
 
-def _step(
+def scaler_of_a_loop() -> torch.amp.GradScaler:
+    """For loops that scale; each process has its own."""
+    return torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+
+def loss_of(
+    kind: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """A batch's mean loss; in a loop with autocast computed in half precision."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        return F.cross_entropy(model(x), y)
+
+
+def step_of(
     kind: str,
     number: int,
     loss: torch.Tensor,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    *,
+    is_bad: bool = False,
 ) -> None:
-    """One step of the user's loop, in its variants."""
+    """One step of the user's loop, in its variants; ``is_bad`` is for a scaler."""
     if kind == "accumulate":
         (loss / 2).backward()
         if number % 2 == 1:
@@ -254,7 +282,7 @@ def _step(
         optimizer.step()
         optimizer.zero_grad()
     elif kind == "scaler":
-        _scaled_step(number, loss, model, optimizer, scaler)
+        _scaled_step(loss, model, optimizer, scaler, is_bad=is_bad)
     else:
         loss.backward()
         optimizer.step()
@@ -262,14 +290,15 @@ def _step(
 
 
 def _scaled_step(
-    number: int,
     loss: torch.Tensor,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    *,
+    is_bad: bool,
 ) -> None:
-    """A GradScaler loop; on the last rank one step overflows, so all must skip it."""
-    if number == 1 and elche.rank() == elche.world_size() - 1:
+    """A GradScaler loop; under sync all must skip a step that overflows on one."""
+    if is_bad:
         loss = loss * float("inf")
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)

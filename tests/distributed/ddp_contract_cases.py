@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from elche.comm.process_group import Group
@@ -285,6 +286,14 @@ def refused(case: str) -> str:
         model = nn.LazyLinear(3)
     elif case == "hook":
         options["comm_hook"] = print
+    elif case == "misspelt":
+        options["find_unused_parameter"] = False
+    elif case == "delayed":
+        options["param_to_hook_all_reduce"] = model[0].weight
+    elif case == "precision":
+        options["mixed_precision"] = object()
+    elif case == "only torch's":
+        options = {"mixed_precision": None, "batched_grad_copy": True}
     elif case == "strategy":
         options["strategy"] = "eager"
     elif case == "device_ids":
@@ -319,6 +328,8 @@ def misused(case: str) -> str:
                 backward(ddp)
             elif case == "weight":
                 ddp.set_weight(-1.0)
+            elif case == "hook":
+                ddp.register_comm_hook(None, print)
             elif case == "broken":
                 loss_value = F.cross_entropy(ddp(x), y)
                 model[0].weight.register_hook(_raise)
@@ -327,6 +338,8 @@ def misused(case: str) -> str:
                 ddp(x)
             elif case == "a copy":
                 copy.deepcopy(ddp)(x)
+            elif case == "torch's join":
+                Join([ddp])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -88,6 +88,17 @@ def accumulating(wrapper: Any) -> Found:
     return end_of(model)
 
 
+def ignored(wrapper: Any) -> Found:
+    """A parameter and a buffer that stay each rank's own."""
+    model = build("cnn", seed=this_place().rank)
+    names = ["5.bias", "2.running_mean"]
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = wrapper(model)
+    loop(ddp)
+    others = ("var", "tracked") if this_place().rank else ()
+    return end_of(model, local=others)
+
+
 def replaced(wrapper: Any) -> Found:
     """Parameters' data and gradients are other tensors after every step."""
     model = build("mlp")
@@ -351,10 +362,36 @@ def compiled(wrapper: Any) -> Found:
     return {**end_of(model), **{f"o {k}": v for k, v in end_of(outside).items()}}
 
 
+def scripted(wrapper: Any) -> Found:
+    """A part of the model is compiled by torch.jit."""
+    model = build("mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(torch.jit.script(model[:2]), model[2])
+    loop(wrapper(model))
+    return end_of(model)
+
+
+def halving_hooks(wrapper: Any) -> Found:
+    """Hooks that change gradients, registered after the model was wrapped."""
+    model = build("mlp")
+    ddp = wrapper(model)
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    loop(ddp)
+    return end_of(model)
+
+
 SCRIPTS: dict[str, Callable[[Any], Found]] = {
     each.__name__: each
     for each in (
         accumulating,
+        ignored,
         replaced,
         checkpointed_as_a_whole,
         scaled,
@@ -370,6 +407,8 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
         saved_as_a_whole,
         uneven_with_local_buffers,
         compiled,
+        scripted,
+        halving_hooks,
     )
 }
 

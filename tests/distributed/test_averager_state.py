@@ -14,9 +14,10 @@ from tests.distributed.averager_state_cases import (
     Work,
     build,
     load_others,
+    lose_a_rank,
     train,
 )
-from tests.distributed.cases import identical
+from tests.distributed.cases import difference, identical
 from tests.distributed.overlap_cases import meeting
 from tests.harness.rank_pool import RankPool
 
@@ -101,6 +102,53 @@ def test_a_rank_that_is_left_out_keeps_its_residual(
     assert not torch.equal(third, second)
     others = saved[0].residuals
     assert not torch.equal(others[1], others[0])
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_rank_that_joins_goes_on_from_another_ones_state(
+    ranks2: RankPool, ranks3: RankPool, is_overlapped: bool
+) -> None:
+    """It has no residual of its own; what the others had left out comes with theirs."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, work in (
+        ("exact", Work(is_overlapped, outer="slowmo")),
+        ("coded", Work(is_overlapped, "int8", outer="slowmo")),
+        ("alone", Work(is_overlapped, outer="slowmo")),
+    ):
+        saved = ranks2.run(train, work, 0, 3, None, case_setup=meeting)
+        comes = copy.deepcopy(saved[0])
+        for group in comes.averager["groups"]:
+            group["residual"] = None
+            if name == "alone":
+                group["momentum"] = None
+        if name == "alone":
+            saved = [Saved(each.model, comes.averager) for each in saved]
+        found = ranks3.run(train, work, 3, 6, [*saved, comes], case_setup=meeting)
+        assert identical([each.model for each in found])
+        states[name] = found[0].model
+    apart = difference(states["coded"], states["exact"])
+    assert 0.0 < apart < 0.02
+    assert difference(states["alone"], states["exact"]) > 2 * apart
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_survivors_keep_what_encoding_left_out(
+    ranks3: RankPool, is_overlapped: bool
+) -> None:
+    coded, exact = (
+        ranks3.run(
+            lose_a_rank, Work(is_overlapped, codec, "average"), case_setup=meeting
+        )[:2]
+        for codec in ("int8", "fp32")
+    )
+    assert identical([each.model for each in coded])
+    assert identical([each.model for each in exact])
+    assert 0.0 < difference(coded[0].model, exact[0].model) < 0.02
+    for survivor in coded:
+        (before,), (after,) = survivor.left_out, survivor.carried
+        assert bool(before.any())
+        assert torch.equal(before, after)
 
 
 def test_states_that_do_not_belong_together_are_refused(ranks2: RankPool) -> None:

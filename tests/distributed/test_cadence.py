@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging.handlers
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import elche
+from elche.errors import NonFiniteError, RemoteRankError
 from elche.runtime.coordinator import serve_in_thread
-from tests.distributed.cases import Task, Trace, identical, plain, shared
+from elche.runtime.window_epoch import WindowEpoch
+from elche.session import failing_together
+from tests.distributed.cases import Task, Trace, build, identical, plain, shared
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.window_cases import shared_by_virtual_speeds
 from tests.harness.rank_pool import RankPool
@@ -92,6 +99,74 @@ def test_break_on_one_rank_drains_for_all(ranks3: RankPool) -> None:
     for epoch in range(task.epochs):
         seen = _positions(traces, epoch)
         assert len(seen) == len(set(seen)) < 400
+
+
+def break_aloud(policy: str) -> list[str]:
+    """Rank 1 breaks off after its third batch; what this rank logged."""
+    model, optimizer, loader = build(Task(samples=400, batch_size=4))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    kept = logging.handlers.BufferingHandler(1000)
+    logger = logging.getLogger("elche")
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    try:
+        for number, (x, y, _, _) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if elche.rank() == 1 and number == 2:
+                break
+    finally:
+        logger.removeHandler(kept)
+    elche.shutdown()
+    return [record.getMessage() for record in kept.buffer]
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_break_says_so(ranks2: RankPool, policy: str) -> None:
+    quiet, aloud = ranks2.run(break_aloud, policy, case_setup=serve_in_thread)
+    (said,) = [line for line in aloud if "left the loop" in line]
+    assert re.fullmatch(
+        r"rank 1 left the loop of epoch 0 early, after \d+ batches of window \d+: the "
+        r"epoch ends on all ranks, and \d+ batches leased to this one are given back",
+        said,
+    )
+    assert not any("left the loop" in line for line in quiet)
+
+
+def refuse_at_break(policy: str) -> str:
+    """The run ends for what is no number, just as rank 0 leaves its loop."""
+    model, optimizer, loader = build(Task(samples=400, batch_size=4, shuffle=False))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+
+    def leave(epoch: WindowEpoch) -> None:
+        raise NonFiniteError("it was not finite", 1, [(1, 3)])
+
+    if elche.rank() == 1:
+        with pytest.raises(RemoteRankError, match=r"rank 0 failed: .*not finite"):
+            list(loader)
+        elche.shutdown()
+        return ""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(WindowEpoch, "_leave", leave)
+        for _ in loader:
+            break
+    with (
+        pytest.raises(NonFiniteError, match=r"it was not finite; samples") as caught,
+        failing_together(),
+    ):
+        iter(loader)
+    assert (caught.value.rank, caught.value.batches) == (1, ((1, 3),))
+    elche.shutdown()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_is_met_at_a_break_names_its_samples(
+    ranks2: RankPool, policy: str
+) -> None:
+    said, _ = ranks2.run(refuse_at_break, policy, case_setup=serve_in_thread)
+    assert said == f"it was not finite; samples {list(range(4, 12))}"
 
 
 def test_one_window_of_plain_averaging_is_the_mean(ranks2: RankPool) -> None:

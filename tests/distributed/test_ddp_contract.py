@@ -101,6 +101,8 @@ def test_buckets_follow_capacity_and_observed_order(ranks2: RankPool) -> None:
         large = next(each for each in after if each.names == ("out.weight",))
         assert (large.size_bytes, large.shapes) == (192, ((3, 8),))
         assert [each.index for each in after] == list(range(len(after)))
+    (single, _), _ = ranks2.run(cases.buckets_of, 0, case_setup=meeting)
+    assert [len(each.names) for each in single] == [1] * 4
     (whole, _), _ = ranks2.run(cases.buckets_of, None, case_setup=meeting)
     assert whole[0].capacity_bytes == 2 * 2**20
     assert len(whole) == 1
@@ -166,7 +168,11 @@ def test_weights(ranks2: RankPool, case: str, weights: list[float]) -> None:
         ("sparse tensor", r"ConfigError: on rank 1: eye is torch\.sparse_coo"),
         ("nothing", r"ConfigError: .* doesn't have any parameter that requires a grad"),
         ("lazy", r"ConfigError: on rank 0: weight is lazy and has no shape"),
-        ("hook", r"has no argument comm_hook"),
+        ("hook", r"has no argument comm_hook; torch's has none of this name either"),
+        ("misspelt", r"has no argument find_unused_parameter; torch's has none"),
+        ("delayed", r"has no argument param_to_hook_all_reduce; leave it out"),
+        ("precision", r"has no argument mixed_precision; run the model under"),
+        ("only torch's", r"^made$"),
         ("strategy", r"expected strategy to be one of overlapped, synchronous, none"),
         ("device_ids", r"device_ids and output_device are for a module on one CUDA"),
     ],
@@ -185,8 +191,10 @@ def test_what_cannot_be_wrapped_is_refused(
         ("create_graph", r"came from a backward with create_graph=True"),
         ("twice summed", r"loss_reduction='sum' cannot add to a gradient"),
         ("weight", r"expected a weight of at least 0, got -1\.0"),
+        ("hook", r"communication hooks of torch's DDP cannot be registered"),
         ("broken", r"CommunicationError: the backward pass before was broken off"),
         ("a copy", r"no working group: it is a copy, or set_group\(\) failed before"),
+        ("torch's join", r"ConfigError: torch's Join context cannot shadow"),
     ],
 )
 def test_what_cannot_go_on_is_refused(ranks2: RankPool, case: str, says: str) -> None:

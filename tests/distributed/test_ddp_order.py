@@ -127,7 +127,7 @@ def _carriers(transport: str) -> set[str]:
     with torch_world():
         options: dict[str, Any] = {"transport": transport}
         ddp = DistributedDataParallel(_models((5, 5))[0], **options)
-        return {type(b.exchange).__name__ for b in ddp._built._pass.buckets}
+        return {type(b.exchange).__name__ for b in ddp._built.reducer._pass.buckets}
 
 
 def test_the_transport_is_what_was_asked_for(ranks2: RankPool) -> None:

@@ -62,6 +62,45 @@ def _expect_refusal(policy: str) -> str:
     return "nothing was refused"
 
 
+def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
+    """Elements in this rank's messages; trained ones, and their tensors."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8, model="frozen"))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    run = session.current_run()
+    assert run is not None
+    held: Any = run._synchroniser.windows or run._synchroniser.reducer
+    if options["policy"] == "sync":
+        parts = held._pass.buckets
+    elif options.get("update") == "gradients":
+        parts = held._window._sums
+    else:
+        parts = held._averager._groups
+    numel = sum(part.exchange.contribution(0).numel() for part in parts)
+    elche.shutdown()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return numel, sum(p.numel() for p in trained), len(trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "others"),
+    [
+        ({"policy": "sync"}, True, 0),
+        ({"policy": "cadence"}, False, 1),
+        ({"policy": "async"}, False, 1),
+        ({"policy": "cadence", "update": "gradients"}, True, 1),
+    ],
+    ids=str,
+)
+def test_nothing_frozen_travels(
+    ranks2: RankPool, options: dict[str, Any], flags: bool, others: int
+) -> None:
+    """What is trained, a flag for each tensor of gradients, and a weight."""
+    for numel, trained, count in ranks2.run(
+        _carried, options, case_setup=serve_in_thread
+    ):
+        assert numel == trained + flags * count + others
+
+
 def _barrier(policy: str) -> int:
     """A barrier at every step of the loop."""
     model, optimizer, loader = build(Task(samples=64, batch_size=8))

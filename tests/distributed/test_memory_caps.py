@@ -85,11 +85,14 @@ def test_memory_that_ends_in_backward_after_buckets_were_sent(
     assert counted == 2 * SAMPLES + 13  # the attempt that failed in backward
 
 
-@pytest.mark.parametrize("update", ["parameters", "gradients"])
+@pytest.mark.parametrize(
+    ("policy", "update"),
+    [("cadence", "parameters"), ("cadence", "gradients"), ("async", "parameters")],
+)
 def test_windows_run_their_batches_in_micro_batches(
-    ranks2: RankPool, update: str
+    ranks2: RankPool, policy: str, update: str
 ) -> None:
-    options = {"policy": "cadence", "update": update, "deterministic": True}
+    options = {"policy": policy, "update": update, "deterministic": True}
     states = []
     for memory in (None, 6):
         ranks = ranks2.run(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
+from elche.errors import ConfigError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.harness.rank_pool import RankPool
@@ -217,3 +218,55 @@ def test_what_a_broken_epoch_logged_is_in_no_other(
 ) -> None:
     outcomes = ranks2.run(_leave_early, policy, case_setup=serve_in_thread)
     assert outcomes == [[{"epoch": 1.0}]] * 2
+
+
+@dataclass
+class Part:
+    """What was told of an epoch that was left early."""
+
+    metrics: elche.EpochMetrics
+    windows: list[elche.WindowMetrics]
+    progress_samples: float
+
+
+def _ask_after_break(policy: str, last: int) -> Part:
+    """Breaks out of an epoch after so many batches, and asks what it brought."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    for number, (x, y, _, _) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        elche.log_scalar("number", number)
+        if number + 1 == last:
+            break
+    metrics = elche.epoch_metrics()
+    assert elche.epoch_metrics(epoch=0, timeout_s=60.0) == metrics
+    with pytest.raises(ConfigError, match=r"epoch 1 are not there yet"):
+        elche.epoch_metrics(epoch=1)
+    part = Part(metrics, elche.metrics(), elche.progress_samples())
+    elche.shutdown()
+    return part
+
+
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [("sync", 1), ("sync", 3), ("sync", 8), ("cadence", 2), ("async", 2)],
+)
+def test_a_broken_epoch_is_told_as_far_as_it_went(
+    ranks2: RankPool, policy: str, last: int
+) -> None:
+    first, second = ranks2.run(
+        _ask_after_break, policy, last, case_setup=serve_in_thread
+    )
+    metrics = first.metrics
+    assert metrics == second.metrics
+    assert metrics.samples == first.progress_samples == second.progress_samples
+    assert sum(each.samples for each in first.windows) == metrics.samples
+    told = sum(each.synchronisations for each in first.windows)
+    assert told == metrics.synchronisations
+    if policy == "sync":
+        assert (metrics.samples, metrics.synchronisations) == (8 * last, last)
+        assert metrics.scalars == {"number": pytest.approx((last - 1) / 2)}
+    else:
+        assert 8 <= metrics.samples <= 64

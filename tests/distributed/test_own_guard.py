@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.guard_thread import GuardThread
 from tests.distributed.cases import Task, identical, shared
 from tests.harness import guards
 from tests.harness.rank_pool import RankPool
@@ -54,6 +56,40 @@ def test_a_guard_that_fails_ends_the_run_on_every_rank(
     )
     for outcome in outcomes:
         assert says in str(outcome.error)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The coordinator, in this process, waits a moment once the guard is made."""
+    ask = GuardThread.ask
+    made: list[object] = []
+
+    def soon(
+        thread: GuardThread, question: Callable[[], object], within_s: float
+    ) -> object:
+        if not made:
+            made.append(ask(thread, question, within_s))
+            return made[0]
+        return ask(thread, question, 0.01)
+
+    guards.Hanging.release.clear()
+    monkeypatch.setattr(GuardThread, "ask", soon)
+    yield
+    guards.Hanging.release.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_guard_that_hangs_is_named_on_every_rank(ranks2: RankPool) -> None:
+    outcomes = ranks2.run(
+        shared,
+        _task(guards.Hanging),
+        case_setup=serve_in_thread,
+        expect_failure=True,
+    )
+    for outcome in outcomes:
+        said = str(outcome.error)
+        assert "guard 'tests.harness.guards:Hanging' hangs in observe()" in said
+        assert "no answer came within 0.01 s" in said
 
 
 SCRIPT = """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.scaler_skips import NAME
 from tests.distributed.cases import Task, Trace, difference, identical, plain, shared
 from tests.harness.rank_pool import RankPool
 
@@ -78,6 +79,22 @@ def test_scaler_skips_together(ranks2: RankPool) -> None:
     traces = ranks2.run(shared, task, case_setup=serve_in_thread)
     assert identical([trace.state for trace in traces])
     assert difference(traces[0].state, reference.state) <= 1e-6
+    batches = 96 // task.batch_size
+    assert traces[0].scalars == {NAME: pytest.approx(1 / batches)}
+    assert traces[1].scalars == traces[0].scalars
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_a_scaler_skips_in_windows_counts_as_done_and_is_told(
+    ranks2: RankPool, policy: str
+) -> None:
+    task = Task(samples=96, loop="scaler", options={"policy": policy})
+    traces = ranks2.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    sizes = [trace.batch_sizes[-1] for trace in traces]
+    assert sum(map(sum, sizes)) == 96
+    skipped = 1 if len(sizes[1]) > 1 else 0
+    assert traces[0].scalars == {NAME: pytest.approx(skipped / sum(map(len, sizes)))}
 
 
 def test_break_behaves_as_in_one_process(ranks2: RankPool) -> None:

@@ -236,6 +236,17 @@ def test_a_poisoned_batch_is_tried_twice_and_named(
     assert set(range(400)) == set(seen)
     assert identical([rank.state for rank in ranks])
     assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
+    # Only what is in the model is counted; what was tried for nothing is told beside.
+    metrics = ranks[0].metrics
+    assert metrics == ranks[1].metrics
+    assert metrics.samples == 400 - 8 * len(left_out)
+    assert metrics.samples == ranks[0].progress_samples == ranks[1].progress_samples
+    for rank, trained in enumerate(ranks):
+        used = metrics.rank_samples[rank] + metrics.discarded_samples[rank]
+        assert used == len(trained.order)
+    moments = [value for rank in ranks for value in rank.moments]
+    assert moments
+    assert all(torch.isfinite(value).all() for value in moments)
 
 
 def stop_at_poison(task: Task) -> tuple[str, tuple[tuple[int, int], ...]]:

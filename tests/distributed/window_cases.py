@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche import session
 from elche.comm.process_group import Group
-from elche.runtime import run as run_module
+from elche.runtime import run_epochs
+from elche.runtime.news import RunNews
 from tests.distributed.cases import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
 
@@ -28,7 +29,7 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
     long as on rank 0.
     """
     said: list[str] = []
-    probe = run_module.probe_reduction_s
+    probe = run_epochs.probe_reduction_s
     sample_s = (0.0002, 0.0008)[int(os.environ["RANK"])]
 
     def slow(group: Group, numel: int) -> float:
@@ -40,12 +41,12 @@ def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
         assert run is not None
         clock.advance(sample_s * run.samples_in_hand)
 
-    run_module.probe_reduction_s = slow
+    run_epochs.probe_reduction_s = slow
     try:
         with virtual_clock() as clock:
             trace = shared_and_heard(task, said, spend)
     finally:
-        run_module.probe_reduction_s = probe
+        run_epochs.probe_reduction_s = probe
     return trace, "\n".join(said)
 
 
@@ -53,17 +54,17 @@ def shared_and_heard(
     task: Task, said: list[str], at_step: Callable[[], None] = lambda: None
 ) -> Trace:
     """The task, with what the run says to people."""
-    take = run_module.RunNews.take
+    take = RunNews.take
 
     def listen(news: Any, report: Any) -> None:
         news.say = said.append
         take(news, report)
 
-    run_module.RunNews.take = listen  # type: ignore[method-assign]
+    RunNews.take = listen  # type: ignore[method-assign]
     try:
         return shared(task, at_step)
     finally:
-        run_module.RunNews.take = take  # type: ignore[method-assign]
+        RunNews.take = take  # type: ignore[method-assign]
 
 
 @dataclasses.dataclass
@@ -73,6 +74,9 @@ class Poisoned:
     state: dict[str, torch.Tensor]
     left_out: list[tuple[tuple[int, int], ...]]
     order: list[int]
+    metrics: elche.EpochMetrics
+    progress_samples: float
+    moments: list[torch.Tensor]
 
 
 def train_on_poison(task: Task) -> Poisoned:
@@ -93,8 +97,15 @@ def train_on_poison(task: Task) -> Poisoned:
     assert run is not None
     left_out = [report.left_out for report in run.reports]
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    metrics, progress = elche.epoch_metrics(), elche.progress_samples()
+    moments = [
+        value.clone()
+        for held in optimizer.state.values()
+        for value in held.values()
+        if isinstance(value, torch.Tensor)
+    ]
     elche.shutdown()
-    return Poisoned(state, left_out, order)
+    return Poisoned(state, left_out, order, metrics, progress, moments)
 
 
 class SlowToLoad(Dataset[Any]):

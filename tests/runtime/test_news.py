@@ -50,6 +50,6 @@ def test_what_was_left_out_twice_is_named_with_its_samples(
         RunNews(0).name_left_out(ended((1, 2), (2, 4)), positions)
     first, second = caplog.messages
     assert first.startswith("epoch 4: batches 1 to 1 were left out: ")
-    assert first.endswith(f"not finite, twice; samples {named[0]}")
+    assert first.endswith(f"not tried again; samples {named[0]}")
     assert second.startswith("epoch 4: batches 2 to 3 were left out: ")
     assert second.endswith(f"samples {named[1]}")

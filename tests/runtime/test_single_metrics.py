@@ -51,6 +51,9 @@ class Source:
         self.window_metrics: deque[WindowMetrics] = deque()
         self.epoch_metrics = [epoch(number) for number in range(epochs)]
 
+    def fetch_metrics(self, epoch: int | None) -> None:
+        pass
+
 
 def epoch(number: int) -> EpochMetrics:
     return EpochMetrics(epoch=number, **_row())
@@ -66,6 +69,7 @@ def _row() -> dict[str, Any]:
         "synchronisations": 1,
         "duration_s": 1.0,
         "rank_samples": (1,),
+        "discarded_samples": (0,),
         **dict.fromkeys(times, (0.0,)),
     }
 
@@ -345,3 +349,15 @@ def test_a_callback_sees_each_window_once_and_so_does_the_reader() -> None:
     assert seen == [0, 1, 2]
     assert [each.window for each in view.windows()] == [0, 1, 2]
     assert view.windows() == []
+
+
+def test_what_a_scaler_skips_is_told_on_one_device_too() -> None:
+    model, optimizer, loader = set_up(DataLoader(numbers(12), batch_size=3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number, (x,) in enumerate(loader):
+        loss = model(x).sum() * (float("inf") if number == 3 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert elche.epoch_metrics().scalars == {"grad_scaler_skips": 0.25}

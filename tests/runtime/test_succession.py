@@ -74,6 +74,35 @@ def test_all_hold_what_the_one_held() -> None:
         assert state[0].item() == 4.0  # AdamW's count of steps
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in plain numbers, as optimizers of other libraries do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state.update(scale=0.5 ** state["steps"], name="x", nothing=None)
+
+
+def _counts_taken_over(group: Any, steps: int) -> list[dict[str, Any]]:
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    take_over(group, model, optimizer, 1)
+    keys = ("steps", "scale", "name", "nothing")
+    return [{key: s[key] for key in keys} for s in optimizer.state.values()]
+
+
+def test_plain_numbers_in_the_state_are_the_ones_of_who_trained() -> None:
+    expected = {"steps": 3, "scale": 0.125, "name": "x", "nothing": None}
+    for found in on_ranks(2, _counts_taken_over, [1, 3]):
+        assert found == [expected, expected]
+
+
 def test_state_of_another_kind_is_forgotten_by_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -81,3 +110,28 @@ def test_state_of_another_kind_is_forgotten_by_all(
         found = on_ranks(2, _taken_over, [(0.1, 0), (0.1, 2)])
     assert [state for _, state, _ in found] == [[], []]
     assert "differs in kind between ranks after rank 1" in caplog.text
+
+
+def _with_cache(group: Any, length: int) -> tuple[Any, list[int]]:
+    """A model whose cache has its own length, and a buffer on rank 0 alone."""
+    model, optimizer = made(seed=length)
+    model.register_buffer("cache", torch.full((length,), float(group.rank)))
+    if group.rank == 0:
+        model.register_buffer("late", torch.ones(2))
+    else:
+        model[1].running_var = model[1].running_var.double()
+    model[1].running_mean.fill_(float(group.rank))
+    take_over(group, model, optimizer, 1)
+    return model, model.cache.tolist()
+
+
+def test_a_cache_that_has_grown_stays_each_ranks_own() -> None:
+    found = on_ranks(2, _with_cache, [3, 5])
+    (first, _), (second, _) = found
+    assert [cache for _, cache in found] == [[0.0] * 3, [1.0] * 5]
+    assert first.late.tolist() == [1.0, 1.0]
+    assert torch.equal(first[0].weight, second[0].weight)
+    for model in (first, second):
+        assert model[1].running_mean.tolist() == [1.0] * 4
+    assert first[1].running_var.dtype == torch.float32
+    assert torch.equal(first[1].running_var.double(), second[1].running_var)

@@ -9,6 +9,7 @@ import pytest
 
 from elche.coordination.messages import (
     Adopt,
+    BatchesDone,
     BeginEpoch,
     Disconnected,
     EndEpoch,
@@ -16,11 +17,13 @@ from elche.coordination.messages import (
     GrantSteps,
     Instruction,
     Join,
+    MetricsReported,
     Reduce,
     Regroup,
     Regrouped,
     Welcome,
 )
+from elche.coordination.metrics import EpochMetrics
 from elche.sim.cluster import Cluster, Device, Fault, Link, Run
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch
@@ -78,6 +81,31 @@ def test_a_death_costs_a_moment_and_no_batch(
     assert recovery_s is not None
     # A message, the batch in hand, the new group, and a reduction to take over.
     assert recovery_s <= 0.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("at_s", [0.6, 1.234, 2.0, 2.5])
+def test_what_is_lost_with_a_rank_is_counted_once_and_told(
+    policy: str, at_s: float
+) -> None:
+    sim, told = told_in(cluster_of(policy, Fault(at_s=at_s, kill_rank=2)))
+    epochs = [
+        EpochMetrics.from_json(one.values)
+        for one in told
+        if isinstance(one, MetricsReported) and one.window < 0 and one.rank == 0
+    ]
+    claimed = [0, 0]
+    for event in sim.events:
+        if isinstance(event, BatchesDone):
+            claimed[event.epoch] += event.samples
+    assert [each.samples for each in epochs] == [8000, 8000]
+    assert sim.history.samples == 16000
+    lost = [sum(each.discarded_samples) for each in epochs]
+    if policy == "sync":  # a step that is not of all is of nobody
+        assert lost == [0, 0]
+    else:
+        assert lost == [each - 8000 for each in claimed]
+        assert sum(lost) == sum(sum(e.discarded_samples[2:]) for e in epochs) > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,8 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from elche.cli import main
+from elche.errors import ElcheError
 from elche.runtime.guard_import import find_guard
 from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.comparison import compare
 from elche.sim.simulation import Simulation, Watch
 from tests.harness import guards
 
@@ -58,6 +60,22 @@ def test_auto_asks_the_users_guard_in_its_windows() -> None:
     assert "sync" not in [phase.policy for phase in sim.history.phases[1:]]
     assert guards.Shortest.asked
     assert {len(seen) for seen in guards.Shortest.asked} == {2}
+
+
+def test_a_comparison_asks_the_users_guard() -> None:
+    run = Run(
+        policy="sync",
+        samples=800,
+        batch_size=8,
+        model_bytes=2e6,
+        options={"guard": guards.Shortest},
+    )
+    cluster = Cluster(run=run, devices=(Device(seconds_per_sample=0.001, count=2),))
+    guards.Shortest.asked.clear()
+    compare(cluster, "two", find_guard)
+    assert guards.Shortest.asked
+    with pytest.raises(ElcheError, match=r"policy sync: .*cannot be looked up here"):
+        compare(cluster, "two")
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])

@@ -1,0 +1,99 @@
+"""What of an optimizer's state is averaged, and how it is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
+from tests.comm.bus import Bus
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def stepped(make: Make, dtype: torch.dtype, shape: tuple[int, ...], steps: int) -> Any:
+    """An optimizer of one parameter after some steps along its own gradients."""
+    torch.manual_seed(steps)
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+    optimizer = make([parameter])
+    for _ in range(steps):
+        parameter.grad = torch.randn(shape, dtype=dtype)
+        optimizer.step()
+    return parameter, optimizer
+
+
+def averaged(make: Make, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    """State of two ranks, of one step and of three, before and after the mean."""
+    bus = Bus(2)
+    ranks = [stepped(make, dtype, shape, steps) for steps in (1, 3)]
+    averagers = [
+        OptimizerStateAverager([parameter], optimizer, bus.group(rank))
+        for rank, (parameter, optimizer) in enumerate(ranks)
+    ]
+    states = [optimizer.state[parameter] for parameter, optimizer in ranks]
+    before = [{k: v.clone() for k, v in state.items()} for state in states]
+    for averager in averagers:
+        averager.begin(0.5)
+    for averager in averagers:
+        averager.wait()
+        averager.apply()
+    return before, states
+
+
+def test_moments_of_complex_parameters_are_averaged() -> None:
+    before, after = averaged(
+        lambda p: torch.optim.Adam(p, lr=0.1), torch.complex128, (3,)
+    )
+    for key in ("exp_avg", "exp_avg_sq"):
+        mean = (before[0][key] + before[1][key]) / 2
+        for state in after:
+            torch.testing.assert_close(state[key], mean)
+
+
+@pytest.mark.parametrize(
+    ("make", "counters"),
+    [
+        (lambda p: torch.optim.NAdam(p, lr=0.1), ("step", "mu_product")),
+        (lambda p: torch.optim.ASGD(p, lr=0.1, t0=0), ("step", "eta", "mu")),
+    ],
+)
+def test_what_counts_steps_stays_beside_a_parameter_without_dimensions(
+    make: Make, counters: tuple[str, ...]
+) -> None:
+    before, after = averaged(make, torch.float64, ())
+    for own, kept in zip(before, after, strict=True):
+        for key in counters:
+            assert torch.equal(kept[key], own[key]), key
+    assert not torch.equal(before[0][counters[-1]], before[1][counters[-1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_adagrad_goes_on_after_its_state_is_forgotten(dtype: torch.dtype) -> None:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5)
+
+    fresh = make([nn.Parameter(torch.ones(3, dtype=dtype))])
+    (expected,) = fresh.state.values()
+    for chosen in (True, False):
+        parameter, optimizer = stepped(make, dtype, (3,), 2)
+        forget_state(optimizer, [parameter] if chosen else None)
+        assert optimizer.state[parameter].keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(optimizer.state[parameter][key], value), key
+        optimizer.step()
+
+
+def test_only_what_is_chosen_is_forgotten() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([one, other])
+    for parameter in (one, other):
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    forget_state(optimizer, [one])
+    assert set(optimizer.state) == {other}
+    forget_state(optimizer)
+    assert not optimizer.state

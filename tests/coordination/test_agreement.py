@@ -1,0 +1,96 @@
+"""Ranks that differ in anything they must agree on are refused, and it is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.coordination.agreement import Settings, disagreement
+from elche.coordination.messages import PROTOCOL_VERSION, Join
+
+OTHER: dict[str, Any] = {
+    "policy": "async",
+    "update": "gradients",
+    "loss_reduction": "sum",
+    "max_grad_norm": 2.0,
+    "deterministic": True,
+    "record": "record.json",
+    "replay": "record.json",
+    "guard": False,
+    "non_finite": "leave_out",
+    "seed": 3,
+    "anchor": 2,
+    "min_anchor": 2,
+    "max_anchor": 3,
+    "overhead_target": 0.1,
+    "max_batch_diff": 4,
+    "speed_hints": (1.0, 0.5),
+    "max_samples": {1: 8},
+    "micro_batches": True,
+    "drift_weights": "sqrt",
+    "optimizer_state": "local",
+    "outer": "slowmo",
+    "outer_lr": 0.9,
+    "outer_momentum": 0.7,
+    "fragments": 2,
+    "bucket_cap_mb": 2.0,
+    "transport": "gloo",
+    "codec": "int4",
+    "timeout_s": 30.0,
+}
+TENSORS = (("0.weight", "[2, 3]", "float32"), ("0.bias", "[2]", "float32"))
+
+
+def join_of(rank: int, **options: Any) -> Join:
+    config = RunConfig(**{"policy": "cadence", **options})
+    optimizer = {"class": "SGD", "lr": 0.1}
+    settings = Settings(config=config.as_dict(), loader={}, optimizer=optimizer)
+    return Join(
+        rank=rank,
+        version=PROTOCOL_VERSION,
+        world_size=2,
+        settings=settings.as_pairs(),
+        tensors=TENSORS,
+        device="CPU",
+        horizon_batches=0,
+    )
+
+
+def test_every_setting_is_compared_here() -> None:
+    assert {field.name for field in fields(RunConfig)} == OTHER.keys()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_setting_that_differs_is_named(name: str) -> None:
+    said = disagreement([join_of(0), join_of(1, **{name: OTHER[name]})])
+    assert said.startswith("configuration differs between ranks: ")
+    assert f"config.{name}: rank 0 has " in said
+    assert disagreement([join_of(0), join_of(1)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (
+            (("0.weight", "[2, 4]", "float32"), TENSORS[1]),
+            "0.weight: rank 0 has [2, 3] float32, rank 1 has [2, 4] float32",
+        ),
+        (
+            (TENSORS[0], ("0.bias", "[2]", "bfloat16")),
+            "0.bias: rank 0 has [2] float32, rank 1 has [2] bfloat16",
+        ),
+        (
+            (TENSORS[0], ("0.bias", "[2]", "float32 (frozen)")),
+            "0.bias: rank 0 has [2] float32, rank 1 has [2] float32 (frozen)",
+        ),
+        (TENSORS[:1], "0.bias: rank 0 has [2] float32, rank 1 has (absent)"),
+        (TENSORS[::-1], "rank 0 and rank 1 hold the same tensors in another order"),
+    ],
+)
+def test_a_tensor_that_differs_is_named(tensors: Any, says: str) -> None:
+    said = disagreement([join_of(0), replace(join_of(1), tensors=tensors)])
+    assert said.startswith("the model differs between ranks: ")
+    assert says in said

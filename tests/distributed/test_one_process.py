@@ -1,0 +1,197 @@
+"""Every setting with every other, in real processes and as one process does the same.
+
+Under ``sync`` that is plain training on the union batch; under the other policies what
+`one_process` writes out of the windows that the run has recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.coordination.epoch_plan import WindowPlan
+from elche.errors import ConfigError
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task, difference, identical, plain, shared
+from tests.distributed.one_process import replay
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+Case = dict[str, Any]
+FACTORS: dict[str, Sequence[Any]] = {
+    "way": ("sync", "gradients", "cadence", "async"),
+    "world_size": (2, 3, 4),
+    "transport": ("auto", "gloo"),
+    "codec": ("fp32", "bf16", "int8", "int4"),
+    "outer": ("auto", "average", "nesterov", "slowmo"),
+    "drift_weights": ("equal", "samples", "sqrt"),
+    "optimizer_state": ("auto", "average", "local", "reset"),
+    "fragments": (1, 2),
+    "dtype": ("float32", "float64"),
+    "optimizer": ("sgd", "adamw"),
+    "model": ("mlp", "norm", "unused", "tied", "frozen"),
+    "loop": ("plain", "clip", "accumulate", "scaler", "autocast"),
+    "planned": (True, False),
+}
+OF_AVERAGES = ("codec", "outer", "drift_weights", "optimizer_state", "fragments")
+BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "int8": 2e-2, "int4": 0.1}
+"""Relative L2 difference of the model at the end, in float32."""
+ENCODED = 5e-6
+"""What is encoded is at least so far from what is not."""
+
+
+def task_of(case: Case, **more: Any) -> Task:
+    way = case["way"]
+    options = {"policy": "cadence" if way == "gradients" else way, "max_anchor": 2}
+    options["transport"] = case["transport"]
+    if case["planned"]:
+        options["deterministic"] = True
+        options["speed_hints"] = (1.0, 0.5, 1.0, 0.5)[: case["world_size"]]
+    if way == "gradients":
+        options["update"] = "gradients"
+        if case["loop"] == "clip":
+            options["max_grad_norm"] = 0.1
+    elif way != "sync":
+        options |= {name: case[name] for name in OF_AVERAGES}
+    return Task(
+        samples=100,
+        batch_size=6,
+        dtype=case["dtype"],
+        optimizer=case["optimizer"],
+        model=case["model"],
+        loop="plain" if way == "gradients" and case["loop"] == "clip" else case["loop"],
+        options={**options, **more},
+    )
+
+
+def is_possible(case: Case) -> bool:
+    """Whether the settings go together, and one process can do the same."""
+    way, loop = case["way"], case["loop"]
+    try:
+        RunConfig(**task_of(case).options)
+    except ConfigError:
+        return False
+    if way == "gradients" and loop not in ("plain", "clip"):
+        return False  # the loop's own steps are none
+    if way == "sync" and (loop == "autocast" or case["model"] == "norm"):
+        return False  # depend on how a batch is divided
+    is_exact, is_coded = case["dtype"] == "float64", case["codec"] != "fp32"
+    if case["model"] == "norm":  # few samples to a batch: statistics magnify
+        if not is_exact and case["optimizer"] == "adamw":
+            return False  # a bias before BatchNorm: Adam scales up mere rounding
+        if is_coded and not case["planned"]:
+            return False
+    return not (is_exact and (is_coded or loop == "autocast"))
+
+
+def bound_of(case: Case) -> float:
+    """How far one process may be from it."""
+    has_norm = case["model"] == "norm"
+    if case["dtype"] == "float64":
+        return 1e-7 if has_norm and case["optimizer"] == "adamw" else 1e-11
+    if case["codec"] == "fp32" and case["loop"] == "autocast":
+        return 2e-2 if has_norm else 2e-3
+    return BOUNDS[case["codec"]] * (50 if has_norm and case["codec"] == "fp32" else 1)
+
+
+def drawn(draw: random.Random) -> Case:
+    """A case, possible or not."""
+    case = {name: draw.choice(values) for name, values in FACTORS.items()}
+    if case["way"] in ("sync", "gradients"):
+        case |= {name: FACTORS[name][0] for name in OF_AVERAGES}
+    return case
+
+
+def pairs_of(case: Case) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+def pairwise() -> list[Case]:
+    """Few cases in which every two settings that can meet do."""
+    draw = random.Random(0)
+    pool = [case for case in (drawn(draw) for _ in range(4000)) if is_possible(case)]
+    every = [(case, pairs_of(case)) for case in pool]
+    missing: set[tuple[Any, ...]] = set().union(*(pairs for _, pairs in every))
+    chosen: list[Case] = []
+    while missing:
+        some = draw.sample(every, 300)
+        case, pairs = max(some, key=lambda each: len(each[1] & missing))
+        if not pairs & missing:
+            case, pairs = next(each for each in every if each[1] & missing)
+        chosen.append(case)
+        missing -= pairs
+    return chosen
+
+
+def check(ranks: RankPool, case: Case, folder: Path) -> None:
+    """Runs it, and compares it with one process."""
+    record = folder / "plan.json"
+    task = task_of(case, record=str(record))
+    traces = ranks.run(shared, task, case_setup=serve_in_thread)
+    assert identical([trace.state for trace in traces])
+    for epoch in range(task.epochs):
+        seen = sorted(index for trace in traces for index in trace.orders[epoch])
+        assert seen == list(range(task.samples))
+    if case["way"] == "sync":
+        known = plain(task).state
+    else:
+        epochs = json.loads(record.read_text())
+        windows = [[WindowPlan(**each) for each in e["windows"]] for e in epochs]
+        check_plans(case, task, windows)
+        known = replay(task, windows, len(traces))
+    apart = difference(traces[0].state, known)
+    assert apart <= bound_of(case)
+    assert apart > ENCODED or case["codec"] == "fp32"
+
+
+def check_plans(case: Case, task: Task, epochs: list[list[WindowPlan]]) -> None:
+    """The windows were reduced as the settings say, and as often as planned."""
+    reductions = [window.reduction or {} for epoch in epochs for window in epoch]
+    averaged = any(each["include_state"] for each in reductions)
+    assert averaged == RunConfig(**task.options).averages_state
+    outer = "nesterov" if case["outer"] == "auto" else case["outer"]
+    trained = [any(window.parts) for epoch in epochs for window in epoch]
+    kinds = {each["outer"] for each in itertools.compress(reductions, trained)}
+    assert kinds == {outer}
+    turns = {each["fragment"] for each in reductions}
+    assert turns <= ({None} if case["fragments"] == 1 else {None, 0, 1})
+    if case["planned"]:
+        assert len(turns) == 2 * case["fragments"] - 1
+        per_window = sum((2, 1, 2, 1)[: case["world_size"]])
+        assert sum(trained) == 2 * -(-17 // per_window)
+
+
+def named(case: Case) -> str:
+    return "-".join(str(case[name]) for name in FACTORS)
+
+
+CASES = pairwise()
+ALL = [drawn(random.Random(number)) for number in range(1000)]
+MORE = [case for case in ALL if is_possible(case)][:150]
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    case: Case = request.getfixturevalue("case")
+    made = request.getfixturevalue(f"ranks{case['world_size']}")
+    assert isinstance(made, RankPool)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_ranks_are_as_one_process(case: Case, pool: RankPool, tmp_path: Path) -> None:
+    check(pool, case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=named)
+def test_more_of_all_cases(case: Case, pool: RankPool, tmp_path: Path) -> None:
+    check(pool, case, tmp_path)

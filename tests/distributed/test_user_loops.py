@@ -1,0 +1,70 @@
+"""What people do in their loops: right to rounding, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import difference, identical
+from tests.distributed.user_loop_cases import Job, alone, on_ranks
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("sync", "halved"),
+        Job("gradients", "halved"),
+        Job("sync", "converted"),
+        Job("gradients", model="channels last", optimizer="fused"),
+        Job("sync", model="channels last", optimizer="fused"),
+        Job("gradients", "skipped"),
+        Job("gradients", "broken off"),
+    ],
+    ids=str,
+)
+def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
+    """Hooks of the user's own, memory formats, batches that nothing was learned of."""
+    found = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
+    assert [each.error for each in found] == ["", ""]
+    assert identical([each.state for each in found])
+    bound = 1e-6 if job.loop == "converted" else 1e-13
+    assert difference(found[0].state, alone(job).state) <= bound
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (Job("gradients", "scaler"), r"a GradScaler cannot step where gradients are"),
+        (
+            Job("gradients", "two optimizers", optimizer="body"),
+            r"a second optimizer \(SGD\) steps 2 of the model's parameters",
+        ),
+        (
+            Job("sync", "stepped in backward"),
+            r"2\.(weight|bias): a hook took its gradient away before it was reduced",
+        ),
+        (
+            Job("gradients", "stepped in backward", optimizer="body"),
+            r"a second optimizer \(SGD\) steps 1 of the model's parameters",
+        ),
+        (
+            Job("gradients", "stepped in backward"),
+            r"a hook took the gradient of a parameter of shape",
+        ),
+        (
+            Job("sync", "converted inside"),
+            r"\.(weight|bias): expected a gradient of torch.float64, as its parameter",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_go_wrong_unseen_is_refused(
+    ranks2: RankPool, job: Job, says: str
+) -> None:
+    for each in ranks2.run(on_ranks, job, case_setup=serve_in_thread):
+        assert re.search(says, each.error), each.error

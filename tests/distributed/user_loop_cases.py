@@ -1,0 +1,191 @@
+"""Loops as people write them, on ranks and in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche import session
+from elche.errors import ElcheError
+
+SAMPLES, BATCH, FEATURES = 48, 4, 6
+POISON = 12
+"""The first sample of the batch that some loops pass over."""
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "sync": {"policy": "sync"},
+    "gradients": {
+        "policy": "cadence",
+        "update": "gradients",
+        "max_anchor": 0,
+        "deterministic": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how the loop is written."""
+
+    policy: str = "sync"
+    loop: str = "plain"
+    model: str = "mlp"
+    optimizer: str = "sgd"
+    batch_size: int = BATCH
+
+    def alone(self) -> Job:
+        """The same steps in one process: a gradient window is one batch per rank."""
+        size = 2 * BATCH if self.policy == "gradients" else BATCH
+        return dataclasses.replace(self, batch_size=size)
+
+
+@dataclass
+class Found:
+    """What a process holds at the end, or why it ended."""
+
+    error: str = ""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+    if job.model == "channels last":
+        layers = nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 8, 3, padding=1), nn.Flatten()
+        model = nn.Sequential(*layers, nn.Linear(24, 3))
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.double()
+    optimizers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        "body": lambda p: torch.optim.SGD(list(p)[:2], lr=0.1),
+    }
+    optimizer = optimizers[job.optimizer](model.parameters())
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator).double()
+    y = torch.randint(3, (SAMPLES,), generator=generator)
+    dataset = TensorDataset(x, y, torch.arange(SAMPLES))
+    return model, optimizer, DataLoader(dataset, job.batch_size)
+
+
+def alone(job: Job) -> Found:
+    """By plain PyTorch."""
+    job = job.alone()
+    model, optimizer, loader = _build(job)
+    _train(job, model, optimizer, loader)
+    return Found(state=_state(model))
+
+
+def on_ranks(job: Job) -> Found:
+    """On this rank of a run."""
+    model, optimizer, loader = _build(job)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **POLICIES[job.policy]
+    )
+    error = ""
+    try:
+        with session.failing_together():
+            _train(job, model, optimizer, loader)
+    except ElcheError as raised:
+        error = str(raised)
+    elche.shutdown()
+    return Found(error, _state(model))
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def _train(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> None:
+    body = _Loop(job.loop, model, optimizer)
+    for epoch in range(2):
+        for number, (x, y, index) in enumerate(loader):
+            body.step(x, y, index)
+            if job.loop == "converted inside" and (epoch, number) == (0, 1):
+                model.float()
+        if job.loop == "converted" and epoch == 0:
+            model.float()
+            optimizer.state.clear()
+
+
+class _Loop:
+    """The inside of a loop, in its variants."""
+
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.head = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
+        self.own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        hooks = {"halved": _halve, "stepped in backward": self._step_one}
+        if kind in hooks:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(hooks[kind])
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
+        is_poisoned = bool((index == POISON).any())
+        if self.kind in ("skipped", "broken off") and is_poisoned:
+            if len(x) == BATCH:  # a rank's batch of its own; else part of a union
+                self._fail(x, y)
+                return
+            keep = (index < POISON) | (index >= POISON + BATCH)
+            x, y = x[keep], y[keep]
+        self.optimizer.zero_grad()
+        self.head.zero_grad()
+        loss = self._loss(x, y)
+        if self.kind == "scaler":
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return
+        loss.backward()
+        if self.kind == "stepped in backward":
+            return
+        self.optimizer.step()
+        if self.kind == "two optimizers":
+            self.head.step()
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        dtype = next(self.model.parameters()).dtype
+        return F.cross_entropy(self.model(x.to(dtype)), y)
+
+    def _fail(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Nothing is learned from this batch, or an error is caught half way."""
+        if self.kind == "skipped":
+            return
+        loss = self._loss(x, y)
+        handle = next(self.model.parameters()).register_hook(_raise)
+        try:
+            loss.backward()
+        except ZeroDivisionError:
+            pass
+        finally:
+            handle.remove()
+
+    def _step_one(self, parameter: torch.Tensor) -> None:
+        optimizer = self.own[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError("a fault in a user's hook")

@@ -50,7 +50,7 @@ def torch_world(timeout_s: float = 60.0) -> Iterator[None]:
 
 
 def _all_in(store: dist.FileStore, place: Place, timeout_s: float) -> None:
-    """Waits for the others: gloo fails where one leaves while another still connects."""
+    """Waits for the others: gloo fails where one leaves while another connects."""
     store.set(f"in {place.rank}", "yes")
     ranks = [f"in {rank}" for rank in range(place.world_size)]
     store.wait(ranks, timedelta(seconds=timeout_s))

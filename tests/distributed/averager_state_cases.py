@@ -147,6 +147,8 @@ def lose_a_rank(work: Work) -> Bereaved:
         all_here(os.environ[STORE])
         lose_patience(group, 1.0)
         if place.rank == last:
+            _flush(averager)
+            group.close()  # as its death would: nobody waits for the deadline
             all_here(os.environ[STORE], "failed")
             return found
         plan = work.plan(place.rank, 1, last + 1)
@@ -232,7 +234,11 @@ def _window(
 
 def _leave(averager: ParameterAverager | OverlappedAverager, control: Group) -> None:
     """Nobody closes its group before all have received."""
+    _flush(averager)
+    control.all_reduce(torch.zeros(1), "all ranks to be through")
+
+
+def _flush(averager: ParameterAverager | OverlappedAverager) -> None:
     for each in averager._groups:
         if isinstance(each.exchange, CodedExchange):
             each.exchange.flush("a test")
-    control.all_reduce(torch.zeros(1), "all ranks to be through")

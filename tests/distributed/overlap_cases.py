@@ -263,6 +263,7 @@ def joined(
     store = dist.FileStore(path, len(ranks))
     made = dist.ProcessGroupGloo(store, rank, len(ranks), options)
     group = Group(made, rank, len(ranks), timeout_s)
+    del made  # a test may close the group, and with it the connections
     group.shares_host = transport == "shared"
     try:
         yield group

@@ -3,14 +3,16 @@
 For notebooks and small models: no launcher, no other process. The batch is split over
 the devices, each replica runs forward and backward in a thread of its own, and the
 gradients are summed on the first device, weighted by the samples that each replica
-really had. One optimizer steps there; the others copy. What Python itself computes is
-not parallel: for anything larger use a process per device (`elche run`).
+really had, or by what these are said to weigh. One optimizer steps there; the others
+copy. What Python itself computes is not parallel: for anything larger use a process per
+device (`elche run`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -19,6 +21,7 @@ from typing_extensions import Self
 
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
+from elche.runtime.batch_weights import BatchWeights, WeightOf
 from elche.runtime.environment import check_device
 from elche.runtime.replica_checks import (
     check_loss_fn,
@@ -50,6 +53,9 @@ class LocalReplicas:
             the one that is trained, saved and evaluated. It may change between steps.
         devices: a device per replica; the same one may stand there twice.
         shares: parts of a batch per replica, in any unit; equal if None.
+        weight_of: what a part of a batch weighs in the mean over the batch, where that
+            is not its samples: what the loss is a mean over (tokens, say); see
+            `elche.setup`. Of parts that weigh 0 nothing is computed.
         timeout_s: deadline of a step.
 
     Attributes:
@@ -67,6 +73,7 @@ class LocalReplicas:
         devices: Sequence[str | torch.device],
         *,
         shares: Sequence[float] | None = None,
+        weight_of: WeightOf | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if isinstance(devices, str):
@@ -76,6 +83,7 @@ class LocalReplicas:
         self.devices = tuple(check_device(str(device)) for device in devices)
         given = [1.0] * len(devices) if shares is None else [float(s) for s in shares]
         self._shares = _checked_shares(given, len(devices))
+        self._weights = None if weight_of is None else BatchWeights(weight_of, 0)
         self._model = model
         self._copies: list[nn.Module] = []
         self._signature: object = None
@@ -118,7 +126,8 @@ class LocalReplicas:
             The mean loss over the batch, detached, on the first device.
 
         Raises:
-            ConfigError: the batch is empty or its parts differ in length, ``loss_fn``
+            ConfigError: the batch is empty or its parts differ in length, ``weight_of``
+                returns what is no weight, ``loss_fn``
                 takes other arguments, the loss is no scalar or was not computed with
                 the replica, the optimizer is not the model's or wants a closure, or
                 a replica has been moved to another device.
@@ -143,18 +152,10 @@ class LocalReplicas:
         if not length:
             raise ConfigError("the batch is empty; expected at least one sample")
         self._follow()
-        counts = split_exactly(length, self._shares)
-        active = [index for index, count in enumerate(counts) if count]
-        starts = [sum(counts[:index]) for index in range(len(counts))]
-        work = {
-            index: Part(
-                self.replicas[index],
-                _part(batch, starts[index], starts[index] + counts[index], length),
-                loss_fn,
-                counts[index] / length,
-            )
-            for index in active
-        }
+        work = self._divided(batch, length, loss_fn)
+        active = list(work)
+        if not active:
+            return torch.zeros((), device=self.devices[0])
         before = _take_gradients(self._model)
         try:
             losses = self._threads.run(work)
@@ -170,6 +171,27 @@ class LocalReplicas:
         self._average_buffers(active)
         first = self.devices[0]
         return torch.stack([losses[index].to(first) for index in active]).sum()
+
+    def _divided(
+        self, batch: Any, length: int, loss_fn: LossFunction
+    ) -> dict[int, Part]:
+        """Each replica's part of a batch, but for those that weigh nothing."""
+        work: dict[int, Part] = {}
+        start, total = 0, 0.0
+        for index, count in enumerate(split_exactly(length, self._shares)):
+            stop = start + count
+            if count:
+                part, weight = _part(batch, start, stop, length), float(count)
+                if self._weights is not None:
+                    weight = self._weights.of(part, f"samples {start} to {stop - 1}")
+                if weight:
+                    work[index] = Part(self.replicas[index], part, loss_fn, weight)
+                total += weight
+            start = stop
+        return {
+            index: replace(part, weight=part.weight / total)
+            for index, part in work.items()
+        }
 
     @torch.no_grad()
     def sync_params(self) -> None:

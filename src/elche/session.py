@@ -21,6 +21,7 @@ from elche.coordination.messages import Left
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_shared, check_training
+from elche.runtime.batch_weights import BatchWeights, WeightOf
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.environment import Placement, read_placement
 from elche.runtime.farewell import failure_of, watch_process
@@ -32,6 +33,7 @@ from elche.runtime.run import Run
 from elche.runtime.seeding import seed_rank
 from elche.runtime.single import SingleRun
 from elche.runtime.stream_data import StreamView, by_position
+from elche.runtime.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ def setup(
     config: RunConfig | None = None,
     epochs: int | None = None,
     samples_per_epoch: int | None = None,
+    weight_of: WeightOf | None = None,
     **options: Any,
 ) -> tuple[Model, Optimizer, Any]:
     """Shares the training of ``model`` among the ranks of this run.
@@ -93,6 +96,15 @@ def setup(
         samples_per_epoch: samples of an epoch of an IterableDataset (whole batches
             with ``batch_size=None``); what it yields beyond is left. None for its
             ``len()``, which several ranks need.
+        weight_of: what a batch weighs beside those of other ranks, where its samples do
+            not say it: what the loss is a mean over, such as the tokens that are not
+            padding, as in ``weight_of=lambda batch: (batch["labels"] != -100).sum()``.
+            Called with each batch as the loader makes it, before it is moved, and with
+            parts of one; it returns a number, 0 for a batch that is to count nowhere.
+            Means of gradients, drifts where ``drift_weights`` asks for samples or their
+            root, and what is logged are weighted by it. Samples stay what is counted,
+            shared out and scheduled by. With ``loss_reduction="sum"`` gradients are
+            sums, of which it only leaves out what weighs 0.
         **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
 
     Returns:
@@ -105,7 +117,8 @@ def setup(
         CommunicationError: the ranks did not come together; `DeadlineError` where that
             took longer than ``timeout_s``.
 
-    Asking the loader for a batch or an epoch raises these as well, and NonFiniteError
+    Asking the loader for a batch or an epoch raises these as well (ConfigError where
+    ``weight_of`` returns what is no weight, naming rank and batch), and NonFiniteError
     where what a rank learned was no number again (see `elche.RunConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
@@ -114,6 +127,7 @@ def setup(
     shutdown()
     placement = read_placement()
     _process.placement = placement
+    weights = None if weight_of is None else BatchWeights(weight_of, placement.rank)
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
@@ -133,13 +147,22 @@ def setup(
         _say(_single_line(placement))
         if config.seed is not None:
             seed_rank(config.seed, 0)
-        single = SingleRun(positions, model, placement.device, config.seed)
+        single = SingleRun(
+            positions, model, placement.device, config.seed, weights=weights
+        )
         single.watch(optimizer)
         _process.single, _process.metrics = single, MetricsView(single)
         return model, optimizer, single
     check_shared(model, optimizer, positions, config)
     _watch_process()
-    run = Run.start(placement, config, model, optimizer, positions, epochs)
+    training = Training(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        loader=positions,
+        weights=weights,
+    )
+    run = Run.start(placement, training, epochs)
     _process.run, _process.metrics = run, MetricsView(run)
     if isinstance(positions.dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
@@ -291,10 +314,11 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
     """Logs a number of the batch in hand; its means are in the metrics.
 
     The value counts as often as this rank's batch has samples, so the mean over ranks
-    is that over samples. A tensor may be on any device and nothing waits for it: what
-    the device has not computed when a window ends counts in a later window of the
-    epoch. Outside the loop over the loader nothing is in hand and nothing counts, so a
-    loss function that logs may be used for evaluation as well.
+    is that over samples; or as much as ``weight_of`` says that the batch weighs. A
+    tensor may be on any device and nothing waits for it: what the device has not
+    computed when a window ends counts in a later window of the epoch. Outside the loop
+    over the loader nothing is in hand and nothing counts, so a loss function that logs
+    may be used for evaluation as well.
 
     Args:
         name: of the scalar.

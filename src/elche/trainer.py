@@ -19,6 +19,7 @@ from elche.coordination.metrics import EpochMetrics
 from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
 from elche.runtime.agreement import min_share_samples
+from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.micro_batches import MicroBatches, PartsConfig, meets_in_batches
 from elche.runtime.transfer import to_device
 from elche.trainer_config import (
@@ -155,6 +156,11 @@ class _Fitting:
             config=run,
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
+            weight_of=self._config.weight_of,
+        )
+        weight_of = self._config.weight_of
+        self._weights = (
+            None if weight_of is None else BatchWeights(weight_of, session.rank())
         )
         metrics = session.current_metrics()
         assert metrics is not None
@@ -177,6 +183,7 @@ class _Fitting:
                 max_samples=run.cap_of(session.rank()),
                 least_samples=min_share_samples(model),
                 is_sum=run.loss_reduction == "sum",
+                weights=self._weights,
             ),
             None if current is None else current.host,
             metrics.run_part,
@@ -232,7 +239,7 @@ class _Fitting:
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._config.run.loss_reduction == "sum":
-            loss = loss.detach() / max(1, self._metrics.samples_in_hand)
+            loss = loss.detach() / (self._metrics.weight_in_hand or 1.0)
         self._metrics.log("loss", loss)
 
     def _rates(
@@ -279,17 +286,23 @@ class _Fitting:
         size = self._config.eval_batch_size or self._config.batch_size
         collate = self._config.collate_fn or default_collate
         self._model.eval()
-        loss_sum = 0.0
+        loss_sum = weight_sum = 0.0
         with torch.no_grad():
             for at in range(start, stop, size):
                 items = [dataset[index] for index in range(at, min(stop, at + size))]
-                batch = to_device(collate(items), session.device())
+                batch, weight = collate(items), float(len(items))
+                if self._weights is not None:
+                    weight = self._weights.of(batch, f"evaluation samples from {at} on")
+                if not weight:
+                    continue
+                batch = to_device(batch, session.device())
                 loss = self._trainer.loss(self._model, batch)
                 is_sum = self._config.run.loss_reduction == "sum"
-                loss_sum += float(loss) * (1 if is_sum else len(items))
+                loss_sum += float(loss) * (1.0 if is_sum else weight)
+                weight_sum += weight
         self._model.train()
-        total_loss, total = _summed([loss_sum, float(stop - start)])
-        return total_loss / max(total, 1.0)
+        total_loss, total = _summed([loss_sum, weight_sum])
+        return total_loss / (total or 1.0)
 
     def _report(self, history: list[EpochRecord]) -> RunReport:
         run = session.current_run()

@@ -13,6 +13,7 @@ from elche import session
 from elche.config import RunConfig, unknown_option
 from elche.coordination.metrics import WindowMetrics
 from elche.errors import ConfigError
+from elche.runtime.batch_weights import WeightOf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class TrainerConfig:
         drop_last: leave out an incomplete last batch.
         collate_fn: makes a batch of samples; None for torch's default.
         num_workers: loading processes of each rank.
+        weight_of: what a batch weighs, where the loss is a mean over something else
+            than samples (tokens, say); see `elche.setup`. Mean losses, of training and
+            of evaluation, are weighted by it.
         max_grad_norm: clip gradients to this norm, after the reduction.
         lr_schedule: factor on the learning rate as a function of progress in samples,
             0 to 1; the same on every rank, whatever its speed.
@@ -66,6 +70,7 @@ class TrainerConfig:
     drop_last: bool = False
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
+    weight_of: WeightOf | None = None
     max_grad_norm: float | None = None
     lr_schedule: Callable[[float], float] | None = None
     lr_scale: str | float = "none"
@@ -179,8 +184,8 @@ class EpochRecord:
 
     Attributes:
         epoch: counted from 0.
-        train_loss: mean over all samples of all ranks; not a number if the loss of a
-            batch was not finite.
+        train_loss: mean over all samples of all ranks (or by ``weight_of``); not a
+            number if the loss of a batch was not finite.
         eval_loss: of the consensus, None without an evaluation set.
         samples: of all ranks, those whose contribution is in the model.
         discarded_samples: that each rank trained on beside them; see
@@ -189,8 +194,8 @@ class EpochRecord:
         samples_per_s: of the whole run.
         shares: each rank's part of the samples. In a run of more than 64 ranks only
             rank 0 holds numbers per rank; the others hold one for all together.
-        scalars: mean over samples of each scalar that was logged, and of ``"loss"``;
-            values that were not finite are left out.
+        scalars: mean over samples (or by ``weight_of``) of each scalar that was logged,
+            and of ``"loss"``; values that were not finite are left out.
         busy_s: delivered time per rank (data wait, transfer and compute).
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.

@@ -100,6 +100,7 @@ class Shell:
     max_samples = 0
     transfer_s = wait_s = 0.0
     backward_passes = 0
+    weight: float | None = None
 
     def __init__(self) -> None:
         self.timeline = Timeline(0)
@@ -161,7 +162,9 @@ class Shell:
         pass
 
     # the reducer
-    def begin_step(self, scale: float, active_ranks: int) -> None:
+    def begin_step(
+        self, scale: float, active_ranks: int, weight: float | None = None
+    ) -> None:
         pass
 
     def end_step(self) -> None:

@@ -71,6 +71,7 @@ class ScriptedFeed:
     """A loader that prefetches; ``when_empty`` is what comes in when it runs dry."""
 
     transfer_s = 0.0
+    weight: float | None = None
 
     def __init__(self, shell: Shell, prefetched: int) -> None:
         self.shell = shell
@@ -114,7 +115,7 @@ class Sync:
     def changed_buffers(self) -> tuple[int, ...]:
         return ()
 
-    def begin_batch(self, samples: int) -> None:
+    def begin_batch(self, weight: float) -> None:
         """Nobody sums."""
 
     def batch_done(self) -> None:

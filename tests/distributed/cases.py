@@ -80,7 +80,14 @@ class Task:
     num_workers: int = 0
     persistent_workers: bool = False
     loop: str = "plain"
+    weighs: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def label_sum(batch: Any) -> torch.Tensor:
+    """What a batch of a task that ``weighs`` is to weigh."""
+    total: torch.Tensor = batch[1].sum()
+    return total
 
 
 def build(task: Task) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -193,6 +200,8 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
     """The task on this rank of a run; ``at_step`` is called in each step."""
     model, optimizer, loader = build(task)
     options = {"policy": "sync", **task.options}
+    if task.weighs:
+        options["weight_of"] = label_sum
     model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
     trace = _loop(task, model, optimizer, loader, at_step)
     run = session.current_run()

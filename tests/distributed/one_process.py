@@ -17,7 +17,14 @@ from torch import nn
 
 from elche.comm.fragments import fragments_of
 from elche.coordination.epoch_plan import WindowPlan
-from tests.distributed.cases import Task, build, loss_of, scaler_of_a_loop, step_of
+from tests.distributed.cases import (
+    Task,
+    build,
+    label_sum,
+    loss_of,
+    scaler_of_a_loop,
+    step_of,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SHARE = {"equal": lambda n: float(n > 0), "samples": float, "sqrt": math.sqrt}
@@ -31,11 +38,11 @@ class Replica:
         self.model, self.optimizer, _ = build(task)
         self.scaler = scaler_of_a_loop()
         self.number = 0
-        self.samples = [0] * task.options.get("fragments", 1)
+        self.weights = [0.0] * task.options.get("fragments", 1)
         self.held: list[torch.Tensor] = []
         self.held_buffers: dict[str, torch.Tensor] = {}
         self.is_last = False
-        self.trained = 0
+        self.trained = 0.0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -56,11 +63,15 @@ class Replica:
             is_bad=is_bad,
         )
         self.number += 1
-        self.trained += len(x)
+        self.trained += self.weight_of(batch)
+
+    def weight_of(self, batch: Batch) -> float:
+        """What a batch weighs in means over ranks."""
+        return float(label_sum(batch)) if self.task.weighs else float(len(batch[0]))
 
     def close(self) -> None:
         """The window ends here: what it is reduced with."""
-        self.samples = [n + self.trained for n in self.samples]
+        self.weights = [n + self.trained for n in self.weights]
         self.held = [p.detach().clone() for p in self.parameters]
         self.held_buffers = {n: b.clone() for n, b in self.model.named_buffers()}
 
@@ -112,11 +123,11 @@ class Windows:
             if not b.is_floating_point()
         }
         for replica in self.ranks:
-            replica.number, replica.samples = 0, [0] * len(self.parts)
+            replica.number, replica.weights = 0, [0.0] * len(self.parts)
         late: Result | None = None
         for plan in plans:
             for rank, replica in enumerate(self.ranks):
-                replica.trained = 0
+                replica.trained = 0.0
                 mine = [b for a, z in plan.parts[rank] for b in range(a, z)]
                 for at, batch in enumerate(mine):
                     if late is not None and at == plan.adopt_at[rank]:
@@ -154,14 +165,14 @@ class Windows:
             self._adopt(result, replica)
         return None
 
-    def _weights(self, samples: Sequence[int]) -> list[float]:
+    def _weights(self, counts: Sequence[float]) -> list[float]:
         share = SHARE[self.task.options.get("drift_weights", "equal")]
-        raw = [share(n) for n in samples]
+        raw = [share(n) for n in counts]
         return [each / max(sum(raw), 1e-300) for each in raw]
 
     def _step(self, result: Result, part: int, settings: dict[str, Any]) -> None:
         """The outer step of a fragment."""
-        weights = self._weights([replica.samples[part] for replica in self.ranks])
+        weights = self._weights([replica.weights[part] for replica in self.ranks])
         rate, momentum = settings["outer_lr"], settings["outer_momentum"]
         for index in self.parts[part]:
             base = self.base[index]
@@ -175,7 +186,7 @@ class Windows:
                 step = held if is_slowmo else mean + momentum * held
             self.base[index] = result.parameters[index] = base - rate * step
         for replica in self.ranks:
-            replica.samples[part] = 0
+            replica.weights[part] = 0.0
 
     def _average_buffers(self, result: Result, changed: Sequence[int]) -> None:
         active = [replica for replica in self.ranks if replica.trained]
@@ -210,9 +221,10 @@ class GradientWindows(Windows):
 
     def _train(self, replica: Replica, batch: Batch) -> None:
         x, y = batch
-        loss = loss_of(self.task.loop, replica.model, x, y) * len(x)
+        weight = replica.weight_of(batch)
+        loss = loss_of(self.task.loop, replica.model, x, y) * weight
         loss.backward()
-        replica.trained += len(x)
+        replica.trained += weight
         for index, parameter in enumerate(replica.parameters):
             if parameter.grad is not None:
                 before = self.sums[index]
@@ -220,7 +232,7 @@ class GradientWindows(Windows):
             parameter.grad = None
 
     def _reduced(self, settings: dict[str, Any]) -> Result | None:
-        samples = sum(replica.trained for replica in self.ranks)
+        weights = sum(replica.trained for replica in self.ranks)
         result = Result()
         for replica in self.ranks:
             replica.close()
@@ -228,7 +240,7 @@ class GradientWindows(Windows):
         most = self.task.options.get("max_grad_norm")
         for replica in self.ranks:
             for parameter, total in zip(replica.parameters, self.sums, strict=True):
-                parameter.grad = None if total is None else total / samples
+                parameter.grad = None if total is None else total / weights
             if most is not None:
                 nn.utils.clip_grad_norm_(replica.parameters, most)
             replica.optimizer.step()

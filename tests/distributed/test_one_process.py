@@ -40,6 +40,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "model": ("mlp", "norm", "unused", "tied", "frozen"),
     "loop": ("plain", "clip", "accumulate", "scaler", "autocast"),
     "planned": (True, False),
+    "weighs": (False, True),
 }
 OF_AVERAGES = ("codec", "outer", "drift_weights", "optimizer_state", "fragments")
 BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "int8": 2e-2, "int4": 0.1}
@@ -68,6 +69,7 @@ def task_of(case: Case, **more: Any) -> Task:
         optimizer=case["optimizer"],
         model=case["model"],
         loop="plain" if way == "gradients" and case["loop"] == "clip" else case["loop"],
+        weighs=case["weighs"],
         options={**options, **more},
     )
 
@@ -83,6 +85,8 @@ def is_possible(case: Case) -> bool:
         return False  # the loop's own steps are none
     if way == "sync" and (loop == "autocast" or case["model"] == "norm"):
         return False  # depend on how a batch is divided
+    if way == "sync" and case["weighs"]:
+        return False  # another mean than the loss takes: see test_weights
     is_exact, is_coded = case["dtype"] == "float64", case["codec"] != "fp32"
     if case["model"] == "norm":  # few samples to a batch: statistics magnify
         if not is_exact and case["optimizer"] == "adamw":

@@ -48,6 +48,7 @@ class Source:
     def __init__(self, epochs: int = 0) -> None:
         self.scalars = ScalarLog()
         self.samples_in_hand = 1
+        self.weight_in_hand = 1.0
         self.window_metrics: deque[WindowMetrics] = deque()
         self.epoch_metrics = [epoch(number) for number in range(epochs)]
 

@@ -80,10 +80,10 @@ class DriftSamples:
     def __init__(self, kind: str, fragments: int) -> None:
         self.fragments = fragments
         self._kind = kind
-        self._samples = [0] * fragments
+        self._samples = [0.0] * fragments
 
-    def add(self, samples: int) -> None:
-        """A window ended in which this rank trained on so many."""
+    def add(self, samples: float) -> None:
+        """A window ended in which this rank trained on so many, or so much weight."""
         self._samples = [held + samples for held in self._samples]
 
     def weights(self) -> tuple[float, ...]:
@@ -94,4 +94,4 @@ class DriftSamples:
         """A fragment's drift has been sent; None for all of them."""
         for index in range(len(self._samples)):
             if fragment is None or fragment == index:
-                self._samples[index] = 0
+                self._samples[index] = 0.0

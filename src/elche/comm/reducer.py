@@ -1,14 +1,15 @@
-"""Gradients reduced during backward, weighted by samples.
+"""Gradients reduced during backward, weighted by samples or by what the user says.
 
 Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
 the group sums, which gives the gradient of the mean over the union batch of N samples,
-whatever the shares. How that is done, bucket by bucket and out of place, is
-:mod:`elche.comm.bucket_pass`; here is when, and with what weight. A rank's own
-gradients are kept until the next backward's reduction; then ``p.grad`` becomes a view
-of the reduced bucket. Cost: two gradient copies beside ``p.grad``, or four where ranks
-sum in shared memory. A ``p.grad`` kept by reference is overwritten two passes later.
-Where ranks hold parameters in other memory formats (channels last on a GPU, say), the
-sum is copied into the gradient that is there instead.
+whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
+:mod:`elche.comm.step_weights` agrees on. How that is done, bucket by bucket and out of
+place, is :mod:`elche.comm.bucket_pass`; here is when, and with what weight. A rank's
+own gradients are kept until the next backward's reduction; then ``p.grad`` becomes a
+view of the reduced bucket. Cost: two gradient copies beside ``p.grad``, or four where
+ranks sum in shared memory. A ``p.grad`` kept by reference is overwritten two passes
+later. Where ranks hold parameters in other memory formats (channels last on a GPU,
+say), the sum is copied into the gradient that is there instead.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.
@@ -27,6 +28,7 @@ from elche.comm.bucket_pass import BucketPass
 from elche.comm.buffers import BufferAverager
 from elche.comm.norm_scope import NormScope
 from elche.comm.process_group import Group
+from elche.comm.step_weights import StepWeights
 from elche.errors import CommunicationError, ConfigError
 
 
@@ -59,10 +61,15 @@ class GradientReducer:
         options = PassOptions(cap_bytes=max(1, bucket_cap_bytes))
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._scale: float | None = None
+        self._weights: StepWeights | None = None
         self._active_ranks = 0
         self._holds = False
         self._passes_before = 0
         self._beneath: Callable[[], None] | None = None
+
+    def weigh_by_user(self) -> None:
+        """Steps are weighted by what each rank says; before :meth:`attach`."""
+        self._weights = StepWeights(self._parameters, self._group)
 
     @property
     def bucket_sizes_bytes(self) -> list[int]:
@@ -99,6 +106,8 @@ class GradientReducer:
             raise ConfigError("the model has no parameter that requires a gradient")
         if not self._formats_agree():
             self._pass.forget_strides()
+        if self._weights is not None:
+            self._weights.attach()
         self._pass.attach()
 
     def _formats_agree(self) -> bool:
@@ -116,14 +125,21 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
+        if self._weights is not None:
+            self._weights.detach()
         self._pass.detach()
 
-    def begin_step(self, scale: float, active_ranks: int) -> None:
+    def begin_step(
+        self, scale: float, active_ranks: int, weight: float | None = None
+    ) -> None:
         """Says how this rank's gradients weigh until :meth:`end_step`.
 
         Args:
             scale: n_r / N; 0 for a rank without samples, which sends zeros.
             active_ranks: ranks that have samples in this step.
+            weight: what the user says that this rank's part weighs, None where its
+                samples do. Without :meth:`weigh_by_user` only whether it is 0 counts,
+                for SyncBatchNorm.
 
         Raises:
             CommunicationError: the backward pass before was broken off.
@@ -133,8 +149,14 @@ class GradientReducer:
         self._passes_before = self._pass.passes
         self._scale = scale
         self._active_ranks = active_ranks
+        loss_weight = scale
+        if self._weights is not None and weight is not None:
+            loss_weight = weight if scale > 0.0 else 0.0
+            self._weights.begin_step(loss_weight)
+        elif weight == 0.0:
+            loss_weight = 0.0
         if self._norms is not None:
-            self._norms.weigh(scale)
+            self._norms.weigh(loss_weight)
         self._pass.wait_s = 0.0
 
     def end_step(self) -> None:
@@ -145,6 +167,8 @@ class GradientReducer:
         """
         self._scale = None
         self._holds = False
+        if self._weights is not None:
+            self._weights.end_step()
         if self._norms is not None:
             self._norms.weigh(None)
         self._refuse_broken_backward()
@@ -197,10 +221,15 @@ class GradientReducer:
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
-        return self._scale
+        if self._weights is None:
+            return self._scale
+        scale = self._weights.open_pass(side)
+        self._pass.wait_s += self._weights.wait_s
+        return scale
 
     def close_pass(self, side: int) -> Closed:
-        """Averages buffers, if the model has any; the sum is the mean as it is."""
+        """Averages buffers, if the model has any; by samples the sum is the mean."""
+        factor = 1.0 if self._weights is None else self._weights.close_pass()
         if self._buffers is not None:
             self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
-        return Closed()
+        return Closed(factor=factor)

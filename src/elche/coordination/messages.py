@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -115,7 +115,8 @@ class WindowClosed:
     ``state`` names the layout of its optimizer state ("" when it has none),
     ``changed_buffers`` are indices of float buffers written since the last reduction,
     ``is_finite`` is False when its drift cannot be used, ``scalars`` are (name,
-    weighted sum, weight) of what the user logged.
+    weighted sum, weight) of what the user logged. ``weight`` is what the user says that
+    its batches weigh in the mean over ranks, None where their samples do.
     """
 
     rank: int
@@ -125,6 +126,7 @@ class WindowClosed:
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
     scalars: Scalars = ()
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +338,7 @@ class Reduce:
     """All ranks have closed the window; reduce now.
 
     ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
-    of weight zero sends zeros. ``active_ranks`` had samples. ``attempt`` counts the
+    of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
     generations that have tried. ``fragment`` is the part of the parameters whose turn
     it is, None for all.
     """

@@ -14,12 +14,12 @@ SETTLED_WINDOWS = 8
 FEW_WINDOWS = 4
 
 
-def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
+def drift_weights(kind: str, samples: Sequence[float]) -> tuple[float, ...]:
     """Weight of each rank's drift: who did nothing weighs nothing; they sum to one.
 
     Args:
         kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
-        samples: what each rank trained on in the window.
+        samples: what each rank trained on in the window, or the weight given to it.
     """
     if not any(samples):
         return (0.0,) * len(samples)
@@ -28,12 +28,12 @@ def drift_weights(kind: str, samples: Sequence[int]) -> tuple[float, ...]:
     return tuple(weight / total for weight in raw)
 
 
-def drift_weight(kind: str, samples: int) -> float:
+def drift_weight(kind: str, samples: float) -> float:
     """Weight of one rank's drift, relative to the others'.
 
     Args:
         kind: ``"equal"``, ``"samples"`` or ``"sqrt"`` (of the samples).
-        samples: what the rank trained on in the window.
+        samples: what the rank trained on in the window, or the weight given to it.
     """
     if kind == "equal":
         return float(samples > 0)
@@ -76,7 +76,7 @@ class ReductionPlanner:
         closed = [part.closed for part in parts.values() if part.closed is not None]
         layouts = {report.state for report in closed}
         averages = self._config.averages_state and len(layouts) == 1
-        if not any(part.samples for part in parts.values()):
+        if not any(part.weight for part in parts.values()):
             kind = "average"  # nothing to step along: momentum must not move it
         else:
             kind = self._outer_kind(epoch_batches, window_batches)
@@ -108,9 +108,9 @@ class ReductionPlanner:
             epoch: the epoch.
             reduction: which window's, and which attempt.
         """
-        samples = [part.samples for part in parts.values()]
-        weights = drift_weights(self._config.drift_weights, samples)
-        active = sum(count > 0 for count in samples)
+        counts = [part.weight for part in parts.values()]
+        weights = drift_weights(self._config.drift_weights, counts)
+        active = sum(count > 0 for count in counts)
         shared: dict[str, Any] = dict(settings)
         self.is_owed = shared.get("fragment") is not None
         return [

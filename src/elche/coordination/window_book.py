@@ -37,6 +37,12 @@ class Part:
     permitted: int | None = None
     is_drained: bool = False
 
+    @property
+    def weight(self) -> float:
+        """What it counts in a mean: as its rank said, or by its samples."""
+        said = None if self.closed is None else self.closed.weight
+        return float(self.samples) if said is None or not self.samples else said
+
 
 class WindowBook:
     """Parts of the window being collected, and of the next one where overlapped.
@@ -102,12 +108,17 @@ class WindowBook:
         """Takes a rank's end of the window being collected.
 
         Raises:
-            ProtocolError: it is not in that window.
+            ProtocolError: it is not in that window, or weighs what cannot be.
         """
         part = self.parts.get(event.rank)
         if part is None or part.closed is not None or event.window != self.window:
             raise ProtocolError(
                 f"rank {event.rank} closes window {event.window}, open is {self.window}"
+            )
+        if event.weight is not None and not 0.0 <= event.weight < math.inf:
+            raise ProtocolError(
+                f"rank {event.rank} closes window {event.window} with a weight of "
+                f"{event.weight}, expected a finite one from 0 on"
             )
         part.closed = event
         self._open -= 1

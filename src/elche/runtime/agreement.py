@@ -18,25 +18,22 @@ from elche.errors import ConfigError
 from elche.runtime.environment import Placement
 from elche.runtime.leased_data import horizon_batches
 from elche.runtime.prefetch import most_ahead
+from elche.runtime.training import Training
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def describe(
-    config: RunConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    epochs: int | None,
-) -> Settings:
+def describe(training: Training, epochs: int | None) -> Settings:
     """Everything but tensors that must agree between ranks."""
+    optimizer, loader = training.optimizer, training.loader
     return Settings(
-        config=config.as_dict(),
+        config=training.config.as_dict(),
         loader={
             "dataset_length": len(loader.dataset),  # type: ignore[arg-type]
             "batch_size": loader.batch_size,
             "drop_last": loader.drop_last,
             "num_batches": len(loader),
+            "weight_of": training.weights is not None,
         },
         optimizer={
             "class": type(optimizer).__name__,
@@ -47,7 +44,7 @@ def describe(
             },
             "state": state_layout(optimizer),
         },
-        min_share_samples=min_share_samples(model),
+        min_share_samples=min_share_samples(training.model),
         epochs=epochs,
     )
 

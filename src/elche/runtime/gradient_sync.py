@@ -53,7 +53,7 @@ class GradientSync(WindowSync):
         self._window = window
         self._buffers = buffers
         self._max_grad_norm = max_grad_norm
-        self._samples = 0
+        self._weight = 0.0
         self._is_finite = True
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
@@ -111,8 +111,8 @@ class GradientSync(WindowSync):
         self._add_gradients()
 
     def _add_gradients(self) -> None:
-        """Adds ``p.grad`` as what it is: a sum over samples, or times their number."""
-        weight = float(self._samples > 0) if self._is_sum else self._samples
+        """Adds ``p.grad``, a sum over samples as it is, a mean times what it weighs."""
+        weight = float(self._weight > 0) if self._is_sum else self._weight
         self._window.add(weight, is_whole=False)
 
     @property
@@ -128,9 +128,9 @@ class GradientSync(WindowSync):
         """See :meth:`WindowSync.changed_buffers`."""
         return self._buffers.changed()
 
-    def begin_batch(self, samples: int) -> None:
+    def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
-        self._samples = samples
+        self._weight = weight
         self._pass = None
         self._touched.clear()
         self._holds = self._has_seen = self._has_ended = False
@@ -141,10 +141,10 @@ class GradientSync(WindowSync):
             refuse_stray_gradients(self._parameters)
         elif self._pass is not None:  # broken off, and the loop caught the error
             self._window.clear()
-        if self._is_sum:  # before their samples are counted
+        if self._is_sum:  # before the batch is counted
             self._add_gradients()
-        self._window.add(self._samples if self._has_ended else 0)
-        self._samples = 0
+        self._window.add(self._weight if self._has_ended else 0.0)
+        self._weight = 0.0
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
@@ -153,35 +153,35 @@ class GradientSync(WindowSync):
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`."""
-        samples = self._window.samples if self._is_finite else 0.0
+        weight = self._window.samples if self._is_finite else 0.0
         total = self._window.reduce(counts=self._is_finite)
         self._buffers.average(plan)
         if self._is_sum:
             self._multiply(total)
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        own = self._share_rates(samples)
+        own = self._share_rates(weight)
         self._optimizer.step()
         self._set_rates(own)
         self._window.clear()  # also of what this optimizer does not hold
         return SyncResult(divergence=0.0, parameter_norm=0.0)
 
     @torch.no_grad()
-    def _multiply(self, samples: float) -> None:
+    def _multiply(self, total: float) -> None:
         """Makes the sum over the window of its mean."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, samples)
+            torch._foreach_mul_(gradients, total)
 
-    def _share_rates(self, samples: float) -> list[float]:
-        """Sets every rate to its mean over the window's samples; returns this rank's.
+    def _share_rates(self, weight: float) -> list[float]:
+        """Sets every rate to its mean over the window's batches; returns this rank's.
 
         A schedule in the loop has brought each rank as far as its own batches, and a
         common step needs a common rate.
         """
         own = [float(group["lr"]) for group in self._optimizer.param_groups]
         message = torch.tensor(
-            [samples, *(rate * samples for rate in own)], dtype=torch.float64
+            [weight, *(rate * weight for rate in own)], dtype=torch.float64
         )
         self._window.group.all_reduce(message, "sharing learning rates")
         total, *sums = message.tolist()

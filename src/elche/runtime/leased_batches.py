@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.leased_data import BatchFeed, IndexBatch
 from elche.runtime.positions import EpochPositions, check_length
 from elche.runtime.prefetch import DevicePrefetcher
@@ -26,6 +27,11 @@ class LeasedBatches:
         generator: source of randomness for its workers, different on every rank.
         device: where batches go.
         refill: called when the loader draws and nothing is queued; may push.
+        weights: what batches weigh, asked before they are moved (so nothing is kept on
+            the device then); None: their samples.
+
+    Attributes:
+        weight: of the batch that the last :meth:`take` gave; None without ``weights``.
     """
 
     def __init__(
@@ -34,13 +40,18 @@ class LeasedBatches:
         generator: torch.Generator,
         device: torch.device,
         refill: Callable[[], None],
+        weights: BatchWeights | None = None,
     ) -> None:
         self._loader = loader
         self._device = device
+        self._weights = weights
+        self._epoch = 0
+        self.weight: float | None = None
         self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
-        self._resident = ResidentDataset.of(loader) if device.type == "cuda" else None
+        may_stay = device.type == "cuda" and weights is None
+        self._resident = ResidentDataset.of(loader) if may_stay else None
         self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(
-            self._feed.next,
+            self._feed.next if weights is None else self._weighed,
             device,
             None if self._resident is None else self._resident.total_bytes,
         )
@@ -67,17 +78,40 @@ class LeasedBatches:
             ConfigError: a stream ends at once.
         """
         check_length(self._loader, positions)
+        self._epoch = positions.epoch
         if isinstance(self._loader.dataset, StreamView):
             self._loader.dataset.begin_epoch(positions.epoch)
         self._feed.start(self._load_here(positions))
 
     def push(self, tag: Any, batch: IndexBatch) -> None:
-        """Queues an index batch; it comes out of :meth:`take` with its tag."""
+        """Queues an index batch; it comes out of :meth:`take` with its tag.
+
+        The tag is its number in the epoch, or has that as ``step``.
+        """
         self._feed.push(tag, batch)
 
     def take(self) -> tuple[Any, Any] | None:
-        """The next batch, on the device; None if none was there to load."""
-        return self._prefetcher.take()
+        """The next batch, on the device; None if none was there to load.
+
+        Raises:
+            ConfigError: it weighs what no batch can.
+        """
+        got = self._prefetcher.take()
+        if got is None or self._weights is None:
+            return got
+        (tag, self.weight), data = got
+        return tag, data
+
+    def _weighed(self) -> tuple[Any, Any] | None:
+        """The next loaded batch, its tag and its weight."""
+        got = self._feed.next()
+        if got is None:
+            return None
+        assert self._weights is not None
+        tag, data = got
+        number = getattr(tag, "step", tag)
+        weight = self._weights.of(data, f"batch {number} of epoch {self._epoch}")
+        return (tag, weight), data
 
     def end(self) -> None:
         """Nothing more will be pushed in this epoch."""

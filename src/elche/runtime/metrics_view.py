@@ -29,6 +29,10 @@ class MetricsSource(Protocol):
         """Samples of the batch in hand, 0 outside the loop."""
 
     @property
+    def weight_in_hand(self) -> float:
+        """What it weighs in means, 0 outside the loop."""
+
+    @property
     def window_metrics(self) -> deque[WindowMetrics]:
         """Of windows that have ended; always empty on ranks other than 0."""
 
@@ -64,9 +68,9 @@ class MetricsView:
         self._ended = threading.Event()
 
     def log(self, name: str, value: float | torch.Tensor) -> None:
-        """Adds a value with the weight of the samples in hand."""
+        """Adds a value with the weight of the batch in hand."""
         if self._source is not None:
-            weight = self._source.samples_in_hand * self.part
+            weight = self._source.weight_in_hand * self.part
             self._source.scalars.log(name, value, weight)
 
     def run_part(self, part: float) -> None:
@@ -77,6 +81,11 @@ class MetricsView:
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand that count for this rank, 0 outside the loop."""
         return 0 if self._source is None else self._source.samples_in_hand
+
+    @property
+    def weight_in_hand(self) -> float:
+        """What they weigh in means: their number, or as the user says."""
+        return 0.0 if self._source is None else self._source.weight_in_hand
 
     def take_windows(self) -> None:
         """Takes windows that have ended and calls `on_window`; cheap if there are none.

@@ -31,6 +31,7 @@ from elche.cadence.split import passes_of
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.batch_parts import cut_batch
+from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.transfer import batch_length
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,13 @@ class PartsConfig:
             to be limited.
         least_samples: of a micro-batch: BatchNorm cannot train on one sample.
         is_sum: the loss is a sum over samples; else their mean.
+        weights: what a part of a batch weighs in that mean; None: its samples.
     """
 
     max_samples: int | None = None
     least_samples: int = 1
     is_sum: bool = False
+    weights: BatchWeights | None = None
 
     def __post_init__(self) -> None:
         if self.max_samples is not None and self.max_samples < self.least_cap:
@@ -164,15 +167,14 @@ class MicroBatches:
             loss = loss_of(parts[0][0])
             loss.backward()
             return loss.detach()
-        all_samples = sum(samples for _, samples in parts)
+        weighed = self._weighed(parts)
         total: torch.Tensor | None = None
         try:
-            for index, (part, samples) in enumerate(parts):
+            for index, (part, share) in enumerate(weighed):
                 if self._host is not None:
-                    self._host.hold(index < len(parts) - 1)
-                self._on_part(samples / all_samples)
-                weight = 1.0 if self._config.is_sum else samples / all_samples
-                loss = loss_of(part) * weight
+                    self._host.hold(index < len(weighed) - 1)
+                self._on_part(share)
+                loss = loss_of(part) * (1.0 if self._config.is_sum else share)
                 loss.backward()
                 loss = loss.detach()
                 total = loss if total is None else total + loss
@@ -182,6 +184,20 @@ class MicroBatches:
                 self._host.hold(False)
         assert total is not None
         return total
+
+    def _weighed(self, parts: Sequence[tuple[Any, int]]) -> list[tuple[Any, float]]:
+        """Micro-batches and their shares of the whole; without those of no weight.
+
+        A mean over no token is no number, and times 0 neither.
+        """
+        counts = [float(samples) for _, samples in parts]
+        weights = self._config.weights
+        if weights is not None:
+            said = [weights.of(part, f"a micro-batch of {n}") for part, n in parts]
+            counts = said if any(said) else counts
+        total = sum(counts)
+        pairs = zip(parts, counts, strict=True)
+        return [(part, count / total) for (part, _), count in pairs if count]
 
     def _learn(
         self,

@@ -37,7 +37,7 @@ class AveragedSync(WindowSync):
         self._optimizer = optimizer
         self._drifts = drifts
         self._is_finite = True
-        self._in_hand = self._samples = 0
+        self._in_hand = self._weight = 0.0
 
     @property
     def extra_bytes(self) -> int:
@@ -61,19 +61,19 @@ class AveragedSync(WindowSync):
         """See :meth:`WindowSync.load_state_dict`."""
         self._averager.load_state_dict(state)
 
-    def begin_batch(self, samples: int) -> None:
+    def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
-        self._in_hand = samples
+        self._in_hand = weight
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
-        self._samples += self._in_hand
-        self._in_hand = 0
+        self._weight += self._in_hand
+        self._in_hand = 0.0
 
     def _count_drift(self) -> None:
-        """The window ends: its samples weigh in the drifts of all fragments."""
-        self._drifts.add(self._samples)
-        self._samples = 0
+        """The window ends: its batches weigh in the drifts of all fragments."""
+        self._drifts.add(self._weight)
+        self._weight = 0.0
 
 
 @final
@@ -152,7 +152,7 @@ class OverlappedSync(AveragedSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
-        has_trained = self._samples > 0
+        has_trained = self._weight > 0
         self._count_drift()
         fragment = self._windows % self._drifts.fragments
         self._windows += 1

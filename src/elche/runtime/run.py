@@ -7,13 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
 from elche.comm.equal_tensors import make_equal
 from elche.comm.known_buffers import shared_tensors
-from elche.config import RunConfig
 from elche.coordination.messages import (
     BarrierPassed,
     BarrierReached,
@@ -37,10 +32,11 @@ from elche.runtime.farewell import failure_of
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.news import RunNews
 from elche.runtime.plan_file import PlanFile
-from elche.runtime.run_epochs import RunEpochs, Training
+from elche.runtime.run_epochs import RunEpochs
 from elche.runtime.scalars import ScalarLog
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
+from elche.runtime.training import Training
 from elche.runtime.window_epoch import WindowEpoch
 from elche.runtime.window_sync import refuse_state
 from elche.runtime.worker import Worker
@@ -76,6 +72,7 @@ class Run:
             training.optimizer,
             worker.group,
             worker.side_group,
+            is_weighed=training.weights is not None,
         )
         self._epochs = RunEpochs(
             worker, training, self._synchroniser, self.news, plans, devices
@@ -84,20 +81,14 @@ class Run:
         self._closed = False
 
     @staticmethod
-    def start(
-        placement: Placement,
-        config: RunConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
-        epochs: int | None,
-    ) -> Run:
+    def start(placement: Placement, training: Training, epochs: int | None) -> Run:
         """Joins the run, and makes all replicas equal to rank 0's.
 
         Raises:
             MismatchError: ranks disagree.
             CommunicationError: the ranks did not come together.
         """
+        config, model, loader = training.config, training.model, training.loader
         hints = config.speed_hints
         if hints is not None and len(hints) != placement.world_size:
             raise ConfigError(
@@ -112,19 +103,16 @@ class Run:
         run: Run | None = None
         try:
             plans = PlanFile.for_rank(config, placement.rank)
-            settings = describe(config, model, optimizer, loader, epochs)
+            settings = describe(training, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
             worker.form_group(welcome, config.transport)
-            states = state_tensors(optimizer)
+            states = state_tensors(training.optimizer)
             named = [
                 *shared_tensors(model, worker.group),
                 *((f"state {index}", state) for index, state in enumerate(states)),
             ]
             make_equal(worker.group, named, "the first broadcast")
-            training = Training(
-                config=config, model=model, optimizer=optimizer, loader=loader
-            )
             run = Run(worker, training, welcome.devices, plans)
             run._epochs.attach()
         except BaseException as error:
@@ -209,6 +197,12 @@ class Run:
         """Samples of the batch in hand that count for this rank."""
         under_way = self._epochs.under_way
         return 0 if under_way is None else under_way.samples_in_hand
+
+    @property
+    def weight_in_hand(self) -> float:
+        """What the batch in hand weighs in means: its samples, or as the user says."""
+        under_way = self._epochs.under_way
+        return 0.0 if under_way is None else under_way.weight_in_hand
 
     @property
     def last_samples(self) -> int:

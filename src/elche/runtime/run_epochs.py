@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from elche.cadence.throughput import CostEstimate
 from elche.comm.equal_tensors import make_equal
 from elche.comm.known_buffers import shared_tensors
 from elche.comm.probe import probe_reduction_s
-from elche.config import RunConfig
 from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import (
     BeginEpoch,
@@ -39,28 +35,12 @@ from elche.runtime.succession import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
 from elche.runtime.trailing_step import TrailingSteps
+from elche.runtime.training import Training
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.worker import Worker
 
 STEPS_WITHOUT_BACKWARD = 3
 """Under ``sync``, when it is no skipped batch any more if none had a backward pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What the user has given this rank to train.
-
-    Attributes:
-        config: the agreed settings.
-        model: the model, equal on all ranks.
-        optimizer: its optimizer.
-        loader: the user's loader.
-    """
-
-    config: RunConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: DataLoader[Any]
 
 
 class RunEpochs:
@@ -137,7 +117,11 @@ class RunEpochs:
         generator = torch.Generator()
         generator.manual_seed(rank_seed(torch.initial_seed(), rank))
         self._batches = LeasedBatches(
-            loader, generator, self._worker.placement.device, self._refill
+            loader,
+            generator,
+            self._worker.placement.device,
+            self._refill,
+            self._training.weights,
         )
 
     def check(self) -> None:

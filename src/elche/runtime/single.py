@@ -22,6 +22,7 @@ from elche.coordination.metrics import (
     RankReport,
     WindowMetrics,
 )
+from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.leased_data import BatchFeed
 from elche.runtime.loader import LoaderLike
 from elche.runtime.positions import EpochPositions, enumerate_batches
@@ -44,6 +45,7 @@ class SingleRun(LoaderLike):
         device: where batches go.
         seed: of the samples' augmentation, None for none.
         window_s: least length of a window.
+        weights: what batches weigh in means; None: their samples.
 
     Attributes:
         samples_done: samples of batches whose loop body has run.
@@ -59,8 +61,12 @@ class SingleRun(LoaderLike):
         device: torch.device,
         seed: int | None,
         window_s: float = WINDOW_S,
+        weights: BatchWeights | None = None,
     ) -> None:
         super().__init__(loader)
+        self._weights = weights
+        self._weight: float | None = None
+        self._batch = 0
         self._model = model
         self._device = device
         self._seed = seed
@@ -101,6 +107,16 @@ class SingleRun(LoaderLike):
         left = self._length - (self.samples_done - self._samples_before)
         return min(size, left) if left > 0 else size
 
+    @property
+    def weight_in_hand(self) -> float:
+        """What the batch in hand weighs in means, asked once; 0 outside the loop."""
+        if not self._is_training or self._weights is None:
+            return float(self.samples_in_hand)
+        if self._weight is None:
+            where = f"batch {self._batch} of epoch {self._epoch}"
+            self._weight = self._weights.of(self._data, where)
+        return self._weight
+
     def fetch_metrics(self, epoch: int | None) -> None:
         """Waits for nothing: whatever has ended is there."""
 
@@ -111,7 +127,7 @@ class SingleRun(LoaderLike):
         try:
             for data in batches:
                 loaded_s = time.monotonic()
-                self._data = data
+                self._data, self._weight = data, None
                 on_cpu = self._device.type == "cpu"
                 yield data if on_cpu else self._moved(data, loaded_s)
                 now_s = time.monotonic()
@@ -153,6 +169,7 @@ class SingleRun(LoaderLike):
         self._length = _sampler_length(self._loader)
         self._samples_before = self.samples_done
         self._is_training, self._has_scalars = True, False
+        self._batch = 0
         self._opened_s = time.monotonic()
         self._book.begin_epoch(self._epoch, self._opened_s)
         return self._epoch
@@ -165,6 +182,7 @@ class SingleRun(LoaderLike):
     def _batch_done(self, now_s: float, busy_s: float, data_wait_s: float) -> None:
         samples = self.samples_in_hand
         self.samples_done += samples
+        self._batch += 1
         measured = self._measured
         measured.samples += samples
         measured.busy_s += busy_s

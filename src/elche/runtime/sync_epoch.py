@@ -75,6 +75,7 @@ class SyncEpoch:
         self.later: list[Instruction] = []
         self.samples_done = 0
         self.samples_in_hand = 0
+        self.weight_in_hand = 0.0
         self.has_left = False
         self._began_s = self._ready_s = self._transfer_s = 0.0
 
@@ -88,9 +89,15 @@ class SyncEpoch:
         try:
             for in_hand, data in self._steps():
                 self.samples_in_hand = in_hand.samples
+                self.weight_in_hand = self._weight_of(in_hand)
                 yield data
         except GeneratorExit:
             self._leave(in_hand)
+
+    def _weight_of(self, step: Step) -> float:
+        """What the step that was taken last weighs on this rank."""
+        weight = self._leased.weight
+        return float(step.samples) if weight is None or not step.samples else weight
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first."""
@@ -115,7 +122,7 @@ class SyncEpoch:
             self._ready_s = time.monotonic()
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
-            self._reducer.begin_step(step.scale, step.active_ranks)
+            self._reducer.begin_step(step.scale, step.active_ranks, self._leased.weight)
             yield step, data
             self._reducer.end_step()
             self._worker.pace_device()

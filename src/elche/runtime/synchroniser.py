@@ -39,6 +39,7 @@ class Synchroniser:
         optimizer: its optimizer.
         group: the process group.
         side_group: forms another one, for SyncBatchNorm inside the backward pass.
+        is_weighed: each rank says what its part of a step weighs.
 
     Attributes:
         policy: the one in force; under ``auto`` at first ``"sync"``.
@@ -53,7 +54,10 @@ class Synchroniser:
         optimizer: torch.optim.Optimizer,
         group: Group,
         side_group: Callable[[], Group],
+        *,
+        is_weighed: bool = False,
     ) -> None:
+        self._is_weighed = is_weighed
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -105,6 +109,8 @@ class Synchroniser:
             self.reducer = reducer
             if self._config.loss_reduction == "sum":
                 self.reducer = SummedReducer(reducer, self._trainable)
+            elif self._is_weighed:
+                reducer.weigh_by_user()
             self.reducer.attach()
         else:
             config = replace(self._config, policy=self.policy)

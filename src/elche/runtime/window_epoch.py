@@ -96,6 +96,8 @@ class WindowEpoch:
         self._not_begun = 0
         self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, int, float, float] | None = None
+        self._weight_in_hand = 0.0
+        self._weight: float | None = None
         self._transfer_s = 0.0
         self._is_leaving = False
         self._closed_s = 0.0
@@ -116,6 +118,11 @@ class WindowEpoch:
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand."""
         return 0 if self._in_hand is None else self._in_hand[1]
+
+    @property
+    def weight_in_hand(self) -> float:
+        """What the batch in hand weighs in means: its samples, or as the user says."""
+        return 0.0 if self._in_hand is None else self._weight_in_hand
 
     def refill(self) -> None:
         """Reads leases that have come; called when the loader draws."""
@@ -150,7 +157,9 @@ class WindowEpoch:
             self._in_hand = (batch, samples, began_s, ready_s)
             self._not_begun -= 1
             self._transfer_s = self._leased.transfer_s
-            self._sync.begin_batch(samples)
+            said = self._leased.weight
+            self._weight_in_hand = float(samples) if said is None else said
+            self._sync.begin_batch(self._weight_in_hand)
             yield data
             self._batch_done()
             began_s = time.monotonic()
@@ -199,6 +208,8 @@ class WindowEpoch:
             return
         batch, samples, began_s, ready_s = self._in_hand
         self._in_hand = None
+        if self._leased.weight is not None:
+            self._weight = (self._weight or 0.0) + self._weight_in_hand
         self._worker.pace_device()
         self._sync.batch_done()
         now_s = time.monotonic()
@@ -263,8 +274,10 @@ class WindowEpoch:
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
                 scalars=self._hooks.scalars(waits),
+                weight=self._weight,
             ),
         )
+        self._weight = None
         self._closed_s = time.monotonic()
         self._held_s = self._closed_s - began_s
         self._waited_s = 0.0

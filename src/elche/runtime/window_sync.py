@@ -24,8 +24,8 @@ class WindowSync(ABC):
     def rebase(self) -> None:
         """Takes the present model as the common one."""
 
-    def begin_batch(self, samples: int) -> None:  # noqa: B027
-        """A loop body begins on so many samples."""
+    def begin_batch(self, weight: float) -> None:  # noqa: B027
+        """A loop body begins on so many samples, or on what the user says it weighs."""
 
     def batch_done(self) -> None:  # noqa: B027
         """The loop body has run."""

@@ -1,0 +1,216 @@
+"""Padded sequences, whose loss is a mean over tokens, on ranks and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elche
+from elche import session
+
+IGNORED = -100
+LENGTH, WORDS = 12, 16
+State = dict[str, torch.Tensor]
+
+
+class Padded(Dataset[Any]):
+    """Sequences of 1 to 12 tokens; every seventh, and those from 8 to 11, of none."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.words = torch.randint(WORDS, (samples, LENGTH), generator=generator)
+        self.labels = torch.randint(WORDS, (samples, LENGTH), generator=generator)
+        for index in range(samples):
+            tokens = int(torch.randint(1, LENGTH + 1, (), generator=generator))
+            if index % 7 == 6 or index in range(8, 12):
+                tokens = 0
+            self.labels[index, tokens:] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.words[index], self.labels[index]
+
+
+def tokens_of(batch: Any) -> torch.Tensor:
+    """What a batch weighs."""
+    return (batch[1] != IGNORED).sum()
+
+
+def network(kind: str = "plain") -> nn.Sequential:
+    """The same at every call."""
+    torch.manual_seed(3)
+    norm = [nn.BatchNorm1d(LENGTH)] if kind == "norm" else []
+    layers = [nn.Embedding(WORDS, 8), *norm, nn.Tanh(), nn.Linear(8, WORDS)]
+    return nn.Sequential(*layers).double()
+
+
+def token_sum(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss summed over tokens."""
+    words, labels = batch[0], batch[1]
+    logits = model(words).flatten(0, 1)
+    return F.cross_entropy(
+        logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Its mean, as scripts write it: where all is padding it is no number."""
+    return token_sum(model, batch) / tokens_of(batch)
+
+
+LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
+    "mean": token_mean,
+    "sum": token_sum,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, how its loss is reduced, backward passes per optimizer step."""
+
+    samples: int = 100
+    batch_size: int = 16
+    epochs: int = 1
+    loss: str = "mean"
+    passes: int = 1
+    model: str = "plain"
+    shuffle: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Ended:
+    """What a process holds at the end.
+
+    Attributes:
+        state: of the model.
+        logged: mean over the last epoch of what was logged, and its metrics' samples.
+        samples: of all ranks.
+    """
+
+    state: State
+    logged: float = 0.0
+    samples: int = 0
+
+
+def on_ranks(job: Job) -> Ended:
+    """The job on this rank of a run."""
+    model, optimizer, loader = _build(job)
+    if job.model == "norm":
+        model = elche.convert_sync_batchnorm(model)
+    model, optimizer, loader = elche.setup(
+        model,
+        optimizer,
+        loader,
+        weight_of=tokens_of,
+        loss_reduction=job.loss,
+        **job.options,
+    )
+    for _ in range(job.epochs):
+        for number, batch in enumerate(loader):
+            loss = LOSSES[job.loss](model, batch)
+            loss.backward()
+            elche.log_scalar("label", _mean_label(batch))
+            if number % job.passes == job.passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    metrics = elche.epoch_metrics()
+    ended = Ended(_copied(model), metrics.scalars["label"], metrics.samples)
+    elche.shutdown()
+    return ended
+
+
+def alone(job: Job, *, steps_on_padding: bool = True) -> Ended:
+    """The job in this process, by plain PyTorch alone; padding has no gradient."""
+    model, optimizer, loader = _build(job)
+    labels = tokens = samples = 0.0
+    for epoch in range(job.epochs):
+        for number, batch in enumerate(loader):
+            loss = token_sum(model, batch)
+            weight = float(tokens_of(batch))
+            (loss if job.loss == "sum" else loss / max(1.0, weight)).backward()
+            if epoch == job.epochs - 1:
+                samples += len(batch[0])
+                labels, tokens = _logged(batch, labels, tokens)
+            if number % job.passes == job.passes - 1 and (weight or steps_on_padding):
+                optimizer.step()
+                optimizer.zero_grad()
+    return Ended(_copied(model), labels / tokens, int(samples))
+
+
+def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = network(job.model)
+    rate = 0.5 if job.loss == "mean" else 0.5 / 100
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    order = torch.Generator().manual_seed(11)
+    data, size = Padded(job.samples), job.batch_size
+    loader = DataLoader(data, size, shuffle=job.shuffle, generator=order)
+    return model, optimizer, loader
+
+
+def _mean_label(batch: Any) -> torch.Tensor:
+    return batch[1][batch[1] != IGNORED].double().mean()
+
+
+def _logged(batch: Any, labels: float, tokens: float) -> tuple[float, float]:
+    held = batch[1][batch[1] != IGNORED]
+    return labels + float(held.sum()), tokens + len(held)
+
+
+def _copied(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def fitted(options: dict[str, Any]) -> tuple[State, list[float], list[float]]:
+    """What a Trainer makes on this rank: state, losses of training and evaluation."""
+    loss = options.get("loss_reduction", "mean")
+    result = elche.Trainer(
+        network,
+        lambda parameters: torch.optim.SGD(
+            parameters, lr=0.5 if loss == "mean" else 0.005, momentum=0.9
+        ),
+        LOSSES[loss],
+        dataset=Padded(96),
+        eval_dataset=Padded(37),
+        eval_batch_size=5,
+        batch_size=16,
+        epochs=2,
+        weight_of=tokens_of,
+        **{"policy": "sync", "seed": 5, **options},
+    ).fit()
+    trained = [record.train_loss for record in result.history]
+    evaluated = [record.eval_loss or 0.0 for record in result.history]
+    return result.model_state, trained, evaluated
+
+
+def weigh_by(kind: str, options: dict[str, Any]) -> None:
+    """An epoch in which rank 1 weighs a batch by what no batch can weigh."""
+    model, optimizer, loader = _build(Job())
+    seen = 0
+
+    def weight_of(batch: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        is_bad = elche.rank() == 1 and seen == 2
+        if not is_bad:
+            return len(batch[0])
+        return {"negative": -1, "nan": torch.tensor(float("nan")), "text": "4"}[kind]
+
+    one_sided = kind == "one-sided" and elche.rank() == 1
+    weigh = None if one_sided else weight_of
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, weight_of=weigh, **options
+    )
+    with session.failing_together():
+        for batch in loader:
+            token_sum(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()

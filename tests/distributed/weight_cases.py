@@ -61,25 +61,38 @@ def token_sum(model: nn.Module, batch: Any) -> torch.Tensor:
     )
 
 
-def token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Its mean, as scripts write it: where all is padding it is no number."""
-    return token_sum(model, batch) / tokens_of(batch)
+def masked_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Its mean, as scripts write it: no number, nor its gradient, of padding alone."""
+    words, labels = batch[0], batch[1].flatten()
+    logits = model(words).flatten(0, 1)
+    each = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    mask = labels != IGNORED
+    return (each * mask).sum() / mask.sum()
+
+
+def masked_sum(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The sum, with the same fault."""
+    return masked_mean(model, batch) * tokens_of(batch)
 
 
 LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
-    "mean": token_mean,
-    "sum": token_sum,
+    "mean": masked_mean,
+    "sum": masked_sum,
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, how its loss is reduced, backward passes per optimizer step."""
+    """What to train, how its loss is reduced, backward passes per optimizer step.
+
+    Where it ``forgives``, the loss of padding alone is 0.
+    """
 
     samples: int = 100
     batch_size: int = 16
     epochs: int = 1
     loss: str = "mean"
+    forgives: bool = False
     passes: int = 1
     model: str = "plain"
     shuffle: bool = True
@@ -116,8 +129,8 @@ def on_ranks(job: Job) -> Ended:
     )
     for _ in range(job.epochs):
         for number, batch in enumerate(loader):
-            loss = LOSSES[job.loss](model, batch)
-            loss.backward()
+            loss_of = token_sum if job.forgives else LOSSES[job.loss]
+            loss_of(model, batch).backward()
             elche.log_scalar("label", _mean_label(batch))
             if number % job.passes == job.passes - 1:
                 optimizer.step()

@@ -83,16 +83,12 @@ LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, how its loss is reduced, backward passes per optimizer step.
-
-    Where it ``forgives``, the loss of padding alone is 0.
-    """
+    """What to train, how its loss is reduced, backward passes per optimizer step."""
 
     samples: int = 100
     batch_size: int = 16
     epochs: int = 1
     loss: str = "mean"
-    forgives: bool = False
     passes: int = 1
     model: str = "plain"
     shuffle: bool = True
@@ -129,8 +125,7 @@ def on_ranks(job: Job) -> Ended:
     )
     for _ in range(job.epochs):
         for number, batch in enumerate(loader):
-            loss_of = token_sum if job.forgives else LOSSES[job.loss]
-            loss_of(model, batch).backward()
+            LOSSES[job.loss](model, batch).backward()
             elche.log_scalar("label", _mean_label(batch))
             if number % job.passes == job.passes - 1:
                 optimizer.step()

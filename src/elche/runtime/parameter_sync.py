@@ -11,6 +11,7 @@ from torch import nn
 from elche.comm.averaging import Averager, ParameterAverager
 from elche.comm.finite import all_finite
 from elche.comm.fragments import DriftSamples
+from elche.comm.gradient_factor import GradientFactor
 from elche.comm.optimizer_state import forget_state
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
@@ -25,6 +26,8 @@ class AveragedSync(WindowSync):
         averager: averages parameters.
         optimizer: loses its state if this rank went astray.
         drifts: counts what they weigh.
+        own_factor: of the gradients of a batch, where each says what it weighs: one
+            that weighs nothing adds none.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class AveragedSync(WindowSync):
         averager: Averager,
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
+        own_factor: GradientFactor | None,
     ) -> None:
+        self._own_factor = own_factor
         self._averager = averager
         self._optimizer = optimizer
         self._drifts = drifts
@@ -64,11 +69,20 @@ class AveragedSync(WindowSync):
     def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
         self._in_hand = weight
+        if self._own_factor is not None:
+            self._own_factor.value = float(weight > 0.0)
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
         self._weight += self._in_hand
         self._in_hand = 0.0
+        if self._own_factor is not None:
+            self._own_factor.value = 1.0
+
+    def detach(self) -> None:
+        """See :meth:`WindowSync.detach`."""
+        if self._own_factor is not None:
+            self._own_factor.detach()
 
     def _count_drift(self) -> None:
         """The window ends: its batches weigh in the drifts of all fragments."""
@@ -85,6 +99,7 @@ class ParameterSync(AveragedSync):
         parameters: the trainable ones, watched for what is no number.
         optimizer: loses its state if this rank went astray and it is not averaged.
         drifts: counts what they weigh.
+        own_factor: see `AveragedSync`.
     """
 
     _averager: ParameterAverager
@@ -95,8 +110,9 @@ class ParameterSync(AveragedSync):
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
+        own_factor: GradientFactor | None,
     ) -> None:
-        super().__init__(averager, optimizer, drifts)
+        super().__init__(averager, optimizer, drifts, own_factor)
         self._parameters = list(parameters)
 
     def state_layout(self) -> str:
@@ -131,6 +147,7 @@ class OverlappedSync(AveragedSync):
         averager: averages them.
         optimizer: loses its state if this rank went astray.
         drifts: counts what they weigh.
+        own_factor: see `AveragedSync`.
     """
 
     is_overlapped = True
@@ -141,8 +158,9 @@ class OverlappedSync(AveragedSync):
         averager: OverlappedAverager,
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
+        own_factor: GradientFactor | None,
     ) -> None:
-        super().__init__(averager, optimizer, drifts)
+        super().__init__(averager, optimizer, drifts, own_factor)
         self._windows = 0
 
     def rebase(self) -> None:

@@ -15,6 +15,7 @@ from elche.comm.averaging import ParameterAverager
 from elche.comm.buffers import BufferAverager
 from elche.comm.codec_choice import measured_codec
 from elche.comm.fragments import DriftSamples
+from elche.comm.gradient_factor import GradientFactor
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.process_group import Group
@@ -115,7 +116,12 @@ class Synchroniser:
         else:
             config = replace(self._config, policy=self.policy)
             self.windows = make_window_sync(
-                config, self._trainable, self._model, self._optimizer, self._group
+                config,
+                self._trainable,
+                self._model,
+                self._optimizer,
+                self._group,
+                is_weighed=self._is_weighed,
             )
 
     def detach(self) -> None:
@@ -177,6 +183,8 @@ def make_window_sync(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     group: Group,
+    *,
+    is_weighed: bool,
 ) -> WindowSync:
     """What the settings ask for, built with all ranks of the group."""
     if config.sums_gradients:
@@ -209,6 +217,9 @@ def make_window_sync(
     )
     averager.build()
     drifts = DriftSamples(config.drift_weights, config.fragments)
+    own_factor = GradientFactor(parameters) if is_weighed else None
+    if own_factor is not None:
+        own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, optimizer, drifts)
-    return ParameterSync(averager, parameters, optimizer, drifts)
+        return OverlappedSync(averager, optimizer, drifts, own_factor)
+    return ParameterSync(averager, parameters, optimizer, drifts, own_factor)

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +56,20 @@ def test_trainer() -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=SLOW)])
+def test_tokens(is_compared: bool) -> None:
+    launcher = ("-m", "elche.cli", "run", "--speeds", "1,0.5")
+    ended = _run(
+        *(sys.executable, *launcher, "--ms-per-sample", "0.2", "examples/tokens.py")
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", ended.stdout)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    if is_compared:
+        assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -61,6 +61,35 @@ def test_steps_are_those_of_one_device(shares: tuple[float, ...] | None) -> None
                 assert all(torch.equal(value, state[name]) for state in states)
 
 
+@pytest.mark.parametrize("shares", [None, (3, 1, 1), (1, 0, 2)], ids=str)
+def test_parts_weigh_what_they_are_said_to(shares: tuple[float, ...] | None) -> None:
+    """By their labels; the part of labels 0 alone is not run, nor a batch of these."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert int(batch["y"].sum()) > 0
+        weights = torch.arange(3).double()
+        return F.cross_entropy(model(batch["x"]), batch["y"], weight=weights)
+
+    model, plain = _model(), _model()
+    batches = _batches(7, 8, 5)
+    batches[1]["y"][:3] = 0
+    with LocalReplicas(
+        model, ["cpu"] * 3, shares=shares, weight_of=lambda batch: batch["y"].sum()
+    ) as replicas:
+        for batch in batches:
+            mean, expected = replicas.backward(batch, loss), loss(plain, batch)
+            expected.backward()
+            torch.testing.assert_close(mean, expected.detach(), rtol=1e-13, atol=0.0)
+        nothing = {"x": batches[0]["x"], "y": torch.zeros(7, dtype=torch.int64)}
+        assert float(replicas.backward(nothing, loss)) == 0.0
+        with pytest.raises(ConfigError, match="gave -1 for samples 0 to"):
+            LocalReplicas(model, ["cpu"], weight_of=lambda _: -1).backward(
+                nothing, loss
+            )
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_gradients_accumulate_as_in_one_backward_after_the_other() -> None:
     model, plain = _model(), _model()
     with LocalReplicas(model, ["cpu", "cpu"]) as replicas:

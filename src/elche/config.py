@@ -85,7 +85,9 @@ class RunConfig:
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
             parts, so that shares need not keep within it. The `Trainer` sets it; a loop
             that the user owns is handed each batch whole, and must leave it out.
-        drift_weights: how parameter drifts are weighted in the mean.
+        drift_weights: how parameter drifts are weighted in the mean: ``"equal"``, by
+            ``"samples"`` or their root, ``"sqrt"``; or by what `elche.setup` is told
+            that batches weigh. A rank that trained on nothing weighs nothing.
         optimizer_state: whether optimizer state is averaged with the parameters,
             stays local, or is reset at each synchronisation; ``"auto"`` averages
             it under ``cadence`` and leaves it local under ``async`` and with

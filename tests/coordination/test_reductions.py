@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
 from elche.coordination.messages import WindowClosed
 from elche.coordination.reductions import ReductionPlanner
-from elche.coordination.window_book import Part, Reduction
+from elche.coordination.window_book import Part, Reduction, WindowBook
+from elche.errors import ProtocolError
 
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
@@ -28,6 +33,45 @@ def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
 def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
     planner = ReductionPlanner(RunConfig(policy="cadence", **options), None)
     return planner.settings(parts_of(samples), 1000, 10)
+
+
+@given(
+    said=st.lists(
+        st.tuples(st.integers(0, 100), st.one_of(st.just(0.0), st.floats(1e-9, 1e15))),
+        min_size=1,
+        max_size=8,
+    ),
+    kind=st.sampled_from(["equal", "samples", "sqrt"]),
+)
+def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -> None:
+    """In proportion; what was rejected, or says 0, weighs nothing and is not active."""
+    parts = parts_of(tuple(samples for samples, _ in said))
+    for part, (_, weight) in zip(parts.values(), said, strict=True):
+        assert part.closed is not None
+        part.closed = dataclasses.replace(part.closed, weight=weight)
+    counts = [weight if samples else 0.0 for samples, weight in said]
+    planner = ReductionPlanner(RunConfig(policy="cadence", drift_weights=kind), None)
+    settings = planner.settings(parts, 1000, 10)
+    plans = planner.plan(parts, settings, 0, Reduction(0, parts))
+    assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
+    assert {plan.active_ranks for plan in plans} == {sum(c > 0.0 for c in counts)}
+    assert (settings["outer"] == "average") == (not any(counts))
+    if not any(counts):
+        return
+    assert sum(plan.weight for plan in plans) == pytest.approx(1.0)
+    raw = {"equal": lambda c: float(c > 0), "samples": float, "sqrt": math.sqrt}[kind]
+    share = sum(map(raw, counts))
+    expected = [raw(count) / share for count in counts]
+    assert [plan.weight for plan in plans] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
+    closed = WindowClosed(
+        rank=1, epoch=0, window=0, state="", changed_buffers=(), weight=weight
+    )
+    with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
+        WindowBook([0, 1], 0).close(closed)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
             seen.sizes.append(len(x))
         elche.log_scalar("position", index.double().mean())
         sums = options.get("loss_reduction", "mean")
-        return F.cross_entropy(out, y, reduction=sums)
+        by_label = torch.arange(3).double() if "weight_of" in options else None
+        return F.cross_entropy(out, y, by_label, reduction=sums)
 
     def end_epoch(_: Any) -> None:
         seen.cap = max(seen.cap, worker_cap())

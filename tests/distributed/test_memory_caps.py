@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elche.runtime.coordinator import serve_in_thread
-from tests.distributed.cases import difference, identical
+from tests.distributed.cases import difference, identical, label_sum
 from tests.distributed.memory_cases import BATCH, SAMPLES, Seen, fitted, looped
 from tests.harness.rank_pool import RankPool
 
@@ -64,18 +64,20 @@ def test_a_share_that_does_not_fit_is_run_in_micro_batches(
     assert fast.scalars == pytest.approx([(SAMPLES - 1) / 2] * 2, rel=1e-9)
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 def test_memory_that_ends_in_backward_after_buckets_were_sent(
-    ranks2: RankPool,
+    ranks2: RankPool, weighs: bool
 ) -> None:
     options = {"bucket_cap_mb": 1e-4, "speed_hints": (1.0, 0.25)}
+    more: dict[str, Any] = {"weight_of": label_sum} if weighs else {}
     ranks = ranks2.run(
         fitted,
-        options,
+        options | more,
         backward_most=8,
         case_setup=serve_in_thread,
         env=devices(None, None),
     )
-    alone = fitted({})
+    alone = fitted(more)
     assert [rank.failures for rank in ranks] == [1, 0]
     assert ranks[0].sent_before[0] >= 1
     assert ranks[0].cap == 7

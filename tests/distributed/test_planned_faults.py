@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elche.runtime.coordinator import serve_in_thread
-from tests.distributed.cases import Task, identical
+from tests.distributed.cases import Task, identical, label_sum
 from tests.distributed.window_cases import POISON, Poisoned, train_on_poison
 from tests.harness.rank_pool import RankPool
 
@@ -30,12 +30,15 @@ def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Poiso
     return pool.run(train_on_poison, task, case_setup=serve_in_thread, env=environment)
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_replay_tries_and_leaves_out_what_the_recorded_run_did(
-    ranks2: RankPool, policy: str, tmp_path: Path
+    ranks2: RankPool, policy: str, weighs: bool, tmp_path: Path
 ) -> None:
     record = str(tmp_path / "plan.json")
-    options = {"policy": policy, "max_anchor": 2}
+    options: dict[str, Any] = {"policy": policy, "max_anchor": 2}
+    if weighs:
+        options |= {"weight_of": label_sum, "drift_weights": "samples"}
     first = run(ranks2, (1.0, 0.5), record=record, **options)
     again = run(ranks2, (0.4, 1.0), replay=record, **options)
     assert [rank.order for rank in again] == [rank.order for rank in first]

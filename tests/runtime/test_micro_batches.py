@@ -18,6 +18,7 @@ import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.batch_parts import cut_batch
+from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.emulation import EmulationConfig, emulate
 from elche.runtime.memory_limits import check_caps, memory_hint
 from elche.runtime.micro_batches import MicroBatches, PartsConfig, meets_in_batches
@@ -120,6 +121,35 @@ def test_the_gradient_is_that_of_the_whole_batch(
     else:
         assert parts.max_samples is None
         assert told.told == []
+
+
+@given(samples=st.integers(2, 40), most=st.integers(1, 40))
+def test_parts_weigh_what_they_are_said_to(samples: int, most: int) -> None:
+    """By their labels; where some of a batch counts, parts of labels 0 are not run."""
+    model, whole = network(), network()
+    x, y = batch_of(samples)
+    y[: samples // 2] = 0
+    by_label = torch.arange(3).double()
+    said: list[float] = []
+
+    def loss_of(part: Any) -> torch.Tensor:
+        return F.cross_entropy(model(part[0]), part[1], weight=by_label)
+
+    weights = BatchWeights(lambda part: part[1].sum(), 0)
+    parts = parts_of(
+        model, None, said.append, max_samples=most, least_samples=1, weights=weights
+    )
+    loss = parts.backward((x, y), samples, loss_of)
+    expected = F.cross_entropy(whole(x), y, weight=by_label)
+    expected.backward()
+    if not int(y.sum()):
+        return
+    assert float(loss - expected.detach()) == pytest.approx(0.0, abs=1e-12)
+    difference = gradient(model) - gradient(whole)
+    assert float(difference.norm() / gradient(whole).norm()) <= 1e-12
+    if samples > most:
+        assert sum(said[:-1]) == pytest.approx(1.0)
+        assert 0.0 not in said
 
 
 def test_out_of_memory_is_met_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,6 +124,56 @@ def test_samples_in_hand_of_every_loader(loader: DataLoader[Any], mean: float) -
     assert elche.epoch_metrics().scalars == {"x": pytest.approx(mean)}
 
 
+def test_what_is_logged_weighs_what_the_user_says() -> None:
+    """Asked once for a batch, and only where something is logged."""
+    asked: list[int] = []
+
+    def weight_of(batch: Any) -> torch.Tensor:
+        asked.append(len(batch[0]))
+        total: torch.Tensor = batch[0].sum()
+        return total
+
+    loader = DataLoader(numbers(5), batch_size=2)
+    _, _, loader = set_up(loader, weight_of=weight_of)
+    for number, (x,) in enumerate(loader):
+        if number != 1:
+            elche.log_scalar("x", float(number))
+            elche.log_scalar("mean", x.mean())
+    metrics = elche.epoch_metrics()
+    assert metrics.scalars == {
+        "x": pytest.approx(2 * 4 / 5),
+        "mean": pytest.approx((1 * 0.5 + 4 * 4) / 5),
+    }
+    assert metrics.samples == 5
+    assert asked == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (-0.5, "-0.5"),
+        (float("inf"), "inf"),
+        (1e-12, "1e-12"),
+        (torch.ones(3), r"a tensor of shape \[3\]"),
+        (torch.tensor(1j), r"tensor\(0.\+1.j\)"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_weight_is_named(said: Any, shown: str) -> None:
+    _, _, loader = set_up(DataLoader(numbers(3)), weight_of=lambda batch: said)
+    expected = f"rank 0: weight_of gave {shown} for batch 1 of epoch 0; expected one"
+    batches = iter(loader)
+    next(batches), next(batches)
+    with pytest.raises(ConfigError, match=expected):
+        elche.log_scalar("x", 1.0)
+    del batches
+
+
+def test_a_weight_that_nobody_can_ask_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected weight_of to be a function"):
+        set_up(DataLoader(numbers(3)), weight_of=16)
+
+
 def test_nothing_counts_outside_the_loop() -> None:
     _, _, loader = set_up(DataLoader(numbers(4), batch_size=2))
     elche.log_scalar("loss", 100.0)

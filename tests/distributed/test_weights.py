@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from elche.coordination import auto_policy
+from elche.coordination.epoch_plan import WindowPlan
 from elche.runtime.coordinator import serve_in_thread
-from tests.distributed.cases import difference, identical
+from tests.distributed.cases import Task, difference, identical, shared
+from tests.distributed.one_process import replay
 from tests.distributed.test_succession import Scripted
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.distributed.weight_cases import (
@@ -96,6 +99,31 @@ def test_a_window_without_a_token_changes_nothing(ranks2: RankPool) -> None:
     job = Job(samples=43, batch_size=1, shuffle=False, options=options)
     reference = dataclasses.replace(job, batch_size=2)
     check(ranks2, job, alone(reference, steps_on_padding=False))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_drifts_of_unequal_windows(
+    ranks3: RankPool, policy: str, tmp_path: Path
+) -> None:
+    """Each batch weighs the sum of its labels, in windows of two batches and one."""
+    record = tmp_path / "plan.json"
+    options = {
+        "policy": policy,
+        "drift_weights": "samples",
+        "deterministic": True,
+        "speed_hints": (1.0, 0.5, 0.5),
+        "record": str(record),
+    }
+    task = Task(
+        samples=100, batch_size=6, dtype="float64", weighs=True, options=options
+    )
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    epochs = json.loads(record.read_text())
+    windows = [[WindowPlan(**each) for each in e["windows"]] for e in epochs]
+    by_samples = dataclasses.replace(task, weighs=False)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, replay(task, windows, 3)) <= EXACT
+    assert difference(traces[0].state, replay(by_samples, windows, 3)) > 1e-4
 
 
 def test_auto_switches_between_policies(

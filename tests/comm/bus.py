@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from elche.comm import known_buffers
-from elche.comm.coded_exchange import AGREEING
+from elche.comm.codec_opening import AGREEING
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError
 

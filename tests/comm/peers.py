@@ -69,6 +69,9 @@ class Peer:
         if not work.is_done:
             raise CommunicationError(f"{what} failed on rank {self.rank}: nobody came")
 
+    def explained(self, error: CommunicationError) -> Exception:
+        return error
+
 
 def exchanges(
     world_size: int, codec: Codec, numel: int, sides: int = 1

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from elche.comm.averaging import ParameterAverager
-from elche.comm.coded_exchange import CodedExchange
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
+from elche.comm.residual_exchange import ResidualExchange
 from elche.coordination.messages import Reduce
 from elche.errors import CommunicationError, MismatchError
 from tests.comm.plans import plan
@@ -106,7 +106,7 @@ def train(work: Work, first: int, last: int, saved: Sequence[Saved] | None) -> S
         _leave(averager, control)
         found.model, found.averager = state_of(model), averager.state_dict()
         exchange = averager._groups[0].exchange
-        if isinstance(exchange, CodedExchange):
+        if isinstance(exchange, ResidualExchange):
             found.remote_bytes = exchange.remote_bytes
     return found
 
@@ -240,5 +240,5 @@ def _leave(averager: ParameterAverager | OverlappedAverager, control: Group) -> 
 
 def _flush(averager: ParameterAverager | OverlappedAverager) -> None:
     for each in averager._groups:
-        if isinstance(each.exchange, CodedExchange):
+        if isinstance(each.exchange, ResidualExchange):
             each.exchange.flush("a test")

@@ -12,9 +12,10 @@ import torch
 
 from elche.comm.codec import CODECS
 from elche.comm.codec_choice import measured_codec
+from elche.comm.codec_opening import open_coded_exchange
 from elche.comm.codec_routes import sent_bytes
-from elche.comm.coded_exchange import CodedExchange, open_coded_exchange
 from elche.comm.process_group import Group
+from elche.comm.residual_exchange import ResidualExchange
 from elche.errors import CommunicationError, MismatchError
 from tests.distributed.overlap_cases import joined
 from tests.harness.rank_main import this_place
@@ -43,13 +44,13 @@ def offered(rank: int, number: int, numel: int) -> torch.Tensor:
     return torch.cat([torch.randn(numel, generator=generator), torch.ones(1)])
 
 
-def opened(group: Group, codec: str, numel: int, sides: int = 1) -> CodedExchange:
+def opened(group: Group, codec: str, numel: int, sides: int = 1) -> ResidualExchange:
     exchange = open_coded_exchange(group, numel + 1, torch.float32, codec, sides)
-    assert isinstance(exchange, CodedExchange)
+    assert isinstance(exchange, ResidualExchange)
     return exchange
 
 
-def reduced(exchange: CodedExchange, number: int, numel: int) -> torch.Tensor:
+def reduced(exchange: ResidualExchange, number: int, numel: int) -> torch.Tensor:
     side = number % exchange.sides
     message = offered(this_place().rank, number, numel)
     exchange.contribution(side).copy_(message)
@@ -60,7 +61,7 @@ def reduced(exchange: CodedExchange, number: int, numel: int) -> torch.Tensor:
     return found
 
 
-def leave(group: Group, exchange: CodedExchange) -> None:
+def leave(group: Group, exchange: ResidualExchange) -> None:
     """Nobody closes its group before all have received."""
     exchange.flush("a test")
     group.all_reduce(torch.zeros(1), "all ranks to be through")

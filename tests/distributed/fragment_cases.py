@@ -13,9 +13,9 @@ from torch import nn
 import elche
 from elche import session
 from elche.comm.averaging import ParameterAverager
-from elche.comm.coded_exchange import CodedExchange
 from elche.comm.fragments import DriftSamples, fragments_of
 from elche.comm.overlap import OverlappedAverager
+from elche.comm.residual_exchange import ResidualExchange
 from elche.runtime.parameter_sync import OverlappedSync
 from tests.comm.plans import plan
 from tests.distributed.cases import Task
@@ -174,7 +174,7 @@ def sent_per_window(task: Task) -> tuple[list[int], dict[str, torch.Tensor]]:
 
     def total() -> int:
         exchanges = [group.exchange for group in groups]
-        coded = [each for each in exchanges if isinstance(each, CodedExchange)]
+        coded = [each for each in exchanges if isinstance(each, ResidualExchange)]
         assert len(coded) == len(exchanges)
         return sum(each.sent_bytes for each in coded)
 

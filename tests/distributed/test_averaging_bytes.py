@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from elche.comm.averaging import ParameterAverager
+from elche.comm.codec import CODECS
 from elche.comm.codec_routes import sent_bytes
-from elche.comm.coded_exchange import CODECS, CodedExchange
 from elche.comm.overlap import OverlappedAverager
+from elche.comm.residual_exchange import ResidualExchange
 from tests.comm.plans import plan
 from tests.distributed.overlap_cases import joined, meeting
 from tests.harness.rank_main import this_place
@@ -69,12 +70,12 @@ def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int]
 
 def _sent(averager: Any) -> int:
     exchanges = [group.exchange for group in averager._groups]
-    return sum(e.sent_bytes for e in exchanges if isinstance(e, CodedExchange))
+    return sum(e.sent_bytes for e in exchanges if isinstance(e, ResidualExchange))
 
 
 def _leave(averager: Any, group: Any) -> None:
     for each in averager._groups:
-        if isinstance(each.exchange, CodedExchange):
+        if isinstance(each.exchange, ResidualExchange):
             each.exchange.flush("a test")
     group.all_reduce(torch.zeros(1), "all ranks to be through")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elche
-from elche.comm.coded_exchange import open_coded_exchange
+from elche.comm.codec_opening import open_coded_exchange
 from elche.errors import ElcheError, MismatchError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build

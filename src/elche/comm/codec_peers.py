@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from elche.comm.process_group import Group
+from elche.errors import CommunicationError
 
 
 class Peers(Protocol):
@@ -31,7 +32,14 @@ class Peers(Protocol):
         """Begins to receive."""
 
     def wait(self, work: Any, what: str) -> None:
-        """Waits for either."""
+        """Waits for either.
+
+        Raises:
+            CommunicationError: it failed.
+        """
+
+    def explained(self, error: CommunicationError) -> Exception:
+        """The same, and why, if the group can find out; only on the training thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,17 +83,25 @@ class GroupPeers:
         return self._begun("recv", memory, source, tag)
 
     def wait(self, work: Any, what: str) -> None:
-        """See :meth:`Peers.wait`; fails as :meth:`Group.wait` does."""
-        self._group.wait(work.work, what)
+        """See :meth:`Peers.wait`."""
+        try:
+            work.work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{what} failed on rank {self.rank}: {error}"
+            ) from error
         self._pending.discard(work)
 
+    def explained(self, error: CommunicationError) -> Exception:
+        """See :meth:`Peers.explained`."""
+        return self._group.on_failure(str(error))
+
     def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> _Pending:
-        group = self._group
         try:
-            work = getattr(group._process_group, call)([memory], peer, tag)
+            work = getattr(self._group.point_to_point, call)([memory], peer, tag)
         except RuntimeError as error:
-            raise group.on_failure(
-                f"{call} between ranks {group.rank} and {peer} failed: {error}"
+            raise CommunicationError(
+                f"{call} between ranks {self.rank} and {peer} failed: {error}"
             ) from error
         pending = _Pending(work, memory)
         self._pending.add(pending)

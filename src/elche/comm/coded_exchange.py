@@ -3,10 +3,7 @@
 A :class:`CodedExchange` is an exchange like the others: contributions are kept, the
 sum is out of place and the same to the bit on every rank. What differs is that the sum
 is rounded, and that what the rounding took off is kept and sent later (*error
-feedback*, see `codec_route`). That residual belongs to a rank's committed state: it
-changes only when a sum has been taken (:meth:`Exchange.release`,
-:meth:`Exchange.finish`, :meth:`CodedExchange.commit`), so a reduction that fails and
-is done again elsewhere sends the same once more.
+feedback*, see `codec_route` and `residual_exchange`).
 
 Memory: a message per side, a residual, and what travels
 (:attr:`CodedExchange.extra_bytes`).
@@ -14,8 +11,6 @@ Memory: a message per side, a residual, and what travels
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 from collections.abc import Sequence
 from enum import Enum
@@ -23,21 +18,13 @@ from typing import Any, final
 
 import torch
 
-from elche.comm.codec import CODECS, Codec, codec_named
+from elche.comm.codec import Codec
 from elche.comm.codec_message import chunks_of
-from elche.comm.codec_peers import GroupPeers, Peers
+from elche.comm.codec_peers import Peers
 from elche.comm.codec_routes import route_over
-from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.host_routes import host_route, spans_hosts
-from elche.comm.process_group import Group
-from elche.comm.shared_memory import Members
+from elche.comm.residual_exchange import ResidualExchange
 from elche.errors import CommunicationError, ElcheError, MismatchError, ProtocolError
-
-AGREEING = "agreeing on a codec"
-DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-TAGS_PER_EXCHANGE = 2
-_openings = itertools.count()
-_log = logging.getLogger(__name__)
 
 
 class _Phase(Enum):
@@ -50,7 +37,7 @@ class _Phase(Enum):
 
 
 @final
-class CodedExchange(Exchange):
+class CodedExchange(ResidualExchange):
     """A message of float32 elements and their weight, summed in encoded form.
 
     The last element of a message is its weight: it travels as it is, and its sum is
@@ -58,7 +45,7 @@ class CodedExchange(Exchange):
     residual; if all weigh nothing, the sum is zero. A contribution that is not finite
     (or reaches 2^127) makes the whole sum NaN on every rank and leaves residuals alone.
 
-    Made by :func:`open_coded_exchange`. One message is under way at a time. An exchange
+    Made by `codec_opening`. One message is under way at a time. An exchange
     that broke serves no more, and neither does its group; its :meth:`state_dict` goes
     on in another one.
 
@@ -99,21 +86,22 @@ class CodedExchange(Exchange):
         self._phase = _Phase.IDLE
         self._side = 0
         self._has_sum = self._is_kept = False
-        self._error: ElcheError | None = None
+        self._error: Exception | None = None
+        self._is_bare = False
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent, without what the transport adds."""
+        """See :attr:`ResidualExchange.sent_bytes`."""
         return self._route.sent_bytes
 
     @property
     def remote_bytes(self) -> int:
-        """Of :attr:`sent_bytes`, those to other hosts; all if hosts are not known."""
+        """See :attr:`ResidualExchange.remote_bytes`."""
         return self._route.remote_bytes
 
     @property
     def extra_bytes(self) -> int:
-        """Host memory beside contributions and results: residual and what travels."""
+        """See :attr:`ResidualExchange.extra_bytes`."""
         return 4 * self._residual.numel() + self._route.host_bytes
 
     def contribution(self, side: int) -> torch.Tensor:
@@ -127,7 +115,6 @@ class CodedExchange(Exchange):
             made = self._results[side] = torch.zeros_like(self._contributions[side])
         return made
 
-    @torch.no_grad()
     def begin(self, side: int) -> None:
         """Encodes the contribution and begins to send it.
 
@@ -135,11 +122,18 @@ class CodedExchange(Exchange):
             ProtocolError: another message is under way, or the exchange is broken.
             CommunicationError: the group is broken.
         """
-        if self._phase is not _Phase.IDLE:
-            raise ProtocolError(
-                f"begin() came when {self._phase.value}; expected the last sum to have "
-                "been taken"
-            )
+        self.start(side)
+        if self._error is not None:
+            raise self._reason()
+
+    @torch.no_grad()
+    def start(self, side: int) -> None:
+        """As :meth:`begin`; but what fails is raised by :meth:`wait`.
+
+        Raises:
+            ProtocolError: another message is under way, or the exchange is broken.
+        """
+        self.check_idle("begin()")
         self._side = side
         self._has_sum = self._is_kept = False
         self._phase = _Phase.BEGUN
@@ -147,7 +141,28 @@ class CodedExchange(Exchange):
             self._route.begin(self._contributions[side], self._residual)
         except ElcheError as error:
             self._break(error)
-            raise
+
+    def check_idle(self, call: str) -> None:
+        """Refuses a call for which the last sum must have been taken.
+
+        Raises:
+            ProtocolError: a message is under way, or the exchange is broken.
+        """
+        if self._phase is not _Phase.IDLE:
+            raise ProtocolError(
+                f"{call} came when {self._phase.value}; expected the last sum to have "
+                "been taken"
+            )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a message may begin."""
+        return self._phase is _Phase.IDLE
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a sum is there that has not been taken."""
+        return self._phase is _Phase.ARRIVED
 
     def advance(self) -> None:
         """See :meth:`Exchange.advance`; what fails is raised by :meth:`wait`."""
@@ -175,7 +190,7 @@ class CodedExchange(Exchange):
         except ElcheError as error:
             self._break(error)
         if self._error is not None:
-            raise self._error
+            raise self._reason()
 
     @torch.no_grad()
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -199,15 +214,7 @@ class CodedExchange(Exchange):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Every rank adopts the sum: what it left out of this rank's message is kept.
-
-        That also holds for a rank on which it failed while another one had the result
-        and all adopt that. A second call for the same message does nothing.
-
-        Raises:
-            ProtocolError: nothing was begun, or no rank can have the sum because this
-                one has not sent its part of it.
-        """
+        """See :meth:`ResidualExchange.commit`."""
         if self._phase is _Phase.IDLE:
             if self._is_kept:
                 return
@@ -224,31 +231,25 @@ class CodedExchange(Exchange):
             self._phase = _Phase.IDLE
 
     def rollback(self) -> None:
-        """Nobody adopts what was begun: the residual stays what it was before.
-
-        A sum that had arrived is forgotten; a message still under way breaks the
-        exchange, because others may be sending to it.
-        """
+        """See :meth:`ResidualExchange.rollback`."""
         if self._phase is _Phase.ARRIVED:
             self._phase = _Phase.IDLE
         elif self._phase is _Phase.BEGUN:
-            self._break(
-                CommunicationError(
-                    "a message was given up; expected a new exchange in a new group"
-                )
+            self._phase = _Phase.BROKEN
+            self._error = CommunicationError(
+                "a message was given up; expected a new exchange in a new group"
             )
         self._has_sum = False
 
     def flush(self, what: str) -> None:
-        """Waits until all that was sent has left; before the group is closed.
-
-        Raises:
-            CommunicationError: it failed.
-        """
-        self._route.flush(what)
+        """See :meth:`ResidualExchange.flush`."""
+        try:
+            self._route.flush(what)
+        except CommunicationError as error:
+            raise self._peers.explained(error) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual as last committed, a copy, and what it belongs to."""
+        """See :meth:`ResidualExchange.state_dict`."""
         own = self._route.own
         return {
             "residual": self._residual.clone(),
@@ -259,17 +260,8 @@ class CodedExchange(Exchange):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from another exchange's residual, of any codec and world size.
-
-        What was left out of a mean becomes part of this rank's message, and the other
-        way round where this rank owns other elements now; exact for equal weights.
-
-        Raises:
-            MismatchError: it is the residual of other elements.
-            ProtocolError: a message is under way.
-        """
-        if self._phase is not _Phase.IDLE:
-            raise ProtocolError(f"load_state_dict() came when {self._phase.value}")
+        """See :meth:`ResidualExchange.load_state_dict`."""
+        self.check_idle("load_state_dict()")
         residual = state["residual"]
         if residual.shape != self._residual.shape:
             raise MismatchError(
@@ -296,6 +288,17 @@ class CodedExchange(Exchange):
 
     def _break(self, error: ElcheError) -> None:
         self._phase, self._error = _Phase.BROKEN, error
+        self._is_bare = isinstance(error, CommunicationError)
+
+    def _reason(self) -> Exception:
+        """What broke it; whoever is to hear of it asks the group why, once."""
+        error = self._error
+        assert error is not None
+        if self._is_bare and isinstance(error, CommunicationError):
+            why = self._error = self._peers.explained(error)
+            why.__cause__, self._is_bare = error, False
+            return why
+        return error
 
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
@@ -325,71 +328,3 @@ class CodedExchange(Exchange):
                 self._scratch[at - first : stop - first]
             )
             at = stop
-
-
-def open_coded_exchange(
-    group: Group, numel: int, dtype: torch.dtype, codec: str, sides: int = 1
-) -> Exchange:
-    """Makes an exchange whose messages travel encoded, together with all ranks.
-
-    A plain one (:func:`open_exchange`) where encoding is not wanted or not possible:
-    for elements that are not float32, for one rank, and for ``"fp32"``, unless the
-    ranks are on several hosts and some of them share one: then float32 elements too are
-    summed inside the hosts first (`host_routes`), and only what travels between hosts
-    is encoded.
-
-    Args:
-        group: the process group.
-        numel: elements of a message; the last one is its weight.
-        dtype: of the message.
-        codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
-        sides: independent contributions.
-
-    Raises:
-        ConfigError: there is no such codec.
-        MismatchError: the ranks ask for different messages; the error names them.
-    """
-    chosen, cpu = codec_named(codec), torch.device("cpu")
-    if group.world_size == 1:
-        return open_exchange(group, numel, dtype, cpu, sides)
-    opening = _agree(group, chosen, dtype, numel, sides)
-    hosts = group.hosts() if dtype == torch.float32 else ()
-    if dtype != torch.float32 or (codec == "fp32" and not spans_hosts(hosts)):
-        return open_exchange(group, numel, dtype, cpu, sides)
-    tag = TAGS_PER_EXCHANGE * opening
-    if spans_hosts(hosts) and group.rank == 0:
-        _log.info(
-            "%d ranks on %d hosts: sums are formed inside the hosts first, and "
-            "travel between them in %s",
-            group.world_size,
-            len(set(hosts)),
-            codec,
-        )
-    return CodedExchange(GroupPeers(group), chosen, numel, sides, tag, hosts)
-
-
-def _agree(
-    group: Members, codec: Codec, dtype: torch.dtype, numel: int, sides: int
-) -> int:
-    """Compares what ranks want; returns a number that rank 0 has not used before."""
-    kind = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
-    wanted = [list(CODECS).index(codec.name), codec.block, numel, kind, sides]
-    rows = torch.zeros(group.world_size, len(wanted) + 1, dtype=torch.int64)
-    rows[group.rank] = torch.tensor([*wanted, next(_openings)])
-    group.all_reduce(rows, AGREEING)
-    first, *others = (row[:-1] for row in rows.tolist())
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            raise MismatchError(
-                f"ranks disagree about a message: rank 0 has {_described(first)}, "
-                f"rank {rank} has {_described(other)}"
-            )
-    return int(rows[0, -1])
-
-
-def _described(row: list[int]) -> str:
-    index, block, numel, kind, sides = row
-    dtype = str(DTYPES[kind]).removeprefix("torch.") if kind < len(DTYPES) else "?"
-    of = "" if kind == 0 else f" of {dtype}"
-    way = ", overlapped" if sides > 1 else ""
-    return f"{numel} elements{of} in {list(CODECS)[index]}, blocks of {block}{way}"

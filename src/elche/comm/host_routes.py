@@ -23,6 +23,7 @@ from elche.comm.codec_message import CodedMessage, chunks_of
 from elche.comm.codec_peers import Peers
 from elche.comm.codec_route import Route, Transfer
 from elche.comm.codec_routes import route_over
+from elche.errors import CommunicationError
 
 
 def spans_hosts(hosts: Sequence[str]) -> bool:
@@ -79,6 +80,10 @@ class LeaderPeers:
     def wait(self, work: Any, what: str) -> None:
         """See :meth:`Peers.wait`."""
         self._peers.wait(work, what)
+
+    def explained(self, error: CommunicationError) -> Exception:
+        """See :meth:`Peers.explained`."""
+        return self._peers.explained(error)
 
 
 @final

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from elche.comm.averager_state import dtype_name
-from elche.comm.coded_exchange import CodedExchange, open_coded_exchange
+from elche.comm.codec_opening import open_coded_exchange
 from elche.comm.exchange import Exchange
 from elche.comm.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.outer import OuterOptimizer, OuterStep
 from elche.comm.process_group import Group
+from elche.comm.residual_exchange import ResidualExchange
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class ParameterGroup:
     @property
     def host_bytes(self) -> int:
         """Host memory: θ_k, messages, outer momentum, a kept drift, a codec's needs."""
-        coded = self._exchange if isinstance(self._exchange, CodedExchange) else None
+        coded = self._exchange if isinstance(self._exchange, ResidualExchange) else None
         extra = coded.extra_bytes if coded is not None else 0
         copies = 3 + self._layout.is_staged
         if self._is_overlapped:
@@ -137,8 +138,10 @@ class ParameterGroup:
         self._exchange = made = open_coded_exchange(
             group, numel, layout.dtype, self._codec, sides
         )
-        if isinstance(last, CodedExchange) and isinstance(made, CodedExchange):
-            made.load_state_dict(last.state_dict())
+        if isinstance(last, ResidualExchange):
+            if isinstance(made, ResidualExchange):
+                made.load_state_dict(last.state_dict())
+            last.retire()
         self._side = self._messages_sent = 0
         self._lay_messages()
 
@@ -223,7 +226,7 @@ class ParameterGroup:
         dtype, numel = self.layout
         momentum, exchange = self._outer.momentum, self.exchange
         is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
-        coded = exchange if isinstance(exchange, CodedExchange) else None
+        coded = exchange if isinstance(exchange, ResidualExchange) else None
         return {
             "dtype": dtype,
             "numel": numel,
@@ -239,7 +242,7 @@ class ParameterGroup:
             self._base_memory.copy_(state["base"])
         if state["residual"] is None:
             return
-        if isinstance(self.exchange, CodedExchange):
+        if isinstance(self.exchange, ResidualExchange):
             self.exchange.load_state_dict(state["residual"])
         else:
             _log.warning(

@@ -99,6 +99,7 @@ class Group:
         self.devices: DeviceSums | None = None
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
+        self._at_close: list[Callable[[], None]] = []
 
     @staticmethod
     def form(
@@ -138,7 +139,7 @@ class Group:
     @property
     def point_to_point(self) -> Any:
         """Torch's group: its send and recv."""
-        return self._process_group
+        return self._live
 
     def hosts(self) -> tuple[str, ...]:
         """Names of the ranks' hosts; the first time with all ranks."""
@@ -203,8 +204,14 @@ class Group:
             )
         return self._process_group
 
+    def at_close(self, end: Callable[[], None]) -> None:
+        """Ends what uses the group beside the training thread, before the group."""
+        self._at_close.append(end)
+
     def close(self) -> None:
         """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        while self._at_close:
+            self._at_close.pop()()
         devices, self.devices = self.devices, None
         if devices is not None:
             devices.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from elche.comm.process_group import Group
 from elche.comm.residual_exchange import ResidualExchange
 from elche.errors import CommunicationError, MismatchError
 from tests.distributed.overlap_cases import joined
+from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 
 
@@ -30,12 +32,14 @@ class Seen:
         sent_bytes: by the exchange, and as predicted.
         error: how a reduction failed.
         state: the residual in the end.
+        threads: beside the training thread, with a message under way and then.
     """
 
     sums: list[torch.Tensor] = field(default_factory=list)
     sent_bytes: tuple[int, int] = (0, 0)
     error: str = ""
     state: dict[str, Any] = field(default_factory=dict)
+    threads: list[int] = field(default_factory=lambda: [0, 0])
 
 
 def offered(rank: int, number: int, numel: int) -> torch.Tensor:
@@ -105,19 +109,20 @@ def beside_collectives(codec: str, rounds: int) -> list[torch.Tensor]:
     return sums
 
 
-def bereaved(codec: str, numel: int) -> Seen:
+def bereaved(codec: str, numel: int, sides: int = 1) -> Seen:
     """The last rank dies when it has begun; the others go on without it."""
     place, seen = this_place(), Seen()
     last = place.world_size - 1
     with joined("gloo") as group:
-        exchange = opened(group, codec, numel)
+        exchange = opened(group, codec, numel, sides)
         seen.sums.append(reduced(exchange, 0, numel))
         group.all_reduce(torch.zeros(1), "all ranks to be through")
         if place.rank == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        exchange.contribution(0).copy_(offered(place.rank, 1, numel))
+        side = 1 % sides
+        exchange.contribution(side).copy_(offered(place.rank, 1, numel))
         try:
-            exchange.begin(0)
+            exchange.begin(side)
             exchange.wait("a test")
         except CommunicationError as error:
             seen.error = str(error)
@@ -125,12 +130,39 @@ def bereaved(codec: str, numel: int) -> Seen:
     if last == 1:
         return seen
     with joined("gloo", members=tuple(range(last))) as group:
-        exchange = opened(group, codec, numel)
+        exchange = opened(group, codec, numel, sides)
         exchange.load_state_dict(committed)
         seen.sums.append(reduced(exchange, 1, numel))
         seen.state = exchange.state_dict()
         leave(group, exchange)
     return seen
+
+
+def stood_up(codec: str, numel: int, folder: str, *, waits: bool) -> Seen:
+    """The last rank does not begin; the others wait for it in vain, or close."""
+    place, seen = this_place(), Seen()
+    with joined("gloo") as group:
+        exchange = opened(group, codec, numel, sides=2)
+        seen.sums.append(reduced(exchange, 0, numel))
+        all_here(folder)
+        if place.rank < place.world_size - 1:
+            exchange.contribution(1).copy_(offered(place.rank, 1, numel))
+            lose_patience(group, 0.5)
+            exchange.begin(1)
+            if waits:
+                try:
+                    exchange.wait("a test")
+                except CommunicationError as error:
+                    seen.error = str(error)
+            seen.state = exchange.state_dict()
+            seen.threads[0] = codec_threads()
+    seen.threads[1] = codec_threads()
+    all_here(folder, "through")
+    return seen
+
+
+def codec_threads() -> int:
+    return sum(each.name.startswith("elche codec") for each in threading.enumerate())
 
 
 def disagreeing(codecs: Sequence[str], numels: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from tests.distributed.codec_cases import (
     disagreeing,
     many_sums,
     offered,
+    stood_up,
     uncoded,
 )
 from tests.distributed.overlap_cases import meeting
@@ -79,11 +82,14 @@ def test_other_collectives_may_begin_in_any_order_meanwhile(ranks3: RankPool) ->
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("sides", [1, 2], ids=["here", "beside"])
 def test_a_rank_that_dies_is_told_and_the_reduction_is_done_again(
-    ranks3: RankPool,
+    ranks3: RankPool, sides: int
 ) -> None:
     codec, numel = "int4", 200_003
-    ended = ranks3.run(bereaved, codec, numel, case_setup=meeting, expect_failure=True)
+    ended = ranks3.run(
+        bereaved, codec, numel, sides, case_setup=meeting, expect_failure=True
+    )
     assert ended[2].error is not None
     assert ended[2].error.way == "died"
     survivors: list[Seen] = [ended[rank].value for rank in (0, 1)]
@@ -107,6 +113,26 @@ def test_a_rank_left_alone_is_told(ranks2: RankPool) -> None:
     ended = ranks2.run(bereaved, "int8", 1000, case_setup=meeting, expect_failure=True)
     assert ended[0].error is None
     assert "the message of rank 1 failed on rank 0" in ended[0].value.error
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "closes"])
+def test_a_message_that_nobody_answers_holds_nothing(
+    ranks3: RankPool, tmp_path: Path, waits: bool
+) -> None:
+    codec, numel = "int4", 1000
+    found = ranks3.run(
+        stood_up, codec, numel, str(tmp_path), waits=waits, case_setup=meeting
+    )
+    _, ends = exchanges(3, CODECS[codec], numel + 1)
+    summed(ends, [offered(rank, 0, numel) for rank in range(3)])
+    for rank, seen in enumerate(found[:2]):
+        if waits:
+            assert "a test: the message of rank" in seen.error
+            assert f"failed on rank {rank}: " in seen.error
+        # What is under way is no part of the state.
+        assert torch.equal(seen.state["residual"], ends[rank].state_dict()["residual"])
+        assert seen.threads == [1, 0]
 
 
 def test_ranks_that_want_different_codecs_are_refused(ranks2: RankPool) -> None:

@@ -46,8 +46,9 @@ class DrivenExchange(ResidualExchange):
     """An encoded exchange of two sides, driven beside the training thread.
 
     The sum of a side is written to the other one's contribution, whose message was
-    taken before this one was begun: it costs no memory. The caller fills a side only
-    after it has taken what it last began.
+    taken before this one was begun: it costs no memory. So a caller fills a side after
+    it has taken the other one's sum, and sides take turns: what has been taken is read
+    a while longer, for what was left out of it.
 
     Args:
         coded: what is driven; nobody else uses it.
@@ -74,6 +75,7 @@ class DrivenExchange(ResidualExchange):
         self._began_s = 0.0
         # Of the training thread, which is told of the last three by the other one.
         self._side = 0
+        self._taken_side = -1
         self._is_open = False
         self._is_decoded = self._is_over = False
         self._fault: Exception | None = None
@@ -105,12 +107,18 @@ class DrivenExchange(ResidualExchange):
         """The contribution is complete; what fails is raised by :meth:`wait`.
 
         Raises:
-            ProtocolError: another message is under way, or the exchange is broken.
+            ProtocolError: another message is under way, the exchange is broken, or it
+                is not this side's turn.
         """
         if self._fault is not None:
             raise self._fault
         if self._is_open:
             self._coded.check_idle("begin()")
+        if side == self._taken_side:
+            raise ProtocolError(
+                f"begin() came for side {side}, whose sum was the last one that was "
+                "taken; expected the other side"
+            )
         self._side = side
         self._is_decoded = self._is_over = False
         self._to_do.append(partial(self._send, side))
@@ -160,7 +168,7 @@ class DrivenExchange(ResidualExchange):
     def release(self) -> None:
         """After the last :meth:`sum_into`: the sum is adopted, see :meth:`commit`."""
         if self._is_open and self._coded.has_arrived:
-            self._is_open = False
+            self._is_open, self._taken_side = False, self._side
             self._to_do.append(self._coded.release)
             self._driver.serve(self)
 

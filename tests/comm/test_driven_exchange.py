@@ -1,0 +1,348 @@
+"""An exchange driven beside the training thread is the exchange it drives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.comm.codec import CODECS
+from elche.comm.codec_thread import Driven
+from elche.comm.coded_exchange import CodedExchange
+from elche.comm.driven_exchange import DrivenExchange
+from elche.errors import CommunicationError, ProtocolError
+from tests.comm.peers import Peer, Wire, exchanges, message, same_state, summed
+
+NUMEL = 301
+
+
+class Told:
+    """A driver that only hears of it: the test says when the other thread runs."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def serve(self, driven: Driven) -> None:
+        self.times += 1
+
+
+class Talkative(Peer):
+    """A rank whose group can say why something failed."""
+
+    broken = False
+    asked = 0
+
+    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
+        if self.broken:
+            raise CommunicationError(f"send between ranks {self.rank} and {to} failed")
+        return super().send_async(memory, to, tag)
+
+    def explained(self, error: CommunicationError) -> Exception:
+        self.asked += 1
+        return CommunicationError(f"rank 7 is gone; {error}")
+
+
+def driven(
+    world_size: int, codec: str = "int4", numel: int = NUMEL
+) -> tuple[Wire, list[DrivenExchange]]:
+    wire, ends = exchanges(world_size, CODECS[codec], numel, sides=2)
+    return wire, [DrivenExchange(end, Told()) for end in ends]
+
+
+def talkative(codec: str = "int8") -> tuple[Talkative, DrivenExchange]:
+    peer = Talkative(Wire(2), 0)
+    return peer, DrivenExchange(CodedExchange(peer, CODECS[codec], 11, 2), Told())
+
+
+def begun(ends: Sequence[DrivenExchange], seed: int = 10, side: int = 0) -> None:
+    for rank, end in enumerate(ends):
+        end.contribution(side).copy_(message(seed + rank, NUMEL - 1))
+        end.begin(side)
+
+
+def drive(ends: Sequence[DrivenExchange]) -> None:
+    """The other thread of every rank, until there is nothing to be done."""
+    for _ in range(3):
+        for end in ends:
+            end.drive()
+    assert all(end.drive() is None for end in ends)
+
+
+def known(world_size: int, seeds: Sequence[int]) -> tuple[torch.Tensor, list[Any]]:
+    """The last of some sums, and the residuals then, of what is not driven."""
+    _, ends = exchanges(world_size, CODECS["int4"], NUMEL)
+    for seed in seeds:
+        sent = [message(seed + rank, NUMEL - 1) for rank in range(world_size)]
+        last = summed(ends, sent)[0]
+    return last, [end.state_dict() for end in ends]
+
+
+@given(
+    world_size=st.integers(2, 4),
+    codec=st.sampled_from(["bf16", "int8", "int4"]),
+    turns=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=3),
+    numel=st.sampled_from([2, 34, NUMEL]),
+)
+def test_whoever_does_the_work_the_bits_are_the_same(
+    world_size: int, codec: str, turns: list[list[int]], numel: int
+) -> None:
+    _, ends = driven(world_size, codec, numel)
+    _, plain = exchanges(world_size, CODECS[codec], numel)
+    for number, turn in enumerate(turns):
+        side = number % 2
+        sent = [message(8 * number + r, numel - 1) for r in range(world_size)]
+        expected = summed(plain, sent)[0]
+        for end, each in zip(ends, sent, strict=True):
+            end.contribution(side).copy_(each)
+            end.begin(side)
+        for rank in turn:  # some of them, in any order, maybe nobody
+            ends[rank % world_size].drive()
+        for end in ends:
+            end.state_dict()  # catches up: a real rank has sent before it waits
+        if world_size > 2:  # and owners have sent the sums of their parts
+            drive(ends)
+        for end, each in zip(ends, sent, strict=True):
+            end.wait("a test")
+            found = torch.empty(numel)
+            end.sum_into(0, 1, found[:1])
+            end.sum_into(1, numel, found[1:])
+            assert torch.equal(found, expected)
+            assert torch.equal(end.contribution(side), each)
+            end.release()
+        for end, other in zip(ends, plain, strict=True):
+            assert same_state(end.state_dict(), other.state_dict())
+
+
+def test_the_training_thread_only_says_that_it_begins() -> None:
+    wire, ends = driven(2)
+    begun(ends)
+    assert not wire.waiting
+    assert not any(end.poll() for end in ends)
+    assert [end.sent_bytes for end in ends] == [0, 0]
+    for end in ends:
+        pause_s = end.drive()
+    assert pause_s is None  # the second one finds the first one's message
+    assert wire.waiting
+    assert ends[1].poll()
+    assert not ends[0].poll()
+    drive(ends)
+    assert ends[0].poll()
+
+
+def test_it_is_looked_for_a_sum_that_has_not_come() -> None:
+    wire, ends = driven(2)
+    wire.late.add(1)
+    begun(ends)
+    for end in ends:
+        end.drive()
+    pause_s = ends[0].drive()
+    assert pause_s is not None
+    assert 0.0 < pause_s <= 0.02
+    wire.late.clear()
+    wire.deliver()
+    assert ends[0].drive() is None
+    assert ends[0].poll()
+
+
+def test_nothing_depends_on_the_other_thread() -> None:
+    _, ends = driven(2)
+    expected, states = known(2, [10, 20])
+    for side, seed in ((0, 10), (1, 20)):
+        begun(ends, seed, side)
+        for end in ends:
+            end.state_dict()  # which catches up, so both have sent
+        found = [end.finish("a test").clone() for end in ends]
+        assert all(torch.equal(found[0], each) for each in found)
+    assert torch.equal(found[0], expected)
+    for end, state in zip(ends, states, strict=True):
+        assert same_state(end.state_dict(), state)
+
+
+def test_a_sum_takes_no_memory_of_its_own() -> None:
+    _, ends = driven(2)
+    begun(ends)
+    drive(ends)
+    for end in ends:
+        found = end.finish("a test")
+        assert found.data_ptr() == end.contribution(1).data_ptr()
+        assert found.data_ptr() == end.result(0).data_ptr()
+        assert end.is_collected is False
+    _, plain = exchanges(2, CODECS["int4"], NUMEL, sides=2)
+    assert ends[0].extra_bytes == plain[0].extra_bytes
+
+
+def test_an_adopted_sum_is_kept_before_the_next_message_begins() -> None:
+    _, ends = driven(2)
+    expected, states = known(2, [10, 20])
+    begun(ends, 10)
+    drive(ends)
+    for end in ends:
+        end.wait("a test")
+        end.release()
+        end.release()  # a second time is none
+    begun(ends, 20, side=1)  # nobody has driven in between
+    drive(ends)
+    for end, state in zip(ends, states, strict=True):
+        assert torch.equal(end.finish("a test"), expected)
+        assert same_state(end.state_dict(), state)
+
+
+@pytest.mark.parametrize("is_driven", [True, False])
+def test_a_message_under_way_is_not_in_the_state(is_driven: bool) -> None:
+    wire, ends = driven(2)
+    begun(ends, 10)
+    drive(ends)
+    for end in ends:
+        end.finish("a test")
+    _, states = known(2, [10])
+    wire.late.add(1)
+    begun(ends, 20, side=1)
+    if is_driven:
+        for end in ends:
+            end.drive()
+    for end, state in zip(ends, states, strict=True):
+        assert same_state(end.state_dict(), state)
+    with pytest.raises(ProtocolError, match=r"load_state_dict\(\) came when a message"):
+        ends[0].load_state_dict(states[0])
+    with pytest.raises(ProtocolError, match=r"begin\(\) came when a message is under"):
+        ends[0].begin(0)
+
+
+def test_what_failed_is_done_again_elsewhere_as_if_it_had_not_been() -> None:
+    wire, ends = driven(2)
+    begun(ends, 10)
+    drive(ends)
+    for end in ends:
+        end.finish("a test")
+    wire.late.add(1)
+    begun(ends, 20, side=1)
+    for end in ends:
+        end.drive()
+    with pytest.raises(
+        CommunicationError, match="a test: the message of rank 1 failed on rank 0"
+    ):
+        ends[0].wait("a test")
+    assert ends[0].poll()
+    assert ends[0].drive() is None
+    _, again = driven(2)
+    for old, new in zip(ends, again, strict=True):
+        new.load_state_dict(old.state_dict())
+        old.retire()
+    begun(again, 20, side=1)
+    drive(again)
+    expected, states = known(2, [10, 20])
+    for end, state in zip(again, states, strict=True):
+        assert torch.equal(end.finish("a test"), expected)
+        assert same_state(end.state_dict(), state)
+
+
+def test_a_rank_that_failed_commits_what_another_one_had() -> None:
+    wire, ends = driven(2)
+    wire.late.add(1)
+    begun(ends)
+    with pytest.raises(CommunicationError, match="the message of rank 1 failed"):
+        ends[0].wait("a test")
+    ends[0].commit()
+    ends[0].commit()
+    _, states = known(2, [10])
+    assert same_state(ends[0].state_dict(), states[0])
+    with pytest.raises(ProtocolError, match="a message failed or was given up"):
+        ends[0].begin(1)
+
+
+def test_a_sum_that_nobody_adopts_leaves_residuals_alone() -> None:
+    _, ends = driven(2)
+    begun(ends)
+    drive(ends)
+    for end in ends:
+        end.wait("a test")
+        end.rollback()
+        assert not bool(end.state_dict()["residual"].any())
+        with pytest.raises(ProtocolError, match=r"sum_into\(\) came when nothing"):
+            end.sum_into(0, 1, torch.empty(1))
+    begun(ends)
+    drive(ends)
+    assert torch.equal(ends[0].finish("a test"), known(2, [10])[0])
+
+
+def test_a_message_given_up_half_way_breaks_the_exchange() -> None:
+    _, ends = driven(2)
+    begun(ends[:1])
+    ends[0].rollback()
+    assert ends[0].poll()
+    assert ends[0].drive() is None
+    with pytest.raises(CommunicationError, match="a message was given up; expected a"):
+        ends[0].wait("a test")
+    with pytest.raises(ProtocolError, match="a message failed or was given up"):
+        ends[0].begin(1)
+
+
+def test_only_who_waits_asks_why_something_failed() -> None:
+    peer, end = talkative()
+    peer.broken = True
+    end.contribution(0)[-1] = 1.0
+    end.begin(0)
+    assert end.drive() is None
+    assert end.poll()
+    assert peer.asked == 0
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="rank 7 is gone; send between"):
+            end.wait("a test")
+    assert peer.asked == 1
+
+
+def test_a_negative_weight_is_told_where_it_is_waited_for() -> None:
+    peer, end = talkative()
+    end.contribution(0)[-1] = -1.0
+    end.begin(0)
+    end.drive()
+    with pytest.raises(ProtocolError, match="a weight that is not negative, got -1"):
+        end.wait("a test")
+    assert peer.asked == 0
+
+
+@pytest.mark.parametrize("is_driven", [True, False])
+def test_what_goes_wrong_beside_the_training_thread_is_raised_on_it(
+    monkeypatch: pytest.MonkeyPatch, is_driven: bool
+) -> None:
+    _, end = talkative()
+
+    def no_memory(side: int) -> None:
+        raise MemoryError("no memory for a test")
+
+    monkeypatch.setattr(end._coded, "start", no_memory)
+    end.begin(0)
+    if is_driven:
+        assert end.drive() is None
+        assert end.poll()
+    for call in (lambda: end.wait("a test"), end.state_dict, lambda: end.begin(1)):
+        with pytest.raises(MemoryError, match="no memory for a test"):
+            call()
+
+
+def test_nothing_is_done_for_an_exchange_that_has_retired() -> None:
+    wire, ends = driven(2)
+    begun(ends)
+    ends[0].retire()
+    assert ends[0].drive() is None
+    assert not wire.waiting
+
+
+def test_sides_take_turns() -> None:
+    _, ends = driven(2)
+    begun(ends)
+    drive(ends)
+    ends[0].finish("a test")
+    with pytest.raises(ProtocolError, match=r"begin\(\) came for side 0, whose sum"):
+        ends[0].begin(0)
+    ends[0].begin(1)
+
+
+def test_it_needs_two_sides() -> None:
+    _, (end, _) = exchanges(2, CODECS["int8"], 11)
+    with pytest.raises(ProtocolError, match="exchange of two sides, got one of 1"):
+        DrivenExchange(end, Told())

@@ -109,7 +109,7 @@ class WindowLoop:
         self._is_open = False
         self._awaits_result = False
         self._is_astray = False
-        self._opened_s = 0.0
+        self._opened_s = self._looked_s = 0.0
         self._idle_s: float | None = None
         self._owes_until = reduced
         self._progress = (0, 0, 1)
@@ -170,6 +170,9 @@ class WindowLoop:
         elif isinstance(instruction, Reduce):
             self._reduce = instruction
             self._awaits_result = not self._overlapped
+            if self._overlapped and instruction.window == self.window - 1:
+                # All have ended the last window, since this rank last looked.
+                self._opened_s = max(self._opened_s, self._looked_s)
         elif isinstance(instruction, Regroup):
             self._regroup = instruction
         elif isinstance(instruction, Adopt):
@@ -187,6 +190,7 @@ class WindowLoop:
             has_work: whether a leased batch is at hand or being loaded.
             is_reduced: whether the overlapped reduction's result is there.
         """
+        self._looked_s = now_s
         action = self._next(now_s, has_work, is_reduced)
         if action.do is not Do.WAIT:
             self._idle_s = None

@@ -28,8 +28,8 @@ from elche.comm.coded_exchange import CodedExchange
 from elche.comm.residual_exchange import ResidualExchange
 from elche.errors import ProtocolError
 
-PAUSE_PART = 1 / 16
-"""It is looked for a sum after this part of the time that it has taken so far."""
+LOOKS = 16
+"""So often it is looked for a sum in the time that it takes; each look costs 0.1 ms."""
 LEAST_PAUSE_S = 1e-3
 MOST_PAUSE_S = 0.02
 
@@ -72,7 +72,7 @@ class DrivenExchange(ResidualExchange):
         # Under the lock, or a deque's own: appended to without it.
         self._to_do: deque[Callable[[], None]] = deque()
         self._awaits = self._is_retired = False
-        self._began_s = 0.0
+        self._began_s = self._taken_s = 0.0
         # Of the training thread, which is told of the last three by the other one.
         self._side = 0
         self._taken_side = -1
@@ -139,8 +139,8 @@ class DrivenExchange(ResidualExchange):
                 self._awaits, self._is_over = False, True
             if not self._awaits:
                 return None
-        pause_s = (time.monotonic() - self._began_s) * PAUSE_PART
-        return min(max(pause_s, LEAST_PAUSE_S), MOST_PAUSE_S)
+        expected_s = max(self._taken_s, time.monotonic() - self._began_s)
+        return min(max(expected_s / LOOKS, LEAST_PAUSE_S), MOST_PAUSE_S)
 
     def advance(self) -> None:
         """Nothing: that is the other thread's."""
@@ -241,6 +241,7 @@ class DrivenExchange(ResidualExchange):
             summed = self.result(self._side)
             self._coded.sum_into(0, summed.numel(), summed)
             self._is_decoded = True
+        self._taken_s = time.monotonic() - self._began_s
         self._awaits, self._is_over = False, True
 
     @torch.no_grad()

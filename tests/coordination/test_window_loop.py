@@ -127,3 +127,36 @@ def test_only_a_rank_that_trained_without_a_plan_begins_at_its_end(
     for _ in range(batches):
         loop.trained(0.5)
     assert loop.begins_at_close is begins
+
+
+def ends_at(loop: WindowLoop, begun_s: float) -> float:
+    """When a rank that trains tenths of a second from then on closes its window."""
+    now_s = begun_s
+    while loop.next(now_s, has_work=True, is_reduced=True).do is not Do.CLOSE:
+        if loop.in_flight is not None:
+            loop.reduced(now_s)
+            continue
+        now_s += 0.1
+        loop.trained(0.1)
+    return now_s
+
+
+@pytest.mark.parametrize(("last_closed_s", "ends_s"), [(1.0, 2.0), (1.9, 2.9)])
+def test_a_window_begins_when_the_last_rank_has_ended_the_one_before(
+    last_closed_s: float, ends_s: float
+) -> None:
+    """Or a rank that is a little quicker comes to be a whole window ahead of others."""
+    loop = WindowLoop(CostEstimate(0.1), overlapped=True)
+    loop.handle(opened(), 0.0)
+    assert ends_at(loop, 0.0) == pytest.approx(1.0)
+    loop.closed(1.0)
+    loop.handle(opened(1), 1.0)
+    now_s = 1.0
+    while now_s < last_closed_s + 1e-9:  # it looks when each of its batches ends
+        assert loop.next(now_s, has_work=True).do is Do.TRAIN
+        now_s += 0.1
+        loop.trained(0.1)
+    loop.handle(reduction(), now_s)
+    assert loop.next(now_s, has_work=True).do is Do.BEGIN
+    loop.begun()
+    assert ends_at(loop, now_s) == pytest.approx(ends_s)

@@ -3,8 +3,9 @@
 A window opens for every rank with a length; each closes it at the batch boundary
 nearest to the deadline. When all have, the reduction is planned with what they really
 did, and the window is committed when all hold its result. Under ``async`` ranks go on
-meanwhile: a rank's next window begins where its last one ended, and it closes only
-after the last result is adopted, so at most one reduction is under way. Pure.
+meanwhile: a rank that has closed trains for its next window, whose length counts from
+when all have, so that all end it together; and it closes only after the last result is
+adopted, so at most one reduction is under way. Pure.
 """
 
 from __future__ import annotations

@@ -311,10 +311,10 @@ def test_what_goes_wrong_beside_the_training_thread_is_raised_on_it(
 ) -> None:
     _, end = talkative()
 
-    def no_memory(side: int) -> None:
+    def no_memory(values: torch.Tensor, residual: torch.Tensor) -> None:
         raise MemoryError("no memory for a test")
 
-    monkeypatch.setattr(end._coded, "start", no_memory)
+    monkeypatch.setattr(end._coded._route, "begin", no_memory)
     end.begin(0)
     if is_driven:
         assert end.drive() is None

@@ -131,10 +131,7 @@ class DrivenExchange(ResidualExchange):
             if self._is_retired:
                 return None
             self._catch_up()
-            try:
-                self._look()
-            except Exception as error:
-                self._fault = error
+            self._attempt(self._look)
             if self._fault is not None:
                 self._awaits, self._is_over = False, True
             if not self._awaits:
@@ -221,9 +218,13 @@ class DrivenExchange(ResidualExchange):
 
     def _catch_up(self) -> None:
         """Does what was put off, in order; under the lock."""
-        while self._to_do and self._fault is None:
+        while self._to_do:
+            self._attempt(self._to_do.popleft())
+
+    def _attempt(self, job: Callable[[], None]) -> None:
+        if self._fault is None:
             try:
-                self._to_do.popleft()()
+                job()
             except Exception as error:
                 self._fault = error
 

@@ -59,10 +59,11 @@ class RunConfig:
             judges instead: the coordinator's process imports it, finds it beside the
             script or on PYTHONPATH, and calls it without arguments. Kept as text.
         non_finite: what happens where a rank learned what is no number, under averaged
-            parameters and gradient windows: its part is left out and its batches are
-            tried once more. Where one gives no number again, or the rank brings
-            nothing finite in three windows, ``"stop"`` ends the run and names them;
-            ``"leave_out"`` goes on without the batch, and warns. Under ``sync`` a step
+            parameters and gradient windows: its part is left out of the window and its
+            batches are trained on again, now watched one by one. Where one gives no
+            number again, or the rank brings nothing finite in three windows, ``"stop"``
+            ends the run and names it; ``"leave_out"`` goes on without that batch alone,
+            and warns. Under ``sync`` a step
             is one of all ranks and nothing can be left out of it: ``"stop"`` ends the
             run when parameters are NaN at the end of an epoch. One device does nothing
             of this.

@@ -36,28 +36,37 @@ def test_a_replay_tries_and_leaves_out_what_the_recorded_run_did(
     ranks2: RankPool, policy: str, weighs: bool, tmp_path: Path
 ) -> None:
     record = str(tmp_path / "plan.json")
-    options: dict[str, Any] = {"policy": policy, "max_anchor": 2}
+    options: dict[str, Any] = {"policy": policy, "anchor": 3, "max_anchor": 3}
     if weighs:
         options |= {"weight_of": label_sum, "drift_weights": "samples"}
     first = run(ranks2, (1.0, 0.5), record=record, **options)
     again = run(ranks2, (0.4, 1.0), replay=record, **options)
     assert [rank.order for rank in again] == [rank.order for rank in first]
     assert [rank.left_out for rank in again] == [rank.left_out for rank in first]
+    assert first[0].left_out == [((POISON // BATCH, POISON // BATCH + 1),)]
     assert identical([first[0].state, *(rank.state for rank in again)])
     assert sum(rank.order.count(POISON) for rank in again) == 2
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_deterministic_run_leaves_out_what_it_tries_once(
-    ranks2: RankPool, policy: str
+def test_a_deterministic_run_tries_again_after_its_plan(
+    ranks2: RankPool, policy: str, tmp_path: Path
 ) -> None:
-    options = {"policy": policy, "deterministic": True, "speed_hints": (1.0, 0.5)}
-    runs = [run(ranks2, speeds, **options) for speeds in ((1.0, 0.5), (0.5, 1.0))]
+    """What it rejects depends on no time, nor does when that is tried again."""
+    record = str(tmp_path / "plan.json")
+    options = {"policy": policy, "anchor": 3, "speed_hints": (1.0, 0.5)}
+    fixed = {**options, "deterministic": True}
+    runs = [
+        run(ranks2, (1.0, 0.5), record=record, **fixed),
+        run(ranks2, (0.5, 1.0), **fixed),
+        run(ranks2, (0.5, 1.0), replay=record, **options),
+    ]
     for ranks in runs:
-        left_out = [at for part in ranks[0].left_out[0] for at in range(*part)]
-        assert POISON // BATCH in left_out
+        assert ranks[0].left_out == [((POISON // BATCH, POISON // BATCH + 1),)]
+        assert ranks[0].metrics.samples == TASK.samples - BATCH
         seen = [index for rank in ranks for index in rank.order]
-        assert sorted(seen) == list(range(TASK.samples))
+        assert set(seen) == set(range(TASK.samples))
+        assert seen.count(POISON) == 2
     assert identical([rank.state for ranks in runs for rank in ranks])
     state = runs[0][0].state
     assert all(torch.isfinite(value).all() for value in state.values())

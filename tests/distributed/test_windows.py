@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -222,24 +221,26 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
     ("policy", "update"),
     [("cadence", "parameters"), ("cadence", "gradients"), ("async", "parameters")],
 )
-def test_a_poisoned_batch_is_tried_twice_and_named(
+def test_a_poisoned_batch_alone_is_left_out(
     ranks2: RankPool, policy: str, update: str
 ) -> None:
+    """Batches of the same windows go back, and are in the model in the end."""
     task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
-    task = _with(task, policy=policy, update=update, max_anchor=1)
+    task = _with(task, policy=policy, update=update, anchor=4, max_anchor=4)
     task = _with(task, non_finite="leave_out")
     ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
     seen = [index for rank in ranks for index in rank.order]
     assert seen.count(POISON) == 2
     left_out = [batch for part in ranks[0].left_out[0] for batch in range(*part)]
-    assert POISON // 8 in left_out
+    assert left_out == [POISON // 8]
     assert set(range(400)) == set(seen)
+    assert len(seen) > 400 + 8  # others were trained on again
     assert identical([rank.state for rank in ranks])
     assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
     # Only what is in the model is counted; what was tried for nothing is told beside.
     metrics = ranks[0].metrics
     assert metrics == ranks[1].metrics
-    assert metrics.samples == 400 - 8 * len(left_out)
+    assert metrics.samples == 400 - 8
     assert metrics.samples == ranks[0].progress_samples == ranks[1].progress_samples
     for rank, trained in enumerate(ranks):
         used = metrics.rank_samples[rank] + metrics.discarded_samples[rank]
@@ -261,16 +262,16 @@ def stop_at_poison(task: Task) -> tuple[str, tuple[tuple[int, int], ...]]:
 def test_a_run_stops_at_what_is_no_number_again(
     ranks2: RankPool, policy: str, deterministic: bool
 ) -> None:
-    """And names it on every rank. A fixed plan tries nothing twice."""
+    """And names that batch alone on every rank, also where plans are fixed."""
     task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
-    task = _with(task, policy=policy, max_anchor=1, deterministic=deterministic)
+    task = _with(task, policy=policy, anchor=4, max_anchor=4)
+    task = _with(task, deterministic=deterministic)
     ends = ranks2.run(stop_at_poison, task, case_setup=serve_in_thread)
+    at = POISON // 8
     for said, batches in ends:
-        assert any(start <= POISON // 8 < stop for start, stop in batches)
-        keys = re.search(r"samples \[([\d, ]+)\]", said)
-        assert keys is not None
-        assert POISON in map(int, keys[1].split(","))
-        assert ("tries nothing a second" in said) == deterministic
+        assert batches == ((at, at + 1),)
+        assert f"samples {list(range(8 * at, 8 * at + 8))}" in said
+        assert "for the second time" in said
 
 
 def train_with_broken_ranks(task: Task, broken: tuple[int, ...]) -> str:

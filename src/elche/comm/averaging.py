@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from elche.comm.averager_state import VERSION, blank, check_alike, misfit_of
+from elche.comm.finite import all_finite
 from elche.comm.fragments import fragments_of
 from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
 from elche.comm.outer import OuterStep
@@ -81,6 +82,17 @@ class Averager:
         """Host memory beside the model, an outer momentum included."""
         held = sum(group.host_bytes for group in self._groups)
         return held + self._state.host_bytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers; waits for them."""
+        return all_finite(self._parameters)
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether all gradients that are there are numbers; waits for them."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return all_finite([g._values() if g.is_sparse else g for g in gradients])
 
     @torch.no_grad()
     def build(self) -> None:

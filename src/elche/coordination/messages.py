@@ -114,9 +114,10 @@ class WindowClosed:
 
     ``state`` names the layout of its optimizer state ("" when it has none),
     ``changed_buffers`` are indices of float buffers written since the last reduction,
-    ``is_finite`` is False when its drift cannot be used, ``scalars`` are (name,
-    weighted sum, weight) of what the user logged. ``weight`` is what the user says that
-    its batches weigh in the mean over ranks, None where their samples do.
+    ``is_finite`` is False when its drift cannot be used, ``culprit`` then the batch
+    that was found to be at fault, ``scalars`` are (name, weighted sum, weight) of what
+    the user logged. ``weight`` is what the user says that its batches weigh in the mean
+    over ranks, None where their samples do.
     """
 
     rank: int
@@ -125,6 +126,7 @@ class WindowClosed:
     state: str
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
+    culprit: int | None = None
     scalars: Scalars = ()
     weight: float | None = None
 
@@ -276,12 +278,16 @@ class GrantSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
-    """Windows: a lease of the batches ``start <= batch < stop``."""
+    """Windows: a lease of the batches ``start <= batch < stop``.
+
+    One of ``suspects`` may have spoilt a window: who trains on them finds out which.
+    """
 
     rank: int
     epoch: int
     start: int
     stop: int
+    suspects: Runs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

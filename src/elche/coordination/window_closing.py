@@ -1,13 +1,13 @@
 """What is made of a window that all ranks have closed: rejected, reduced, recorded.
 
-A contribution that is not finite goes back to the pool. A batch whose contribution was
-that twice ends the run, or is left out, as `RunConfig.non_finite` says; it is named.
-Pure.
+A contribution that is not finite goes back to the pool, with every batch of it. The one
+that is at fault is found at the second try; it ends the run, or is left out, as
+`RunConfig.non_finite` says, and is named. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.ledger import Range
@@ -15,18 +15,23 @@ from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_state import WindowState
-from elche.errors import ConfigError, NonFiniteError
+from elche.errors import ConfigError, NonFiniteError, ProtocolError
 
 REPEATS = 3
 """Windows in a row that bring nothing finite, after which it is the rank's fault."""
 
 
 def reject_unusable(state: WindowState) -> None:
-    """Contributions that are not finite go back; twice, they are left out.
+    """Contributions that are not finite go back to the pool, all of their batches.
+
+    Which batch is at fault is not known the first time: all that were in such a part
+    are suspect, and watched when they are trained on again. One that fails then is left
+    out, or ends the run; the others are tried until they count.
 
     Raises:
         NonFiniteError: it happened again, and the run is to stop then.
     """
+    spoilt: list[int] = []
     for rank, part in state.book.parts.items():
         assert part.closed is not None
         if part.closed.is_finite:
@@ -35,110 +40,118 @@ def reject_unusable(state: WindowState) -> None:
             continue
         state.totals.discard(state.book.window, rank, part.samples)
         part.samples = 0
-        _stop_if_asked(state, rank)
-        for start, stop in state.ledger.reject(rank):
-            state.note(f"rank {rank}: batches {start}..{stop - 1} gave no number")
-            for batch in range(start, stop):
-                seen = state.rejected.get((batch, batch + 1), 0) + 1
-                state.rejected[batch, batch + 1] = seen
-                if seen > 1 or state.is_draining:
-                    state.ledger.leave_out(batch, batch + 1)
-                    state.left_out.append((batch, batch + 1))
+        batches = _batches(state.ledger.reject(rank))
+        if batches:
+            spoilt += _failed(state, rank, batches, part.closed.culprit)
+    if spoilt and state.source is not None:
+        state.source.try_again(
+            state.book.window - state.first_window + (2 if state.is_overlapped else 1),
+            sorted(spoilt),
+        )
 
 
-def _stop_if_asked(state: WindowState, rank: int) -> None:
-    """Ends the run where a batch, or a rank, has brought nothing finite again."""
-    parts = state.ledger.parts(rank)
-    if not parts:
-        return
+def _failed(
+    state: WindowState, rank: int, batches: Sequence[int], culprit: int | None
+) -> list[int]:
+    """Counts who failed; returns what is to be trained on again.
+
+    Raises:
+        NonFiniteError: the run is to stop here.
+    """
     state.unusable[rank] = state.unusable.get(rank, 0) + 1
-    again = [
-        (batch, batch + 1)
-        for start, stop in parts
-        for batch in range(start, stop)
-        if (batch, batch + 1) in state.rejected
-    ]
-    if state.config.non_finite != "stop" or state.is_draining:
-        return
-    if again:
-        raise _not_finite(state, rank, again, "for the second time")
-    if state.unusable[rank] >= REPEATS:
-        raise _not_finite(state, rank, parts, f"in {REPEATS} windows in a row")
+    if culprit is None:  # the suspects were innocent if there was anybody else
+        failed = [b for b in batches if b not in state.rejected] or list(batches)
+    elif culprit in batches:
+        failed = [culprit]
+    else:
+        raise ProtocolError(
+            f"rank {rank} blames batch {culprit}, which it had not in window "
+            f"{state.book.window}"
+        )
+    again = [batch for batch in failed if batch in state.rejected]
+    state.note(
+        f"rank {rank}: batches {_named(failed)} gave no number; of its window "
+        f"{len(batches) - len(again)} batches are trained on again"
+    )
+    if state.config.non_finite == "stop" and not state.is_draining:
+        if again:
+            raise _not_finite(state, rank, again, "for the second time")
+        if state.unusable[rank] >= REPEATS:
+            raise _not_finite(state, rank, failed, f"in {REPEATS} windows in a row")
+    for batch in failed:
+        state.rejected[batch] = state.rejected.get(batch, 0) + 1
+    gone = batches if state.is_draining else again
+    for batch in gone:
+        state.ledger.leave_out(batch, batch + 1)
+        state.left_out.append((batch, batch + 1))
+    return [batch for batch in batches if batch not in gone]
+
+
+def _batches(parts: Sequence[Range]) -> list[int]:
+    return [batch for start, stop in parts for batch in range(start, stop)]
 
 
 def _not_finite(
-    state: WindowState, rank: int, batches: Sequence[Range], when: str
+    state: WindowState, rank: int, batches: Sequence[int], when: str
 ) -> NonFiniteError:
-    joined = _joined(batches)
     return NonFiniteError(
         f"what rank {rank} learned in epoch {state.epoch} was not finite {when}; "
-        f"one of its batches ({_named(joined)}) or the rank itself is at fault: look "
+        f"one of its batches ({_named(batches)}) or the rank itself is at fault: look "
         "at the data, the loss and the learning rate, or go on without such batches by "
         "non_finite='leave_out'",
         rank,
-        joined,
+        joined(batches),
     )
 
 
-def _joined(batches: Sequence[Range]) -> list[Range]:
-    """The same, with those that touch made one."""
-    joined: list[Range] = []
-    for start, stop in batches:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
+def joined(batches: Iterable[int]) -> list[Range]:
+    """Batches in order, as ranges."""
+    ranges: list[Range] = []
+    for batch in batches:
+        if ranges and ranges[-1][1] == batch:
+            ranges[-1] = ranges[-1][0], batch + 1
         else:
-            joined.append((start, stop))
-    return joined
+            ranges.append((batch, batch + 1))
+    return ranges
 
 
-def _named(batches: Sequence[Range]) -> str:
+def _named(batches: Iterable[int]) -> str:
     return ", ".join(
         str(start) if stop == start + 1 else f"{start} to {stop - 1}"
-        for start, stop in batches
+        for start, stop in joined(batches)
     )
 
 
 def end_plan(state: WindowState) -> None:
     """Nobody trained in this window: what is left of the epoch where a plan ends.
 
+    Batches that gave no number here, and did in the recorded run, have no second try.
+
     Raises:
         ConfigError: the recorded loop broke off here, and this one does not.
+        NonFiniteError: there are such batches, and the run is to stop then.
     """
     if state.source is None or state.is_draining:
         return
     if state.source.window(state.book.window - state.first_window) is not None:
         return
-    _leave_out_untried(state)
-    if state.ledger.pooled:
+    untried = _batches(state.ledger.pooled_ranges())
+    if untried and not state.rejected:
         raise ConfigError(
             f"the recorded run left epoch {state.epoch} before its end, this run's "
             "loop goes on; leave it at the same batch"
         )
-
-
-def _leave_out_untried(state: WindowState) -> None:
-    """A plan is over: what it does not try a second time is left out.
-
-    Raises:
-        NonFiniteError: the run is to stop then.
-    """
-    untried = [
-        (batch, batch + 1)
-        for start, stop in state.ledger.pooled_ranges()
-        for batch in range(start, stop)
-        if (batch, batch + 1) in state.rejected
-    ]
     if untried and state.config.non_finite == "stop":
         raise NonFiniteError(
-            f"what ranks learned from batches {_named(_joined(untried))} of "
-            f"epoch {state.epoch} was not finite, and a fixed plan tries nothing a "
-            "second time: look at the data, the loss and the learning rate, or go on "
-            "without such batches by non_finite='leave_out'",
-            batches=_joined(untried),
+            f"what ranks learned from batches {_named(untried)} of epoch "
+            f"{state.epoch} was not finite, as it was in the recorded run: look at "
+            "the data, the loss and the learning rate, or go on without such batches "
+            "by non_finite='leave_out'",
+            batches=joined(untried),
         )
-    for start, stop in untried:
-        state.ledger.leave_out(start, stop)
-        state.left_out.append((start, stop))
+    for batch in untried:
+        state.ledger.leave_out(batch, batch + 1)
+        state.left_out.append((batch, batch + 1))
 
 
 def begin_reduction(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.ledger import Range
 from elche.coordination.messages import (
     CloseWindow,
     GrantBatches,
@@ -88,6 +90,21 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
         return []
     start, stop = state.ledger.lease(rank, 1)
     return [GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)]
+
+
+def name_suspects(state: WindowState, told: Iterable[Instruction]) -> list[Instruction]:
+    """Says with a lease which of its batches may have spoilt a window."""
+    return [
+        replace(each, suspects=_suspects(state, each))
+        if isinstance(each, GrantBatches) and state.rejected
+        else each
+        for each in told
+    ]
+
+
+def _suspects(state: WindowState, lease: GrantBatches) -> tuple[Range, ...]:
+    batches = range(lease.start, lease.stop)
+    return tuple((batch, batch + 1) for batch in batches if batch in state.rejected)
 
 
 def grant_planned(state: WindowState) -> list[Instruction]:

@@ -38,6 +38,7 @@ from elche.coordination.window_opening import (
     calibrate,
     close_idle,
     lease,
+    name_suspects,
     next_window,
     open_windows,
     permits,
@@ -137,7 +138,7 @@ class WindowPolicy(Policy):
             rank: which.
             batch_s: what a batch took it last.
         """
-        return try_out(self._state, rank, batch_s)
+        return name_suspects(self._state, try_out(self._state, rank, batch_s))
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
@@ -206,7 +207,8 @@ class WindowPolicy(Policy):
         self, instructions: list[Instruction], *, epoch_over: bool = False
     ) -> Outcome:
         notes, self._state.notes = self._state.notes, []
-        return Outcome(instructions, epoch_over, notes)
+        told = name_suspects(self._state, instructions)
+        return Outcome(told, epoch_over, notes)
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank

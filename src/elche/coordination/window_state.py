@@ -68,7 +68,7 @@ class WindowState:
         self.reduction_settings: dict[str, object] = {}
         self.joining: list[int] = []
         self.last_pace: tuple[int, Pace | None] = (-1, None)
-        self.rejected: dict[Range, int] = {}
+        self.rejected: dict[int, int] = {}
         self.left_out: list[Range] = []
         self.unusable: dict[int, int] = {}
         self.source: WindowSource | None = None

@@ -54,7 +54,7 @@ class GradientSync(WindowSync):
         self._buffers = buffers
         self._max_grad_norm = max_grad_norm
         self._weight = 0.0
-        self._is_finite = True
+        self._was_finite = True
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
         self._holds = False
@@ -146,15 +146,20 @@ class GradientSync(WindowSync):
         self._window.add(self._weight if self._has_ended else 0.0)
         self._weight = 0.0
 
+    @property
+    def is_finite(self) -> bool:
+        """See :attr:`WindowSync.is_finite`."""
+        return self._window.is_finite
+
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
-        self._is_finite = self._window.is_finite
-        return self._is_finite
+        self._was_finite = self._window.is_finite
+        return self._was_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`."""
-        weight = self._window.samples if self._is_finite else 0.0
-        total = self._window.reduce(counts=self._is_finite)
+        weight = self._window.samples if self._was_finite else 0.0
+        total = self._window.reduce(counts=self._was_finite)
         self._buffers.average(plan)
         if self._is_sum:
             self._multiply(total)

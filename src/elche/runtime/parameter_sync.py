@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from elche.comm.averaging import Averager, ParameterAverager
-from elche.comm.finite import all_finite
 from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_factor import GradientFactor
 from elche.comm.optimizer_state import forget_state
@@ -41,7 +38,7 @@ class AveragedSync(WindowSync):
         self._averager = averager
         self._optimizer = optimizer
         self._drifts = drifts
-        self._is_finite = True
+        self._was_finite = True
         self._in_hand = self._weight = 0.0
 
     @property
@@ -65,6 +62,16 @@ class AveragedSync(WindowSync):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """See :meth:`WindowSync.load_state_dict`."""
         self._averager.load_state_dict(state)
+
+    @property
+    def is_finite(self) -> bool:
+        """See :attr:`WindowSync.is_finite`."""
+        return self._averager.is_finite
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        """See :attr:`WindowSync.has_finite_gradients`."""
+        return self._averager.has_finite_gradients
 
     def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
@@ -96,7 +103,6 @@ class ParameterSync(AveragedSync):
 
     Args:
         averager: averages them.
-        parameters: the trainable ones, watched for what is no number.
         optimizer: loses its state if this rank went astray and it is not averaged.
         drifts: counts what they weigh.
         own_factor: see `AveragedSync`.
@@ -107,13 +113,11 @@ class ParameterSync(AveragedSync):
     def __init__(
         self,
         averager: ParameterAverager,
-        parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
         super().__init__(averager, optimizer, drifts, own_factor)
-        self._parameters = list(parameters)
 
     def state_layout(self) -> str:
         """See :meth:`WindowSync.state_layout`."""
@@ -121,9 +125,9 @@ class ParameterSync(AveragedSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`."""
-        self._is_finite = all_finite(self._parameters)
+        self._was_finite = self.is_finite
         self._count_drift()
-        return self._is_finite
+        return self._was_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
@@ -131,10 +135,10 @@ class ParameterSync(AveragedSync):
             result = self._averager.synchronise(plan)
         else:
             result = self._averager.synchronise(
-                plan, self._drifts.weights(), is_finite=self._is_finite
+                plan, self._drifts.weights(), is_finite=self._was_finite
             )
-        self._drifts.synchronised(plan.fragment if self._is_finite else None)
-        if not self._is_finite and not plan.include_state:
+        self._drifts.synchronised(plan.fragment if self._was_finite else None)
+        if not self._was_finite and not plan.include_state:
             forget_state(self._optimizer)
         return result
 
@@ -175,10 +179,10 @@ class OverlappedSync(AveragedSync):
         fragment = self._windows % self._drifts.fragments
         self._windows += 1
         weight = self._drifts.weights()[fragment]
-        self._is_finite = self._averager.snapshot(
+        self._was_finite = self._averager.snapshot(
             weight, begins=begins, fragment=fragment, has_trained=has_trained
         )
-        return self._is_finite
+        return self._was_finite
 
     def begin(self, plan: Reduce) -> None:
         """See :meth:`WindowSync.begin`."""
@@ -186,7 +190,7 @@ class OverlappedSync(AveragedSync):
             self._averager.begin(plan)
         else:
             self._averager.begin(plan, self._drifts.weights())
-        self._drifts.synchronised(plan.fragment if self._is_finite else None)
+        self._drifts.synchronised(plan.fragment if self._was_finite else None)
 
     def poll(self) -> bool:
         """See :meth:`WindowSync.poll`."""
@@ -195,6 +199,6 @@ class OverlappedSync(AveragedSync):
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         """See :meth:`WindowSync.finish`."""
         result = self._averager.adopt(plan, drained=is_drained)
-        if not self._is_finite:
+        if not self._was_finite:
             forget_state(self._optimizer)
         return result

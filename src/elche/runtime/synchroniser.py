@@ -222,4 +222,4 @@ def make_window_sync(
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
         return OverlappedSync(averager, optimizer, drifts, own_factor)
-    return ParameterSync(averager, parameters, optimizer, drifts, own_factor)
+    return ParameterSync(averager, optimizer, drifts, own_factor)

@@ -28,6 +28,7 @@ from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
+from elche.runtime.suspects import Suspects
 from elche.runtime.window_sync import WindowSync
 from elche.runtime.worker import Worker
 
@@ -92,6 +93,7 @@ class WindowEpoch:
         self._sync = sync
         self._loop = loop
         self._hooks = hooks
+        self._suspects = Suspects(sync)
         self._leases: deque[tuple[int, int]] = deque()
         self._not_begun = 0
         self._unreported: _Unreported | None = None
@@ -159,6 +161,7 @@ class WindowEpoch:
             self._transfer_s = self._leased.transfer_s
             said = self._leased.weight
             self._weight_in_hand = float(samples) if said is None else said
+            self._suspects.begin(batch)
             self._sync.begin_batch(self._weight_in_hand)
             yield data
             self._batch_done()
@@ -212,6 +215,7 @@ class WindowEpoch:
             self._weight = (self._weight or 0.0) + self._weight_in_hand
         self._worker.pace_device()
         self._sync.batch_done()
+        self._suspects.done(batch)
         now_s = time.monotonic()
         busy_s = now_s - began_s
         is_timed, self._worker.is_cold = not self._worker.is_cold, False
@@ -273,6 +277,7 @@ class WindowEpoch:
                 state=self._sync.state_layout(),
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
+                culprit=self._suspects.window_ends(),
                 scalars=self._hooks.scalars(waits),
                 weight=self._weight,
             ),
@@ -322,6 +327,7 @@ class WindowEpoch:
         if isinstance(instruction, GrantBatches):
             if not self._is_leaving:
                 self._leases.append((instruction.start, instruction.stop))
+                self._suspects.add(instruction.suspects)
                 self._not_begun += instruction.stop - instruction.start
                 for batch in range(instruction.start, instruction.stop):
                     self._leased.push(batch, self._positions.index_batch(batch))

@@ -59,6 +59,16 @@ class WindowSync(ABC):
         """
         refuse_state(state)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether what this rank has learned so far are numbers; waits for them."""
+        return True
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether what ``p.grad`` holds for a later step are numbers; waits."""
+        return True
+
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if what this rank did in it can be used.
 

@@ -6,7 +6,7 @@ make them in; a wait for a rank that has not come yet fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,7 +14,7 @@ import torch
 
 from elche.comm import known_buffers
 from elche.comm.codec_opening import AGREEING
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, late_error
 from elche.errors import CommunicationError
 
 
@@ -85,6 +85,11 @@ class Member:
             return
         self.wait(self.all_reduce_async(tensor), what)
 
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         if not ready():
-            raise CommunicationError(late())
+            raise late_error(what, missing() if missing is not None else ())

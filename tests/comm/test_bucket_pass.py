@@ -28,8 +28,8 @@ class HalfGroup:
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Rank 1 adds nothing."""
 
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        assert ready(), late()
+    def wait_until(self, ready: Callable[[], bool], what: str, missing: Any) -> None:
+        assert ready(), (what, missing())
 
 
 def reducer(parameters: list[nn.Parameter]) -> GradientReducer:

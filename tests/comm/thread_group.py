@@ -47,7 +47,12 @@ class ThreadGroup:
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         raise AssertionError("not expected here")
 
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         raise AssertionError("not expected here")
 
     def _meet(self, what: str) -> None:

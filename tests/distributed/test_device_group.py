@@ -59,7 +59,7 @@ def test_tensors_of_a_device_go_the_devices_way() -> None:
 def test_what_does_not_end_among_devices_has_the_deadline() -> None:
     group = Group(None, 0, 2, 0.01)
     work = SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
-    with pytest.raises(CommunicationError, match="a sum among CUDA devices has not"):
+    with pytest.raises(CommunicationError, match="a sum among CUDA devices did not"):
         DeviceWork(work, group).wait()
 
 

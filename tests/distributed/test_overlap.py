@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_come_leaves_the_others_as_they_were(
     ranks2: RankPool, transport: str
 ) -> None:
     found = ranks2.run(bereaved, transport, False, case_setup=meeting)
-    says = "has not come" if transport == "shared" else "failed on rank 0"
+    says = "did not arrive: " if transport == "shared" else "failed on rank 0"
     assert "averaging parameters" in found[0]["error"]
     assert says in found[0]["error"]
     assert found[0]["untouched"]

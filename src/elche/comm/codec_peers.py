@@ -94,7 +94,7 @@ class GroupPeers:
 
     def explained(self, error: CommunicationError) -> Exception:
         """See :meth:`Peers.explained`."""
-        return self._group.on_failure(str(error))
+        return self._group.on_failure(str(error), ())
 
     def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> _Pending:
         try:

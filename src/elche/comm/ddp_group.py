@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from elche.comm.ddp_turns import ADVICE
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, late_error
 from elche.errors import CommunicationError, ConfigError, DeadlineError
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -107,20 +107,20 @@ class TorchGroup(Group):
     def close(self) -> None:
         """Leaves the group as it is: it is the user's."""
 
-    def _explained(self, text: str) -> CommunicationError:
-        missing = self._missing()
-        if not missing:
+    def _explained(self, text: str, missing: Sequence[int]) -> CommunicationError:
+        silent = self._silent(missing or range(self.world_size))
+        if not silent:  # all of them wait too, and elsewhere
             return CommunicationError(text + self._out_of_step())
-        names = ", ".join(map(str, missing))
+        error = late_error(text, missing or silent)
         return DeadlineError(
-            f"{text}; ranks that did not arrive: {names}. They have ended, hang, or "
-            "skipped this step (a rank without a batch calls join_step())"
+            f"{error}. They have ended, hang, or skipped this step (a rank without a "
+            "batch calls join_step())"
         )
 
-    def _missing(self) -> list[int]:
-        """Ranks that have not reported this failure too, soon after this one."""
+    def _silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have not reported a failure too, soon after this one."""
         store = _store_of(self.torch_group)
-        missing = [rank for rank in range(self.world_size) if rank != self.rank]
+        missing = [rank for rank in ranks if rank != self.rank]
         if store is None:
             return []
         try:

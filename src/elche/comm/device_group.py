@@ -217,9 +217,7 @@ class DeviceWork:
         Raises:
             CommunicationError: the deadline has passed, or a rank is gone.
         """
-        self._group.wait_until(
-            self.is_completed, lambda: "a sum among CUDA devices has not ended"
-        )
+        self._group.wait_until(self.is_completed, "a sum among CUDA devices")
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -245,20 +245,17 @@ class SharedExchange(Exchange):
 
     def advance(self) -> None:
         """Sums if all contributions are there."""
-        if not self.is_collected and self._missing() is None:
+        if not self.is_collected and self.poll():
             self._collected()
 
     def poll(self) -> bool:
         """See :meth:`Exchange.poll`."""
-        return self._missing() is None
+        return all(number >= self._number for number in self._written)
 
     def wait(self, what: str) -> None:
         """See :meth:`Exchange.wait`."""
         if not self.is_collected:
-            self._group.wait_until(
-                lambda: self._missing() is None,
-                lambda: f"{what}: rank {self._missing()} has not come",
-            )
+            self._group.wait_until(self.poll, what, self._missing)
 
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See :meth:`Exchange.sum_into`."""
@@ -276,11 +273,9 @@ class SharedExchange(Exchange):
         """See :attr:`Exchange.is_collected`."""
         return self._read[self._rank] == self._number
 
-    def _missing(self) -> int | None:
-        for rank, number in enumerate(self._written):
-            if number < self._number:
-                return rank
-        return None
+    def _missing(self) -> list[int]:
+        written = enumerate(self._written)
+        return [rank for rank, number in written if number < self._number]
 
     def _collected(self) -> torch.Tensor:
         result = self.result(self._side)
@@ -333,7 +328,7 @@ def may_share(device_names: tuple[str, ...]) -> bool:
 def wait_until(
     ready: Callable[[], bool],
     check: Callable[[], None],
-    on_timeout: Callable[[], Exception],
+    on_timeout: Callable[[], Exception | None],
     timeout_s: float,
 ) -> None:
     """Waits for other ranks without holding a core for long.
@@ -341,7 +336,7 @@ def wait_until(
     Args:
         ready: what is waited for.
         check: called now and then; raises if the run was ended.
-        on_timeout: makes the error at the deadline.
+        on_timeout: makes the error at the deadline; None: it has come just now.
         timeout_s: the deadline.
     """
     started_s = time.perf_counter()
@@ -352,6 +347,8 @@ def wait_until(
             checked_s = now_s
             check()
             if now_s - started_s > timeout_s:
-                raise on_timeout()
+                error = on_timeout()
+                if error is not None:
+                    raise error
         if now_s - started_s > SPIN_S:
             time.sleep(SLEEP_S)

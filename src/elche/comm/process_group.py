@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ class Group:
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
-        self.on_failure: Callable[[str], Exception] = CommunicationError
+        self.on_failure: Callable[[str, Sequence[int]], Exception] = late_error
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
         self.devices: DeviceSums | None = None
@@ -163,12 +163,21 @@ class Group:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.on_failure(f"{what} failed on rank {self.rank}: {error}") from (
-                error
-            )
+            said = f"{what} failed on rank {self.rank}: {error}"
+            raise self.on_failure(said, ()) from error
 
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Waits for other ranks in shared memory.
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """Waits for other ranks without a collective.
+
+        Args:
+            ready: what is waited for.
+            what: that, in words.
+            missing: ranks that have not come, where that can be seen.
 
         Raises:
             CommunicationError: the deadline passed; other errors say why the run ended.
@@ -178,14 +187,17 @@ class Group:
             try:
                 self.check()
             except DeadlineError as error:  # who is late is seen here
-                raise DeadlineError(f"{error}; {late()}") from error
+                late = missing() if missing is not None else ()
+                raise late_error(f"{error}; {what}", late) from error
 
-        wait_until(
-            ready,
-            check,
-            lambda: self.on_failure(f"{late()} within {self._timeout_s:g} s"),
-            self._timeout_s,
-        )
+        def too_late() -> Exception | None:
+            late = missing() if missing is not None else ()
+            if missing is not None and not late:
+                return None
+            said = f"{what} did not end within {self._timeout_s:g} s"
+            return self.on_failure(f"{said} on rank {self.rank}", late)
+
+        wait_until(ready, check, too_late, self._timeout_s)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums ``tensor`` over all ranks, in place."""
@@ -218,6 +230,14 @@ class Group:
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None
+
+
+def late_error(text: str, missing: Sequence[int]) -> CommunicationError:
+    """The error of a wait that failed; ``missing`` are the ranks that did not come."""
+    if not missing:
+        return CommunicationError(text)
+    names = ", ".join(map(str, missing))
+    return DeadlineError(f"{text}; ranks that did not arrive: {names}")
 
 
 def host_name() -> str:

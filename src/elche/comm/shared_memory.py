@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,13 @@ class Members(Protocol):
     def wait(self, work: Any, what: str) -> None:
         """Waits for it."""
 
-    def wait_until(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Waits for other ranks."""
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """Waits for other ranks; ``missing`` are those that have not come."""
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Sums over all ranks."""

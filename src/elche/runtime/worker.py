@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from elche.comm.control_channel import ControlChannel
 from elche.comm.device_group import open_device_group
 from elche.comm.exchange import may_share
-from elche.comm.process_group import Group
+from elche.comm.process_group import Group, late_error
 from elche.coordination.messages import (
     Abort,
     Event,
@@ -212,8 +212,13 @@ class Worker:
             self._aborted = _error_of(instruction)
             raise self._aborted
 
-    def _why_failed(self, text: str) -> Exception:
-        """A collective failed: the coordinator knows who is gone, in a moment."""
+    def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
+        """A collective failed: the coordinator knows who is gone, in a moment.
+
+        Args:
+            text: what failed.
+            missing: who did not come to it, if that was seen.
+        """
         deadline_s = time.monotonic() + ABORT_WAIT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -226,11 +231,10 @@ class Worker:
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
         said = text if self._aborted is None else f"{self._aborted}; {text}"
-        missing = self._missing()
+        missing = missing or self._missing()
         if not missing:
             return self._aborted or CommunicationError(text)
-        names = ", ".join(map(str, missing))
-        return DeadlineError(f"{said}; ranks that did not arrive: {names}")
+        return late_error(said, missing)
 
     def _missing(self) -> list[int]:
         """Ranks that do not report the same failure soon after this one.

@@ -24,6 +24,11 @@ pytestmark = pytest.mark.distributed
         Job("sync", model="channels last", optimizer="fused"),
         Job("gradients", "skipped"),
         Job("gradients", "broken off"),
+        Job("gradients", model="reentrant"),
+        Job("gradients", model="reentrant throughout"),
+        Job("gradients", "broken off", model="reentrant"),
+        Job("gradients", "broken off", model="reentrant throughout"),
+        Job("sync", model="reentrant"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
@@ -59,6 +60,8 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
     model: nn.Module = nn.Sequential(
         nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 3)
     )
+    if job.model.startswith("reentrant"):
+        model = Reentrant(has_head=job.model != "reentrant throughout")
     if job.model == "channels last":
         layers = nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 8, 3, padding=1), nn.Flatten()
         model = nn.Sequential(*layers, nn.Linear(24, 3))
@@ -99,6 +102,26 @@ def on_ranks(job: Job) -> Found:
         error = str(raised)
     elche.shutdown()
     return Found(error, _state(model))
+
+
+class Reentrant(nn.Module):
+    """Layers whose activations are computed again, by a backward pass of their own."""
+
+    def __init__(self, *, has_head: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.head = nn.Linear(3, 3) if has_head else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(self._nested, x, use_reentrant=True)
+        return x if self.head is None else self.head(x)
+
+    def _nested(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.second[:2], x, use_reentrant=True)
+        out: torch.Tensor = self.second[2](hidden)
+        return out
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from elche.comm.backward_end import at_backward_end
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.graph_capture import refuse_capture
 from elche.comm.parameter_group import SyncResult
@@ -85,8 +86,7 @@ class GradientSync(WindowSync):
         if self._pass != number:  # the first of a pass, or of a nested one
             refuse_capture()
             self._pass = number
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            at_backward_end(self._end_backward)
 
     def hold(self, holds: bool) -> None:
         """See :meth:`WindowSync.hold`."""

@@ -1,0 +1,153 @@
+"""A loop is left early under `auto`, before and after it has chosen windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import Cluster, predict
+from elche.coordination import auto_calibration, auto_policy, sync_policy
+from elche.errors import ElcheError
+from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.window_epoch import WindowEpoch
+from tests.distributed.cases import Task, build, identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, BATCH = 480, 8
+
+
+class Windows:
+    """In place of a chooser: windows of all ranks, by the policy that a test wants."""
+
+    policy = "async"
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def fix_update(self, update: str) -> None:
+        assert update == "parameters"
+
+    def observe(self, cluster: Cluster) -> Choice:
+        return Choice(
+            policy=self.policy,
+            anchor=2,
+            left_out=(),
+            prediction=predict(self.policy, cluster),
+            alternatives=(),
+            changed=True,
+            reason="as the test wants",
+        )
+
+
+@dataclass
+class Found:
+    """What a rank saw and holds."""
+
+    error: str = ""
+    orders: list[list[int]] = field(default_factory=list)
+    metrics: list[elche.EpochMetrics] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    switched: bool = False
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def leave(when: str, who: tuple[int, ...]) -> Found:
+    """Two epochs, the first left early by some ranks; asks for the metrics of both."""
+    found = Found()
+    try:
+        with session.failing_together():
+            _train(found, when, who)
+    except ElcheError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    elche.shutdown()
+    return found
+
+
+def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
+    task = Task(samples=SAMPLES, batch_size=BATCH)
+    model, optimizer, loader = build(task)
+    options = {"policy": "auto", "timeout_s": 60.0}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    run = session.current_run()
+    assert run is not None
+    for epoch in range(2):
+        order: list[int] = []
+        in_windows = 0
+        for x, y, index, _ in loader:
+            if run.samples_in_hand:
+                order += index.tolist()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            elche.log_scalar("seen", 1.0)
+            in_windows += isinstance(run._epochs.under_way, WindowEpoch)
+            found.switched |= in_windows > 0
+            due = len(order) >= BATCH if when == "before" else in_windows == 2
+            if epoch == 0 and elche.rank() in who and due:
+                break
+        found.orders.append(order)
+        found.metrics.append(elche.epoch_metrics())
+        found.progress.append(elche.progress_samples())
+    found.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+@pytest.fixture(params=["async", "cadence"])
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Windows are chosen when the first steps are measured."""
+    monkeypatch.setattr(Windows, "policy", request.param)
+    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(sync_policy, "BREAK_PATIENCE_S", 1.0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
+def test_windows_drain_and_are_told(
+    ranks2: RankPool, chosen: str, who: tuple[int, ...]
+) -> None:
+    ranks = ranks2.run(leave, "after", who, case_setup=serve_in_thread)
+    assert [rank.error for rank in ranks] == ["", ""]
+    check(ranks)
+
+
+@pytest.mark.parametrize("chosen", ["async"], indirect=True)
+def test_steps_are_left_by_all_and_told(ranks2: RankPool, chosen: str) -> None:
+    ranks = ranks2.run(leave, "before", (0, 1), case_setup=serve_in_thread)
+    assert [rank.error for rank in ranks] == ["", ""]
+    check(ranks)
+
+
+@pytest.mark.parametrize("chosen", ["async"], indirect=True)
+@pytest.mark.parametrize("who", [0, 1])
+def test_steps_that_one_rank_leaves_end_the_run(
+    ranks2: RankPool, chosen: str, who: int
+) -> None:
+    ranks = ranks2.run(leave, "before", (who,), case_setup=serve_in_thread)
+    print([rank.error for rank in ranks])
+    assert all("to leave epoch 0, as ranks" in rank.error for rank in ranks)
+
+
+def check(ranks: list[Found]) -> None:
+    """What was told is what was trained, and the next epoch is whole."""
+    assert identical([rank.state for rank in ranks])
+    first = ranks[0]
+    assert [rank.metrics for rank in ranks] == [first.metrics] * len(ranks)
+    assert [rank.progress for rank in ranks] == [first.progress] * len(ranks)
+    counts = []
+    for epoch in range(2):
+        seen = [index for rank in ranks for index in rank.orders[epoch]]
+        assert len(seen) == len(set(seen)) == first.metrics[epoch].samples
+        assert first.metrics[epoch].scalars == {"seen": pytest.approx(1.0)}
+        counts.append(len(seen))
+    assert counts[0] < counts[1] == SAMPLES
+    assert first.progress == [counts[0], counts[0] + counts[1]]
+    assert all(rank.switched for rank in ranks)

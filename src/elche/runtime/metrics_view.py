@@ -40,7 +40,7 @@ class MetricsSource(Protocol):
     def epoch_metrics(self) -> Sequence[EpochMetrics]:
         """Of epochs that have ended, in their order."""
 
-    def fetch_metrics(self, epoch: int | None) -> None:
+    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
         """Waits for what is to come of an epoch (the last one) that was left early."""
 
 
@@ -120,7 +120,7 @@ class MetricsView:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         is_training = threading.current_thread() is self._training
         if is_training and self._source is not None:
-            self._source.fetch_metrics(epoch)
+            self._source.fetch_metrics(epoch, timeout_s)
         while True:
             is_over = self._ended.is_set() or not self._training.is_alive()
             found = self._find(epoch)

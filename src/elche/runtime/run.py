@@ -187,10 +187,10 @@ class Run:
         """Of epochs that have ended."""
         return self.news.epoch_metrics
 
-    def fetch_metrics(self, epoch: int | None) -> None:
+    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
         """Waits for an epoch's metrics, if it was left early and they are to come."""
         if not self._closed:
-            self._epochs.fetch_metrics(epoch)
+            self._epochs.fetch_metrics(epoch, timeout_s)
 
     @property
     def samples_in_hand(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Generator, Iterator
 from functools import partial
@@ -144,18 +145,26 @@ class RunEpochs:
         self._iteration = weakref.ref(iteration)
         return iteration
 
-    def fetch_metrics(self, epoch: int | None) -> None:
+    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
         """Waits for an epoch's metrics, if it was left early and they are to come.
 
         Under ``sync`` a loop that breaks off waits for nobody; the metrics come when
         all ranks have left the epoch. None: of the last epoch.
+
+        Raises:
+            DeadlineError: they have not within ``timeout_s``; the run goes on.
         """
         left = self._left_epoch
         if left is None or epoch not in (None, left):
             return
-        news = self._news.epoch_metrics
+        news, what = self._news.epoch_metrics, f"all ranks to leave epoch {left}"
+        began_s = time.monotonic()
+        self._worker.take_all(_pass_over)
         while not news or news[-1].epoch < left:
-            self._worker.receive(_pass_over, f"all ranks to leave epoch {left}")
+            left_s = None
+            if timeout_s is not None:
+                left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+            self._worker.receive(_pass_over, what, left_s)
 
     def close(self) -> None:
         """No other epoch follows, and one under way is left as it is."""

@@ -117,7 +117,7 @@ class SingleRun(LoaderLike):
             self._weight = self._weights.of(self._data, where)
         return self._weight
 
-    def fetch_metrics(self, epoch: int | None) -> None:
+    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
         """Waits for nothing: whatever has ended is there."""
 
     def __iter__(self) -> Iterator[Any]:

@@ -141,9 +141,15 @@ class Worker:
             if not self._is_news(instruction):
                 handle(instruction)
 
-    def receive(self, handle: Callable[[Instruction], None], waiting_for: str) -> None:
-        """Waits for one instruction and handles it."""
-        instruction = self._channel.receive(self.timeout_s, waiting_for)
+    def receive(
+        self,
+        handle: Callable[[Instruction], None],
+        waiting_for: str,
+        most_s: float | None = None,
+    ) -> None:
+        """Waits for one instruction, ``most_s`` if that is sooner, and handles it."""
+        timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
+        instruction = self._channel.receive(timeout_s, waiting_for)
         if not self._is_news(instruction):
             handle(instruction)
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.distributed
     [
         Job("sync", "halved"),
         Job("gradients", "halved"),
+        Job("sync", "halved for once"),
+        Job("gradients", "halved for once"),
         Job("sync", "converted"),
         Job("gradients", model="channels last", optimizer="fused"),
         Job("sync", model="channels last", optimizer="fused"),

@@ -170,6 +170,9 @@ class _Loop:
         self.optimizer.zero_grad()
         self.head.zero_grad()
         loss = self._loss(x, y)
+        if self.kind == "halved for once":  # for this backward pass alone
+            self._backward_with_hooks(loss)
+            return
         if self.kind == "scaler":
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -181,6 +184,16 @@ class _Loop:
         self.optimizer.step()
         if self.kind == "two optimizers":
             self.head.step()
+
+    def _backward_with_hooks(self, loss: torch.Tensor) -> None:
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_halve)
+            for parameter in self.model.parameters()
+        ]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        self.optimizer.step()
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         dtype = next(self.model.parameters()).dtype

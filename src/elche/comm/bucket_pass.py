@@ -67,6 +67,7 @@ class BucketPass:
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._handles: list[Any] = []
+        self._deferred: list[int] = []
         self._lock = threading.RLock()
         self._observed: dict[int, None] | None = {}
         self._counts: dict[int, int] = {}
@@ -139,10 +140,17 @@ class BucketPass:
 
     def keep_last(self) -> None:
         """Lets hooks of the user's own run first: what they make of it is reduced."""
-        for parameter, handle in zip(self._parameters, self._handles, strict=False):
-            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
-            if hooks and next(reversed(hooks)) != handle.id and handle.id in hooks:
-                hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
+        for index in range(len(self._handles)):
+            self._runs_last(index)
+
+    def _runs_last(self, index: int) -> bool:
+        """Whether no hook of the user's own follows; the next time none will."""
+        parameter, handle = self._parameters[index], self._handles[index]
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
+        if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:
+            return True
+        hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
+        return False
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
@@ -208,6 +216,7 @@ class BucketPass:
         Buckets that were sent stay sent: their gradients were complete.
         """
         self._awaits_end = False
+        self._deferred = []
         self._problem, self._counts = "", {}
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
@@ -215,6 +224,7 @@ class BucketPass:
     def abandon(self) -> bool:
         """Gives up a pass that an error broke off; whether there was one."""
         was_open, self._is_open, self._awaits_end = self._is_open, False, False
+        self._deferred = []
         return was_open
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -223,12 +233,17 @@ class BucketPass:
             return
         with self._lock:  # devices of one module have a thread each
             index = self._index[id(parameter)]
-            self._refuse_gradient(parameter, index)
+            is_final = self._runs_last(index)
+            if is_final:
+                self._refuse_gradient(parameter, index)
             if not self._is_open:
                 self._open()
             self.await_end()
             if self._observed is not None:
                 self._observed.setdefault(index)
+            if not is_final:  # hooks registered since the step began come after this
+                self._deferred.append(index)
+                return
             self._count(index, *self._place[id(parameter)])
             if self._options.strategy == "overlapped":
                 self._launch(lambda bucket: not bucket.pending)
@@ -330,7 +345,12 @@ class BucketPass:
     def _on_end(self) -> None:
         """End of a backward pass."""
         self._awaits_end = False
+        deferred, self._deferred = self._deferred, []
         if self._is_open:
+            for index in deferred:
+                parameter = self._parameters[index]
+                self._refuse_gradient(parameter, index)
+                self._count(index, *self._place[id(parameter)])
             self._close()
 
     def _close(self) -> None:

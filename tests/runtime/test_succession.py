@@ -30,8 +30,8 @@ def test_equal_settings_are_alike_whatever_was_trained() -> None:
     _, one = made()
     _, other = made(seed=5, steps=3)
     _, faster = made(lr=0.2)
-    assert rates(one, 0) == rates(other, 1)
-    assert rates(one, 0) != rates(faster, 1)
+    assert rates([one], 0) == rates([other], 1)
+    assert rates([one], 0) != rates([faster], 1)
 
 
 def test_a_rate_that_follows_progress_is_alike_and_a_scheduler_of_torch_is_not() -> (
@@ -42,20 +42,20 @@ def test_a_rate_that_follows_progress_is_alike_and_a_scheduler_of_torch_is_not()
         _, optimizer = made()
         elche.ProgressLR(optimizer, lambda progress: 1.0 - progress, 100)
         optimizer.param_groups[0]["lr"] = 0.01 * (rank + 1)
-        texts.append(rates(optimizer, rank))
+        texts.append(rates([optimizer], rank))
     assert texts[0] == texts[1]
     scheduled = []
     for rank in range(2):
         _, optimizer = made()
         torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        scheduled.append(rates(optimizer, rank))
+        scheduled.append(rates([optimizer], rank))
     assert scheduled[0] != scheduled[1]
 
 
 def _taken_over(group: Any, job: tuple[float, int]) -> tuple[Any, Any, float]:
     lr, steps = job
     model, optimizer = made(lr, seed=steps, steps=steps)
-    take_over(group, model, optimizer, 1)
+    take_over(group, model, [optimizer], 1)
     state = [
         value.clone()
         for parameter in model.parameters()
@@ -92,7 +92,7 @@ def _counts_taken_over(group: Any, steps: int) -> list[dict[str, Any]]:
     for _ in range(steps):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    take_over(group, model, optimizer, 1)
+    take_over(group, model, [optimizer], 1)
     keys = ("steps", "scale", "name", "nothing")
     return [{key: s[key] for key in keys} for s in optimizer.state.values()]
 
@@ -121,7 +121,7 @@ def _with_cache(group: Any, length: int) -> tuple[Any, list[int]]:
     else:
         model[1].running_var = model[1].running_var.double()
     model[1].running_mean.fill_(float(group.rank))
-    take_over(group, model, optimizer, 1)
+    take_over(group, model, [optimizer], 1)
     return model, model.cache.tolist()
 
 

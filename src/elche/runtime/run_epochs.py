@@ -28,6 +28,7 @@ from elche.runtime.agreement import checksum, min_share_samples
 from elche.runtime.gradient_sync import refuse_stray_gradients
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.news import RunNews, with_samples
+from elche.runtime.optimizers_seen import OptimizersSeen
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.scaler_skips import ScalerSkips
@@ -88,6 +89,7 @@ class RunEpochs:
         self._pending_error: ElcheError | None = None
         self._trailing = TrailingSteps(training.model)
         self._skips = ScalerSkips(training.optimizer, news.scalars)
+        self._optimizers = OptimizersSeen(training.model, training.optimizer)
         self._left_epoch: int | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -108,6 +110,7 @@ class RunEpochs:
         self._skips.attach()
         self._synchroniser.build()
         if config.policy == "auto":
+            self._optimizers.attach()
             numel = self._synchroniser.num_parameters
             self._probe_s = probe_reduction_s(self._worker.group, numel)
         rank = self._worker.rank
@@ -171,6 +174,7 @@ class RunEpochs:
         self._is_closed = True
         self._trailing.forget()
         self._skips.detach()
+        self._optimizers.detach()
         self._batches = None
 
     def end_iteration(self) -> None:
@@ -244,7 +248,7 @@ class RunEpochs:
                 checksum="" if changed or self._is_mixed else checksum(model),
                 plan=self._plans.epoch(self._epoch),
                 probe_s=self._probe_s,
-                rates=rates(self._training.optimizer, worker.rank),
+                rates=rates(self._optimizers.all(), worker.rank),
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
@@ -254,8 +258,8 @@ class RunEpochs:
         if changed or begin.policy != self._synchroniser.policy:
             self._synchroniser.build(begin.policy)
         if begin.state_from is not None:
-            optimizer = self._training.optimizer
-            take_over(worker.group, model, optimizer, begin.state_from)
+            optimizers = self._optimizers.all()
+            take_over(worker.group, model, optimizers, begin.state_from)
         shared = share_keys(worker.group, keys)
         positions = EpochPositions(
             shared, BatchSizes(begin.sizes), self._epoch, self._training.config.seed

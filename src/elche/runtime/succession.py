@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,30 +25,38 @@ logger = logging.getLogger(__name__)
 WHAT = "taking over from the rank that trained alone"
 
 
-def rates(optimizer: torch.optim.Optimizer, rank: int) -> str:
-    """Names what an optimizer steps with: equal texts, equal steps from equal states.
+def rates(optimizers: Sequence[torch.optim.Optimizer], rank: int) -> str:
+    """Names what optimizers step with: equal texts, equal steps from equal states.
 
     A rate that `elche.ProgressLR` sets follows the run's progress, so it is equal when
     it is used, and left out. One that a scheduler of torch's sets depends on how often
     this rank's loop has called it, so such a text is like no other rank's.
     """
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if any(hasattr(each.step, "_wrapped_by_lr_sched") for each in optimizers):
         return f"scheduled on rank {rank}"
     settings = [
         [
-            (name, value)
-            for name, value in plain_settings(group)
-            if not (name == "lr" and "initial_lr" in group)
+            [
+                (name, value)
+                for name, value in plain_settings(group)
+                if not (name == "lr" and "initial_lr" in group)
+            ]
+            for group in optimizer.param_groups
         ]
-        for group in optimizer.param_groups
+        for optimizer in optimizers
     ]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 def take_over(
-    group: Group, model: nn.Module, optimizer: torch.optim.Optimizer, source: int
+    group: Group,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    source: int,
 ) -> None:
-    """Copies model, optimizer state and learning rates of one rank to all.
+    """Copies model, optimizers' states and learning rates of one rank to all.
+
+    Ranks have as many optimizers, with equal settings: :func:`rates` has been compared.
 
     Buffers that ranks do not hold alike (caches that grow) stay each rank's own. Where
     ranks hold different kinds of state, which cannot be copied from one to the
@@ -62,6 +71,11 @@ def take_over(
     known.agree(group)
     for _, kind, buffer in known.common():
         _take(group, buffer.detach(), source, kind.dtype)
+    for optimizer in optimizers:
+        _take_state(group, optimizer, source)
+
+
+def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
     texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
     described = [json.loads(text) for text in texts]
     if any(each["kinds"] != described[0]["kinds"] for each in described):

@@ -1,0 +1,62 @@
+"""Which optimizers step a model: the one that `elche.setup` was given, and others."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+@final
+class OptimizersSeen:
+    """Watches the optimizers of this process.
+
+    Where one rank trains alone for a while and all go on from where it stands, the
+    state of every optimizer belongs to that.
+
+    Args:
+        model: what is trained.
+        optimizer: the one given to `elche.setup`; the first of them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._first = optimizer
+        self._others: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._passed_over: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def attach(self) -> None:
+        """Begins to watch."""
+        me = weakref.WeakMethod(self._see)
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            see = me()
+            if see is not None:
+                see(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(hook)
+
+    def detach(self) -> None:
+        """Ends it."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def all(self) -> list[torch.optim.Optimizer]:
+        """Those that are still there, in the order in which they stepped first."""
+        others = (ref() for ref in self._others)
+        return [self._first, *(other for other in others if other is not None)]
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        known = optimizer is self._first or optimizer in self._passed_over
+        if known or any(ref() is optimizer for ref in self._others):
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(parameter) in held for parameter in self._model.parameters()):
+            self._others.append(weakref.ref(optimizer))
+        else:
+            self._passed_over.add(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +98,21 @@ def test_only_what_is_chosen_is_forgotten() -> None:
     assert set(optimizer.state) == {other}
     forget_state(optimizer)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_adagrad_forgets_beside_a_group_that_was_added(some: bool) -> None:
+    """It has no state before its first step, and what it begins with is torch's."""
+    first, added = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adagrad([first], lr=0.1, initial_accumulator_value=0.5)
+    optimizer.add_param_group({"params": [added], "initial_accumulator_value": 7.0})
+    first.grad = torch.ones(3)
+    optimizer.step()
+    forget_state(optimizer, [first, added] if some else None)
+    assert optimizer.state[first]["sum"].eq(0.5).all()
+    assert not optimizer.state.get(added)
+    added.grad = torch.ones(2)
+    with contextlib.suppress(KeyError):  # older torch makes no state so late
+        optimizer.step()
+        forget_state(optimizer, [first, added] if some else None)
+        assert optimizer.state[added]["sum"].eq(0.5).all()

@@ -169,18 +169,21 @@ def forget_state(
         optimizer: the optimizer.
         parameters: whose state is meant; None for all there is.
     """
-    held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
     if parameters is None:
         before = dict(optimizer.state)
         optimizer.state.clear()
     else:
         chosen = {id(parameter) for parameter in parameters}
-        held = [(p, group) for p, group in held if id(p) in chosen]
-        before = {p: optimizer.state.pop(p, {}) for p, _ in held}
+        held = [p for p in held if id(p) in chosen]
+        before = {p: optimizer.state.pop(p, {}) for p in held}
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
-    for parameter, group in held:
-        state, first = before[parameter], group["initial_accumulator_value"]
+    first = optimizer.defaults["initial_accumulator_value"]  # whatever a group says
+    for parameter in held:
+        state = before.get(parameter)
+        if not state:  # of a group that was added: made at its first step
+            continue
         state["step"].zero_()
         state["sum"].fill_(complex(first, first) if parameter.is_complex() else first)
         optimizer.state[parameter] = state

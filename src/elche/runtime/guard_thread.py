@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
 from typing import final
@@ -29,6 +30,8 @@ class GuardThread:
     def ask(self, question: Question, within_s: float) -> object:
         """What the question returns, or raises, in the thread.
 
+        An answer that is there when the deadline is noticed counts.
+
         Raises:
             DeadlineError: it took longer than ``within_s``; the thread is given up.
         """
@@ -45,8 +48,8 @@ class GuardThread:
         try:
             return answer.result(within_s)
         except FutureTimeoutError:
-            if answer.done():
-                raise  # the guard's own
+            if not answer.cancel():  # it has come just now, or this is the guard's own
+                return answer.result()
             self.close()
             raise DeadlineError(f"no answer came within {within_s:g} s") from None
 
@@ -61,6 +64,11 @@ def _answer(questions: SimpleQueue[tuple[Question, Future[object]] | None]) -> N
     while (asked := questions.get()) is not None:
         question, answer = asked
         try:
-            answer.set_result(question())
-        except BaseException as error:
-            answer.set_exception(error)
+            told, error = question(), None
+        except BaseException as raised:
+            told, error = None, raised
+        with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+            if error is None:
+                answer.set_result(told)
+            else:
+                answer.set_exception(error)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from elche import local_replicas
 from elche.errors import ConfigError, DeadlineError
 from elche.local_replicas import LocalReplicas, split_exactly
 
@@ -176,6 +177,77 @@ def test_a_cache_that_grows_is_each_replicas_own() -> None:
             assert sizes == ([6, 4] if length == 10 else [6, 6])  # copied in between
             assert torch.equal(first.norm.running_mean, second.norm.running_mean)
             assert torch.equal(first.out.weight, second.out.weight)
+
+
+class _Registering(nn.Module):
+    """A layer that registers what it works with anew in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factors = torch.full((len(x), 1), 0.5, dtype=x.dtype)
+        self.register_buffer("factors", factors, persistent=False)
+        out: torch.Tensor = self.out(x * self.factors)
+        return out
+
+
+@pytest.fixture
+def copies_made(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Models that were copied whole."""
+    made: list[nn.Module] = []
+    copied = local_replicas.copied
+
+    def note(model: nn.Module, devices: Any) -> list[nn.Module]:
+        made.append(model)
+        return copied(model, devices)
+
+    monkeypatch.setattr(local_replicas, "copied", note)
+    return made
+
+
+def test_a_buffer_that_forward_makes_anew_is_not_a_new_model(
+    copies_made: list[nn.Module],
+) -> None:
+    torch.manual_seed(3)
+    model = _Registering()
+    alone = copy.deepcopy(model)
+    optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
+    with LocalReplicas(model, ["cpu"] * 2, shares=(2, 1)) as replicas:
+        for batch in _batches(6, 9, 3, 1):
+            replicas.train_step(batch, _loss, optimizer)
+            own.zero_grad()
+            _loss(alone, batch).backward()
+            own.step()
+    assert copies_made == [model]
+    torch.testing.assert_close(model.out.weight, alone.out.weight, rtol=0, atol=1e-14)
+
+
+def test_buffers_that_are_changed_between_steps_are_followed(
+    copies_made: list[nn.Module],
+) -> None:
+    model = _model()
+    model.register_buffer("kept", torch.ones(2))
+    model[0].register_buffer("tied", model.get_buffer("kept"))
+    with LocalReplicas(model, ["cpu"] * 2) as replicas:
+        batch, (_, other) = _batches(6)[0], replicas.replicas
+        kept = other.get_buffer("kept")
+        model[0].register_buffer("added", torch.arange(3), persistent=False)
+        replicas.backward(batch, _loss)
+        assert torch.equal(other[0].added, torch.arange(3))
+        assert "0.added" not in other.state_dict()
+        assert other.get_buffer("kept") is kept
+        model.kept = model[0].tied = torch.zeros(5)
+        del model[0].added
+        replicas.backward(batch, _loss)
+        assert torch.equal(other.get_buffer("kept"), torch.zeros(5))
+        assert other[0].tied is other.get_buffer("kept")
+        assert not hasattr(other[0], "added")
+        model.kept = None
+        replicas.backward(batch, _loss)
+        assert other.kept is None
+    assert copies_made == [model]
 
 
 def test_a_model_that_grows_and_freezes_is_followed() -> None:

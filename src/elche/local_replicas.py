@@ -23,6 +23,7 @@ from elche.comm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 from elche.runtime.batch_weights import BatchWeights, WeightOf
 from elche.runtime.environment import check_device
+from elche.runtime.replica_buffers import FollowedBuffers
 from elche.runtime.replica_checks import (
     check_loss_fn,
     check_model,
@@ -88,6 +89,7 @@ class LocalReplicas:
         self._copies: list[nn.Module] = []
         self._signature: object = None
         self._versions: list[int] = []
+        self._buffers = FollowedBuffers(nn.Module())
         self._threads = ReplicaThreads(self.devices, timeout_s)
         self._rebuild()
 
@@ -213,8 +215,10 @@ class LocalReplicas:
         """Lets the copies follow a model that was frozen, unfrozen or grown."""
         if self._signature != _signature(self._model):
             self._rebuild()
-        elif self._versions != _versions(self._model):
-            self.sync_params()
+        else:
+            self._buffers.follow(self._copies)
+            if self._versions != _versions(self._model):
+                self.sync_params()
         for replica in self._copies:
             for module, other in zip(
                 self._model.modules(), replica.modules(), strict=True
@@ -251,6 +255,7 @@ class LocalReplicas:
                 parameter.grad = gradient
         self._signature = _signature(self._model)
         self._versions = _versions(self._model)
+        self._buffers = FollowedBuffers(self._model)
 
     @torch.no_grad()
     def _add_gradients(self, added: Sequence[Gradients]) -> None:
@@ -349,7 +354,7 @@ def _length(batch: Any) -> int:
 def _signature(model: nn.Module) -> object:
     tensors = tuple(
         (id(tensor), tensor.requires_grad, tuple(tensor.shape), tensor.dtype)
-        for tensor in (*model.parameters(), *model.buffers())
+        for tensor in model.parameters()
     )
     return tensors, tuple(map(id, model.modules()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +77,29 @@ def test_it_begins_when_it_is_needed_and_ends_when_it_is_told(
     beside.serve(late)
     assert "a test's thread" not in alive()
     assert late.left == 1
+
+
+def test_what_is_done_is_not_held(beside: CodecThread) -> None:
+    """The messages of a model that is averaged no more, say."""
+    counted, is_freed = Counted(1), threading.Event()
+    held = weakref.ref(counted, lambda _: is_freed.set())
+    beside.serve(counted)
+    assert counted.is_done.wait(DEADLINE_S)
+    del counted
+    assert is_freed.wait(DEADLINE_S)
+    assert held() is None
+
+
+def test_a_thread_that_did_not_start_is_not_waited_for(
+    beside: CodecThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        beside.serve(Counted(1))
+    beside.end()
 
 
 def test_it_computes_on_one_core_and_changes_nobody_elses(

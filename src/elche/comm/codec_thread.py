@@ -66,10 +66,11 @@ class CodecThread:
 
     def _begin(self) -> None:
         is_set = threading.Event()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(is_set,), name=self._name, daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
         is_set.wait()
         # What a thread sets is also where threads begin that come after it.
         torch.set_num_threads(torch.get_num_threads())
@@ -80,21 +81,28 @@ class CodecThread:
         finally:
             is_set.set()
         pauses_s: dict[Driven, float] = {}
-        while True:
-            try:
-                timeout_s = min(pauses_s.values(), default=None)
-                driven = self._served.get(timeout=timeout_s)
-                if driven is None:
-                    return
-                pauses_s[driven] = 0.0
-            except Empty:
-                pass
-            for each in tuple(pauses_s):
-                pause_s = each.drive()
-                if pause_s is None:
-                    del pauses_s[each]
-                else:
-                    pauses_s[each] = pause_s
+        while self._drive(pauses_s):
+            pass
+
+    def _drive(self, pauses_s: dict[Driven, float]) -> bool:
+        """Waits for something to do, and does it; False when it is told to end.
+
+        What is done is not held while it waits: a message takes as much as the model.
+        """
+        try:
+            served = self._served.get(timeout=min(pauses_s.values(), default=None))
+            if served is None:
+                return False
+            pauses_s[served] = 0.0
+        except Empty:
+            pass
+        for each in tuple(pauses_s):
+            pause_s = each.drive()
+            if pause_s is None:
+                del pauses_s[each]
+            else:
+                pauses_s[each] = pause_s
+        return True
 
 
 _threads: WeakKeyDictionary[Group, CodecThread] = WeakKeyDictionary()

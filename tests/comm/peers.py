@@ -74,12 +74,16 @@ class Peer:
 
 
 def exchanges(
-    world_size: int, codec: Codec, numel: int, sides: int = 1
+    world_size: int,
+    codec: Codec,
+    numel: int,
+    sides: int = 1,
+    hosts: Sequence[str] = (),
 ) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; `numel` counts the weight."""
     wire = Wire(world_size)
     ends = [
-        CodedExchange(Peer(wire, rank), codec, numel, sides)
+        CodedExchange(Peer(wire, rank), codec, numel, sides, hosts=hosts)
         for rank in range(world_size)
     ]
     return wire, ends
@@ -97,8 +101,8 @@ def summed(
 
 
 def poll_all(ends: list[CodedExchange]) -> None:
-    """Polls until all that can be done is done: twice, since a sum answers offers."""
-    for _ in range(2):
+    """Polls until all that can be done is done: hosts pass on what was answered."""
+    for _ in range(4):
         for end in ends:
             end.poll()
     assert all(end.poll() for end in ends)

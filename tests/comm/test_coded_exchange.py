@@ -105,6 +105,30 @@ def test_the_sum_in_parts_is_the_sum(
         assert torch.equal(found, end.finish("a test"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_else_is_made_has_another_dtype_than_messages(
+    name: str, dtype: torch.dtype
+) -> None:
+    """A script makes a model in bfloat16, say; its averages are float32 even so."""
+    sent = [message(rank, 300) for rank in range(4)]
+    hosts = ("a", "a", "b", "b")
+    wanted, got = [], []
+    for sums, default in ((wanted, torch.float32), (got, dtype)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            for world_size, names in ((2, ()), (3, ()), (4, hosts)):
+                _, ends = exchanges(world_size, CODECS[name], 301, hosts=names)
+                for _ in range(2):
+                    sums += summed(ends, sent[:world_size])
+        finally:
+            torch.set_default_dtype(before)
+    for one, other in zip(wanted, got, strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_long_message_is_summed_in_pieces(world_size: int) -> None:
     _, ends = exchanges(world_size, CODECS["int8"], 150_001)

@@ -208,7 +208,7 @@ class _BlockEncoded(Encoded):
         self._numel = numel
         self._codes = memory[:bytes_of_codes].view(blocks, -1) if blocks else memory
         self._scales = memory[bytes_of_codes:].view(torch.bfloat16)
-        self._scratch = torch.empty(0, device=memory.device)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=memory.device)
 
     def write(self, start: int, values: torch.Tensor) -> bool:
         size, block = values.numel(), self._codec.block
@@ -230,13 +230,13 @@ class _BlockEncoded(Encoded):
             if whole:
                 self._read_blocks(first, chunk[: whole * block].view(whole, block))
             if rest := chunk.numel() - whole * block:
-                last = torch.empty(1, block, device=out.device)
+                last = out.new_empty(1, block)
                 self._read_blocks(first + whole, last)
                 chunk[whole * block :].copy_(last[0, :rest])
 
     def _filled_up(self, values: torch.Tensor) -> torch.Tensor:
         whole = -(-values.numel() // self._codec.block) * self._codec.block
-        filled = torch.zeros(whole, device=values.device)
+        filled = values.new_zeros(whole)
         filled[: values.numel()].copy_(values)
         return filled
 

@@ -74,15 +74,17 @@ class CodedExchange(ResidualExchange):
         self._peers = peers
         self._codec = codec
         self._values = numel - 1
-        self._contributions = [torch.zeros(numel) for _ in range(sides)]
+        self._contributions = [
+            torch.zeros(numel, dtype=torch.float32) for _ in range(sides)
+        ]
         self._results: list[torch.Tensor | None] = [None] * sides
-        self._residual = torch.zeros(self._values)
+        self._residual = torch.zeros_like(self._contributions[0][:-1])
         self._route = (
             host_route(peers, codec, self._values, tag, hosts)
             if spans_hosts(hosts)
             else route_over(peers, codec, self._values, tag)
         )
-        self._scratch = torch.empty(codec.block)
+        self._scratch = torch.empty(codec.block, dtype=torch.float32)
         self._phase = _Phase.IDLE
         self._side = 0
         self._has_sum = self._is_kept = False

@@ -65,8 +65,8 @@ class RunConfig:
             ends the run and names it; ``"leave_out"`` goes on without that batch alone,
             and warns. Under ``sync`` a step
             is one of all ranks and nothing can be left out of it: ``"stop"`` ends the
-            run when parameters are NaN at the end of an epoch. One device does nothing
-            of this.
+            run when parameters are NaN at the end of an epoch. Windows do not begin
+            on such parameters, whatever is set. One device does nothing of this.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.

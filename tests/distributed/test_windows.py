@@ -311,6 +311,32 @@ def test_sync_stops_where_the_model_is_no_number(ranks2: RankPool, stops: bool) 
         assert ("parameters are no numbers" in said) == stops
 
 
+def train_on_a_lost_model(task: Task) -> str:
+    """The model is lost before an epoch; its batches are not at fault."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    for _ in loader:
+        pass
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=r"before windows began in epoch 1") as no:
+        next(iter(loader))
+    elche.shutdown()
+    return str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "update"), [("cadence", "gradients"), ("async", "parameters")]
+)
+def test_no_batch_is_blamed_for_a_model_that_was_lost_before(
+    ranks2: RankPool, policy: str, update: str
+) -> None:
+    task = _with(Task(samples=160, batch_size=8), policy=policy, update=update)
+    task = _with(task, non_finite="leave_out")
+    ends = ranks2.run(train_on_a_lost_model, task, case_setup=serve_in_thread)
+    assert all("samples" not in said for said in ends)
+
+
 def train_on_bad_beginning(task: Task) -> dict[str, torch.Tensor]:
     """An epoch whose first two batches are no numbers, BatchNorm in the way of them."""
     model, optimizer, loader = build(task)

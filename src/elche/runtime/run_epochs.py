@@ -198,10 +198,10 @@ class RunEpochs:
         run = self._epoch_run(positions, window)
         self.under_way = run
         try:
-            yield from run.batches()
+            yield from self._batches_of(run)
             if isinstance(run, SyncEpoch) and run.switch is not None:
                 run = self.under_way = self._switched(run, positions)
-                yield from run.batches()
+                yield from self._batches_of(run)
         except NonFiniteError as error:
             self._pending_error = named = with_samples(error, positions)
             raise named from None
@@ -228,6 +228,11 @@ class RunEpochs:
                 if run.end is not None:
                     self.reports.append(run.end)
                     self._news.name_left_out(run.end, positions)
+
+    def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
+        if isinstance(run, WindowEpoch):
+            self._synchroniser.refuse_nan(self._epoch)
+        yield from run.batches()
 
     def _open_epoch(self) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""

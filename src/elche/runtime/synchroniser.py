@@ -23,7 +23,7 @@ from elche.comm.reducer import GradientReducer
 from elche.comm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
-from elche.errors import ConfigError
+from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.gradient_sync import GradientSync
 from elche.runtime.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.parameter_watch import ParameterWatch
@@ -151,6 +151,24 @@ class Synchroniser:
         nothing has initialised, in a parameter that is not used).
         """
         return 0.0 if self._is_nan_from_start else self._norm()
+
+    def refuse_nan(self, epoch: int) -> None:
+        """Refuses to begin windows in which every batch would seem to be at fault.
+
+        So it is where steps under ``sync``, or the loop, have spoilt the model before.
+
+        Raises:
+            NonFiniteError: parameters are NaN that were numbers at the start.
+        """
+        if math.isnan(self.parameter_norm()):
+            raise NonFiniteError(
+                "the model's parameters were no numbers before windows began in epoch "
+                f"{epoch}, so no batch could be trained on: what spoilt them came "
+                "before (under policy 'sync', of which nothing can be left out, or "
+                "outside the loop); look at the data, the loss and the learning rate, "
+                "take a GradScaler, or name a policy of windows, which can leave "
+                "batches out"
+            )
 
     def _norm(self) -> float:
         return float(get_total_norm([p.detach() for p in self._trainable]))

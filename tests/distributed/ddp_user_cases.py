@@ -366,7 +366,7 @@ def scripted(wrapper: Any) -> Found:
     """A part of the model is compiled by torch.jit."""
     model = build("mlp")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # deprecated, in one category or another
         model = nn.Sequential(torch.jit.script(model[:2]), model[2])
     loop(wrapper(model))
     return end_of(model)

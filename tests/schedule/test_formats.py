@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     ScheduleInterleaved1F1B,
@@ -32,6 +33,8 @@ from elche.schedule.v_shape import zb_v_rows
 from elche.schedule.validation import check_schedule
 from tests.schedule.strategies import named, placements
 
+TORCH_WAITS = hasattr(torch_schedules, "_add_wait_send")  # torch 2.15
+
 
 def made(name: str, ranks: int = 4, count: int = 8) -> Schedule:
     placement = placement_for(name, ranks)
@@ -48,6 +51,9 @@ def torch_reader(schedule: Schedule) -> Any:
     reader._num_stages = schedule.num_stages
     reader._n_microbatches = schedule.num_microbatches
     reader._stages = []
+    reader._max_active_stages = 3  # torch 2.15 reads these three as well
+    reader._unshard_lookahead = "full"
+    reader._max_outstanding_sends = None
     return reader
 
 
@@ -85,19 +91,23 @@ def test_torch_runs_our_sends_and_receives(tmp_path: Path, name: str) -> None:
     """torch's own simulation, which demands matching sends and receives, completes."""
     schedule = lower(made(name))
     path = tmp_path / "lowered.csv"
-    path.write_text(to_csv(schedule), newline="")
+    path.write_text(to_csv(schedule, send_waits=TORCH_WAITS), newline="")
     reader = torch_reader(schedule)
     _PipelineScheduleRuntime._load_csv(reader, str(path), format="compute_comms")
     loaded = reader.pipeline_order_with_comms
+    sends = [
+        TORCH_WAITS * sum(one.kind in (Kind.SEND_F, Kind.SEND_B) for one in row)
+        for row in schedule.actions
+    ]
     assert {rank: len(row) for rank, row in loaded.items()} == {
-        rank: len(row) for rank, row in enumerate(schedule.actions)
+        rank: len(row) + sends[rank] for rank, row in enumerate(schedule.actions)
     }
     simulated = _simulate_comms_compute(
         loaded, lambda stage: schedule.placement[stage], schedule.num_stages
     )
     assert sum(one is not None for row in simulated.values() for one in row) == sum(
         map(len, schedule.actions)
-    )
+    ) + sum(sends)
 
 
 @given(placements(), st.integers(1, 4), st.integers(0, 3))
@@ -159,6 +169,10 @@ def test_we_load_what_torch_dumps(tmp_path: Path) -> None:
     reader.pipeline_order_with_comms = _add_send_recv(
         compute, lambda stage: schedule.placement[stage], schedule.num_stages
     )
+    if TORCH_WAITS:
+        reader.pipeline_order_with_comms = torch_schedules._add_wait_send(
+            reader.pipeline_order_with_comms
+        )
     _PipelineScheduleRuntime._dump_csv(reader, str(path), format="compute_comms")
     lowered = from_csv(path.read_text(), "torch")
     check_deadlock_free(lowered)
@@ -208,6 +222,32 @@ def test_torchs_idle_steps_overlaps_and_fsdp_are_understood() -> None:
     text = "0UNSHARD,0F0,0F1,,(0B0;0B1)OVERLAP_F_B,0REDUCE_GRAD,0RESHARD\n"
     schedule = from_csv(text, "dual")
     assert to_text(schedule).splitlines()[1] == "rank 0: 0F0 0F1 0B0 0B1"
+
+
+def test_torchs_waits_are_understood_and_written_where_torch_puts_them() -> None:
+    text = (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
+    )
+    schedule = from_csv(text)
+    assert "WAIT" not in to_csv(schedule)
+    assert to_csv(schedule, send_waits=True).split() == text.split()
+    assert from_csv("0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n").actions == (
+        (Action(0, Kind.FORWARD, 0), Action(0, Kind.FULL_BACKWARD, 0)),
+    )
+
+
+@pytest.mark.skipif(not TORCH_WAITS, reason="torch before 2.15 waits by itself")
+@pytest.mark.parametrize("name", FIXED_SCHEDULES)
+def test_waits_stand_where_torch_puts_them(name: str) -> None:
+    schedule = lower(made(name))
+    plain = {
+        rank: [_Action.from_str(str(one)) for one in row]
+        for rank, row in enumerate(schedule.actions)
+    }
+    theirs = torch_schedules._add_wait_send(plain)
+    ours = to_csv(schedule, send_waits=True).splitlines()
+    assert ours == [",".join(map(str, row)) for row in theirs.values()]
 
 
 def test_actions_print_as_torch_prints_them() -> None:

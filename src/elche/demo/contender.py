@@ -244,7 +244,9 @@ class Contender:
     def _time_cap(self) -> TimeCap:
         is_alone = self.spec.kind == "solo"
         word = None if is_alone else Path(self.spec.out) / "last-batch"
-        meet = session.barrier if self.spec.kind == "elche" else dist.barrier
+        meet: Callable[[], Any] = dist.barrier
+        if self.spec.kind == "elche":
+            meet = session.barrier
         return TimeCap(self.spec.max_seconds, word, meet)
 
     def _wait_for_evaluation(self) -> None:

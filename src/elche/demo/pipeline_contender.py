@@ -236,11 +236,11 @@ class PipelineContenders:
         for index in (i for i, rank in enumerate(placement) if rank == self._rank):
             begin = sum(sizes[:index])
             part = nn.Sequential(*layers[begin : begin + sizes[index]])
-            stage = PipelineStage(part, index, len(placement), torch.device("cpu"))
+            stage: Any = PipelineStage(part, index, len(placement), torch.device("cpu"))
             # Torch 2.11 first sends something to every neighbour to make NCCL
             # connect. In a V a neighbour is the rank itself: gloo refuses that ("Pair
             # is not connected"), and it is connected anyway.
-            stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+            stage._get_init_p2p_neighbors_ops = list
             self._emulated.around(stage, self._torch_calls(sizes[index]))
             stages.append(stage)
         count = self._config.microbatches
@@ -248,9 +248,9 @@ class PipelineContenders:
         if name == "torch-1f1b":
             made = Schedule1F1B(stages[0], count, F.mse_loss)
         elif name == "torch-zb-v":
-            made = ScheduleZBVZeroBubble(stages, count, F.mse_loss)  # type: ignore[arg-type]
+            made = ScheduleZBVZeroBubble(stages, count, F.mse_loss)
         else:
-            made = ScheduleInterleavedZeroBubble(stages, count, F.mse_loss)  # type: ignore[arg-type]
+            made = ScheduleInterleavedZeroBubble(stages, count, F.mse_loss)
         batch = (self._batch,) if placement[0] == self._rank else ()
         target = self._target if placement[-1] == self._rank else None
         parameters = [p for stage in stages for p in stage.submod.parameters()]

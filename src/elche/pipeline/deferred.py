@@ -257,7 +257,7 @@ def _deferring(
     store.runs_again |= has_hooks
     # What runs again in backward must come after hooks that a user puts on the output.
     if has_hooks or store.is_open or not x.requires_grad:
-        made: torch.Tensor = _DeferredFunction.apply(  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _DeferredFunction.apply(  # type: ignore[no-untyped-call, unused-ignore]
             store, operation, x, used, weight, bias
         )
         site = Site(operation, weight, _learning(bias), None, 0)

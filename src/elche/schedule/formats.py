@@ -13,31 +13,55 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Schedule, parse_action
+from elche.schedule.actions import Action, Kind, Schedule, parse_action
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_NOT_OURS = re.compile(
+    r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_F|WAIT_SEND_B)\d*"
+)
 _TEXT_ROW = re.compile(r"rank (\d+):(.*)")
 
 
-def to_csv(schedule: Schedule) -> str:
+def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
     """Writes a schedule so that torch's ``_load_csv`` reads it.
 
     A compute-only schedule is torch's format ``compute_only``, a lowered one its
     ``compute_comms``.
+
+    Args:
+        schedule: compute-only or lowered.
+        send_waits: write the waits for sends that torch 2.15 demands in a lowered
+            schedule, and torch 2.13 does not know. They stand where torch puts them:
+            a forward's after its backward, the others at the end of the row.
     """
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     for row in schedule.actions:
-        writer.writerow([str(one) for one in row])
+        writer.writerow(_with_waits(row) if send_waits else map(str, row))
     return out.getvalue()
+
+
+def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+    sent: dict[tuple[int, Kind, int], None] = {}  # in order
+    for one in row:
+        yield str(one)
+        if one.kind in (Kind.SEND_F, Kind.SEND_B):
+            sent[one.stage, one.kind, one.microbatch] = None
+        elif one.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT):
+            key = (one.stage, Kind.SEND_F, one.microbatch)
+            if key in sent:
+                del sent[key]
+                yield f"{one.stage}WAIT_{Kind.SEND_F}{one.microbatch}"
+    for stage, kind, microbatch in sent:
+        yield f"{stage}WAIT_{kind}{microbatch}"
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Reads a CSV of actions, torch's files included.
 
-    Idle steps are dropped, ``OVERLAP_F_B`` is unrolled in its order, and the actions of
-    FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``) are dropped: elche has none. Only
+    Idle steps are dropped, ``OVERLAP_F_B`` is unrolled in its order, and what elche has
+    none of is dropped: actions of FSDP (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``,
+    ``WAIT_REDUCE_GRAD``) and waits for sends (``WAIT_SEND_F``, ``WAIT_SEND_B``). Only
     the form is checked here; ``validation.check_schedule`` checks the content.
 
     Args:
@@ -125,7 +149,7 @@ def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
 def _unrolled(cells: Iterable[str]) -> Iterator[Action]:
     for cell in cells:
         text = cell.strip()
-        if not text or _FSDP.fullmatch(text):
+        if not text or _NOT_OURS.fullmatch(text):
             continue
         match = _OVERLAP.fullmatch(text)
         for part in match[1].split(";") if match else (text,):

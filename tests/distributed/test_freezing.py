@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 import elche
 from elche import session
+from elche.comm import codec_peers
 from elche.errors import ElcheError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
@@ -99,6 +102,42 @@ def test_nothing_frozen_travels(
         _carried, options, case_setup=serve_in_thread
     ):
         assert numel == trained + flags * count + others
+
+
+def _sent_and_held(policy: str) -> tuple[int, list[int]]:
+    """Frozen and freed in turn: messages of the first epoch, and how many of all that
+    were sent until then are held when a later epoch begins."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    first: Any = model.get_submodule("0")
+    options: dict[str, Any] = {"policy": policy, "codec": "int8"}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    sent: list[Any] = []
+    held: list[int] = []
+    for _ in range(4):
+        is_first = True
+        for x, y, _, _ in loader:
+            if is_first:
+                gc.collect()
+                held.append(sum(memory() is not None for memory in sent))
+            is_first = False
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pending = [each for some in codec_peers._pending.values() for each in some]
+        sent += [weakref.ref(each.memory) for each in pending]
+        del pending
+        first.requires_grad_(not first.weight.requires_grad)
+    elche.shutdown()
+    return len(sent), held
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_was_sent_before_a_rebuild_is_let_go(
+    ranks2: RankPool, policy: str
+) -> None:
+    found = ranks2.run(_sent_and_held, policy, case_setup=serve_in_thread)
+    assert all(sent > 0 for sent, _ in found)
+    assert [held for _, held in found] == [[0] * 4] * 2
 
 
 def _barrier(policy: str) -> int:

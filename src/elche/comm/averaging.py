@@ -125,6 +125,15 @@ class Averager:
         self._buffers.connect(group)
         self._state.connect(group)
 
+    def retire(self) -> None:
+        """Another averager takes its place in the group: what was sent is let go.
+
+        Raises:
+            CommunicationError: it has not left, and will not.
+        """
+        for parameters in self._groups:
+            parameters.retire()
+
     @torch.no_grad()
     def rebase(self) -> None:
         """Takes the present values as common: ranks are known to be equal now.

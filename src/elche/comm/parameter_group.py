@@ -145,6 +145,16 @@ class ParameterGroup:
         self._side = self._messages_sent = 0
         self._lay_messages()
 
+    def retire(self) -> None:
+        """Another one takes its place in the same group; nothing is under way.
+
+        Raises:
+            CommunicationError: something had not left, and will not.
+        """
+        if isinstance(self._exchange, ResidualExchange):
+            self._exchange.flush("averaging other parameters")
+            self._exchange.retire()
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The parameters."""

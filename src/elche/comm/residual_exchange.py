@@ -53,7 +53,9 @@ class ResidualExchange(Exchange):
 
     @abstractmethod
     def flush(self, what: str) -> None:
-        """Waits until all that was sent has left; before the group is closed.
+        """Waits until all that was sent has left, and holds none of it any more.
+
+        Before the group is closed, or another exchange takes this one's place in it.
 
         Raises:
             CommunicationError: it failed.

@@ -91,6 +91,10 @@ class AveragedSync(WindowSync):
         if self._own_factor is not None:
             self._own_factor.detach()
 
+    def retire(self) -> None:
+        """See :meth:`WindowSync.retire`."""
+        self._averager.retire()
+
     def _count_drift(self) -> None:
         """The window ends: its batches weigh in the drifts of all fragments."""
         self._drifts.add(self._weight)

@@ -91,6 +91,8 @@ class Synchroniser:
     def build(self, policy: str | None = None) -> None:
         """Builds what a policy needs, together with all ranks; None keeps it."""
         self.detach()
+        if self.windows is not None:
+            self.windows.retire()
         self.policy = policy or self.policy
         self.reducer = self.windows = None
         self._signature = self._current_signature()

@@ -39,6 +39,13 @@ class WindowSync(ABC):
     def detach(self) -> None:  # noqa: B027
         """Takes every hook off the parameters."""
 
+    def retire(self) -> None:  # noqa: B027
+        """What takes its place is made in the same group; nothing is under way.
+
+        Raises:
+            CommunicationError: what was sent has not left, and will not.
+        """
+
     def state_layout(self) -> str:
         """Names what of the optimizer's state can be averaged."""
         return ""

@@ -212,6 +212,18 @@ def test_a_message_under_way_is_not_in_the_state(is_driven: bool) -> None:
         ends[0].begin(0)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_second_message_is_refused_before_the_first_has_been_sent(side: int) -> None:
+    wire, ends = driven(2)
+    begun(ends, 10)
+    with pytest.raises(ProtocolError, match=r"begin\(\) came when a message is under"):
+        ends[0].begin(side)
+    assert not wire.waiting
+    drive(ends)
+    expected, _ = known(2, [10])
+    assert all(torch.equal(end.finish("a test"), expected) for end in ends)
+
+
 def test_what_failed_is_done_again_elsewhere_as_if_it_had_not_been() -> None:
     wire, ends = driven(2)
     begun(ends, 10)

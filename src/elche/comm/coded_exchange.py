@@ -151,10 +151,18 @@ class CodedExchange(ResidualExchange):
             ProtocolError: a message is under way, or the exchange is broken.
         """
         if self._phase is not _Phase.IDLE:
-            raise ProtocolError(
-                f"{call} came when {self._phase.value}; expected the last sum to have "
-                "been taken"
-            )
+            raise self.untaken(call)
+
+    def untaken(self, call: str) -> ProtocolError:
+        """The error of a call that came before the last sum had been taken.
+
+        What waits to be begun elsewhere is under way too.
+        """
+        is_queued = self._phase is _Phase.IDLE
+        phase = _Phase.BEGUN if is_queued else self._phase
+        return ProtocolError(
+            f"{call} came when {phase.value}; expected the last sum to have been taken"
+        )
 
     @property
     def is_idle(self) -> bool:

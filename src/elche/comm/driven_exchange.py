@@ -113,7 +113,7 @@ class DrivenExchange(ResidualExchange):
         if self._fault is not None:
             raise self._fault
         if self._is_open:
-            self._coded.check_idle("begin()")
+            raise self._coded.untaken("begin()")
         if side == self._taken_side:
             raise ProtocolError(
                 f"begin() came for side {side}, whose sum was the last one that was "

@@ -12,10 +12,18 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from elche import local_replicas
 from elche.errors import ConfigError, DeadlineError
 from elche.local_replicas import LocalReplicas, split_exactly
+from tests.distributed.weight_cases import (
+    Padded,
+    masked_mean,
+    network,
+    token_sum,
+    tokens_of,
+)
 
 
 def _model() -> nn.Module:
@@ -89,6 +97,30 @@ def test_parts_weigh_what_they_are_said_to(shares: tuple[float, ...] | None) -> 
             )
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_steps_on_padded_sequences_are_those_of_one_device() -> None:
+    """With numpy's count of tokens; some parts, and one batch, are padding alone."""
+    data = Padded(60)
+    model, plain = network(), network()
+    ours, theirs = (
+        torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, plain)
+    )
+    batches = list(DataLoader(data, 4, shuffle=False))
+    assert [int(tokens_of(batch)) for batch in batches].count(0) == 1
+    with LocalReplicas(
+        model, ["cpu"] * 2, weight_of=lambda batch: tokens_of(batch).numpy().sum()
+    ) as replicas:
+        for batch in batches:
+            loss = replicas.train_step(batch, masked_mean, ours)
+            expected = token_sum(plain, batch) / max(1, int(tokens_of(batch)))
+            expected.backward()
+            if int(tokens_of(batch)):
+                theirs.step()
+            theirs.zero_grad()
+            assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
 def test_gradients_accumulate_as_in_one_backward_after_the_other() -> None:

@@ -129,7 +129,7 @@ class LocalReplicas:
 
         Raises:
             ConfigError: the batch is empty or its parts differ in length, ``weight_of``
-                returns what is no weight, ``loss_fn``
+                fails or returns what is no weight, ``loss_fn``
                 takes other arguments, the loss is no scalar or was not computed with
                 the replica, the optimizer is not the model's or wants a closure, or
                 a replica has been moved to another device.

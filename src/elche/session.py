@@ -100,7 +100,8 @@ def setup(
             not say it: what the loss is a mean over, such as the tokens that are not
             padding, as in ``weight_of=lambda batch: (batch["labels"] != -100).sum()``.
             Called with each batch as the loader makes it, before it is moved, and with
-            parts of one; it returns a number, 0 for a batch that is to count nowhere.
+            parts of one, on one device as on several; it returns one number (of Python,
+            torch or numpy), 0 for a batch that is to count nowhere.
             Means of gradients, drifts where ``drift_weights`` asks for samples or their
             root, and what is logged are weighted by it. Samples stay what is counted,
             shared out and scheduled by. With ``loss_reduction="sum"`` gradients are
@@ -118,8 +119,9 @@ def setup(
             took longer than ``timeout_s``.
 
     Asking the loader for a batch or an epoch raises these as well (ConfigError where
-    ``weight_of`` returns what is no weight, naming rank and batch), and NonFiniteError
-    where what a rank learned was no number again (see `elche.RunConfig.non_finite`).
+    ``weight_of`` fails or returns what is no weight, naming rank and batch), and
+    NonFiniteError where what a rank learned was no number again (see
+    `elche.RunConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
     config = run_config(config, options)

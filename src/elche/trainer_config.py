@@ -13,7 +13,7 @@ from elche import session
 from elche.config import RunConfig, unknown_option
 from elche.coordination.metrics import WindowMetrics
 from elche.errors import ConfigError
-from elche.runtime.batch_weights import WeightOf
+from elche.runtime.batch_weights import WeightOf, check_weight_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,8 @@ class TrainerConfig:
             raise ConfigError(
                 f"expected a positive max_grad_norm, got {self.max_grad_norm!r}"
             )
+        if self.weight_of is not None:
+            check_weight_of(self.weight_of)
         length = self.num_samples
         if length == 0:
             raise ConfigError("the dataset is empty; expected at least one sample")

@@ -43,6 +43,7 @@ MESSAGES = {
     "measured, on little memory": "no partition fits the memory",
     "memory of other ranks": "memory_bytes for each of 2 ranks, got [1000000000.0]",
     "an option that is none": "unexpected keyword argument 'microbatches'",
+    "weights of batches": "weight_of= is not for pipelines, whose microbatches and",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",
     "a device that is none": "expected a device for each of 2 ranks",
     "a batch of nothing": "a batch of 0 samples cannot be cut into 4 microbatches",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche.coordination.ledger import BatchSizes
 from elche.errors import ConfigError
-from elche.runtime.batch_weights import BatchWeights
+from elche.runtime.batch_weights import SILENT_BATCHES, BatchWeights
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
 
@@ -55,6 +58,86 @@ def test_what_is_no_weight_names_rank_batch_and_epoch() -> None:
     with pytest.raises(ConfigError, match=expected):
         batches.take()
     batches.finish()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        3,
+        3.0,
+        torch.tensor(3),
+        torch.tensor([3.0]),
+        torch.tensor(3.0, requires_grad=True),
+        np.float32(3),
+        np.int64(3),
+        np.array(3),
+        np.array([3.0]),
+    ],
+    ids=repr,
+)
+def test_one_number_of_any_kind(said: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert BatchWeights(lambda _: said, 0).of(None, "a batch") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (np.zeros(2), r"an array of shape \[2\]"),
+        (np.array("3"), r"array\('3'.*\)"),
+        (np.array(3j), r"array\(0.\+3.j\)"),
+        (torch.tensor(-1.0, requires_grad=True), r"tensor\(-1., requires_grad=True\)"),
+    ],
+)
+def test_what_is_not_one_number_is_shown(said: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"weight_of gave {shown} for a batch; exp"):
+        BatchWeights(lambda _: said, 0).of(None, "a batch")
+
+
+@pytest.mark.parametrize(
+    ("weight_of", "said"),
+    [
+        (lambda: 1.0, r"of a batch alone, got one of \(\): too many"),
+        (lambda x, y: 1.0, r"got one of \(x, y\): missing a required argument: 'y'"),
+        (lambda *, batch: 1.0, r"got one of \(\*, batch\): "),
+        (16, "a function of a batch that returns what it weighs, got 16"),
+    ],
+)
+def test_what_takes_no_batch_is_refused_at_once(weight_of: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BatchWeights(weight_of, 0)
+
+
+def test_functions_that_do_not_tell_their_arguments_are_asked() -> None:
+    assert BatchWeights(operator.itemgetter("n"), 0).of({"n": 2}, "a batch") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "failed", "what"),
+    [
+        ({"x": 1, "y": 2}, "KeyError: 'labels'", "a dict of 'x', 'y'"),
+        ([torch.ones(2), 3], "TypeError: list ", "a list of Tensor, int"),
+        (torch.ones(2, 3), "IndexError: ", r"a tensor of shape \[2, 3\]"),
+    ],
+)
+def test_a_function_that_fails_is_named(batch: Any, failed: str, what: str) -> None:
+    weights = BatchWeights(lambda batch: batch["labels"].sum(), 2)
+    said = f"rank 2: weight_of failed for batch 0 of epoch 1, which is {what}: {failed}"
+    with pytest.raises(ConfigError, match=said):
+        weights.of(batch, "batch 0 of epoch 1")
+
+
+@pytest.mark.parametrize("counts_at", [None, 3])
+def test_batches_that_all_weigh_nothing_are_told_once(
+    counts_at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = BatchWeights(lambda number: float(number == counts_at), 1)
+    for number in range(3 * SILENT_BATCHES):
+        weights.of(number, "a batch")
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == (1 if counts_at is None else 0)
+    assert all("rank 1: weight_of gave 0 for all of the first" in each for each in told)
 
 
 def test_without_a_function_there_is_no_weight() -> None:

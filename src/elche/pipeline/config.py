@@ -142,6 +142,12 @@ def pipeline_config(
         )
     if config is not None:
         return config
+    if "weight_of" in options:
+        raise ConfigError(
+            "weight_of= is not for pipelines, whose microbatches and replicas weigh by "
+            "their samples; with loss_reduction='sum' losses and gradients are summed "
+            "as they are: let loss_fn divide its sum by what the whole step weighs"
+        )
     try:
         return PipelineConfig(**options)
     except TypeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import numbers
 from collections.abc import Callable
 from typing import Any, final
@@ -16,6 +18,11 @@ WeightOf = Callable[[Any], float | torch.Tensor]
 LEAST, MOST = 1e-9, 1e15
 """Positive weights: their sums, and their ratios, are exact enough in any precision."""
 
+SILENT_BATCHES = 20
+"""So many batches of weight 0, before the first of another, are told of."""
+
+_log = logging.getLogger(__name__)
+
 
 @final
 class BatchWeights:
@@ -24,16 +31,16 @@ class BatchWeights:
     Args:
         weight_of: the user's function.
         rank: this rank.
+
+    Raises:
+        ConfigError: it cannot be called with a batch.
     """
 
     def __init__(self, weight_of: WeightOf, rank: int) -> None:
-        if not callable(weight_of):
-            raise ConfigError(
-                "expected weight_of to be a function of a batch that returns what it "
-                f"weighs, got {weight_of!r}"
-            )
+        check_weight_of(weight_of)
         self._weight_of = weight_of
         self._rank = rank
+        self._silent = 0
 
     def of(self, data: Any, where: str) -> float:
         """The weight of a batch; waits for the device if it is computed there.
@@ -43,26 +50,92 @@ class BatchWeights:
             where: names it, as in ``batch 3 of epoch 0``.
 
         Raises:
-            ConfigError: it is none.
-            Whatever the user's function raises.
+            ConfigError: it is none, or the user's function failed.
         """
-        said = self._weight_of(data)
-        weight = _number(said)
+        try:
+            said = self._weight_of(data)
+            weight = _number(said)
+        except Exception as error:
+            raise ConfigError(
+                f"rank {self._rank}: weight_of failed for {where}, which is "
+                f"{_described(data)}: {type(error).__name__}: {error}; expected a "
+                "function of a batch as the loader makes it"
+            ) from error
         if weight is None or not (weight == 0.0 or LEAST <= weight <= MOST):
             raise ConfigError(
                 f"rank {self._rank}: weight_of gave {_shown(said)} for {where}; "
                 f"expected one number, 0 or from {LEAST:g} to {MOST:g}"
             )
+        if self._silent >= 0:
+            self._count_silent(weight)
         return weight
+
+    def _count_silent(self, weight: float) -> None:
+        """Until the first batch that counts, if there is one."""
+        self._silent = -1 if weight else self._silent + 1
+        if self._silent == SILENT_BATCHES:
+            self._silent = -1
+            _log.warning(
+                "rank %d: weight_of gave 0 for all of the first %d batches, which "
+                "count nowhere: nothing is learned from them; if that is not what the "
+                "data say, look at the function",
+                self._rank,
+                SILENT_BATCHES,
+            )
+
+
+def check_weight_of(weight_of: object) -> None:
+    """Refuses what cannot be called with a batch.
+
+    Raises:
+        ConfigError: it is no function, or not one of a single argument.
+    """
+    if not callable(weight_of):
+        raise ConfigError(
+            "expected weight_of to be a function of a batch that returns what it "
+            f"weighs, got {weight_of!r}"
+        )
+    try:
+        signature = inspect.signature(weight_of)
+    except (TypeError, ValueError):
+        return  # of a builtin, say: the first batch will show
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            "expected weight_of to be a function of a batch alone, got one of "
+            f"{signature}: {error}"
+        ) from None
 
 
 def _number(said: Any) -> float | None:
+    """What one number is worth, of Python, torch or numpy."""
     if isinstance(said, torch.Tensor):
-        return float(said) if said.numel() == 1 and not said.is_complex() else None
+        return float(said.detach()) if _is_real_scalar(said) else None
+    if getattr(said, "size", None) == 1 and hasattr(said, "dtype"):
+        said = said.item()  # of numpy
     return float(said) if isinstance(said, numbers.Real) else None
 
 
+def _is_real_scalar(said: torch.Tensor) -> bool:
+    return said.numel() == 1 and not said.is_complex()
+
+
 def _shown(said: Any) -> str:
-    if isinstance(said, torch.Tensor) and said.numel() != 1:
-        return f"a tensor of shape {list(said.shape)}"
+    shape = getattr(said, "shape", None)
+    if shape is not None and getattr(said, "size", 1) != 1 and list(shape):
+        kind = "a tensor" if isinstance(said, torch.Tensor) else "an array"
+        return f"{kind} of shape {list(shape)}"
     return repr(said)
+
+
+def _described(data: Any) -> str:
+    """What a batch is, for whoever takes it apart."""
+    if isinstance(data, torch.Tensor):
+        return f"a tensor of shape {list(data.shape)}"
+    if isinstance(data, dict):
+        return f"a dict of {', '.join(map(repr, data))}"
+    if isinstance(data, (list, tuple)):
+        kinds = ", ".join(type(each).__name__ for each in data)
+        return f"a {type(data).__name__} of {kinds}"
+    return f"of type {type(data).__name__}"

@@ -45,7 +45,9 @@ class SingleRun(LoaderLike):
         device: where batches go.
         seed: of the samples' augmentation, None for none.
         window_s: least length of a window.
-        weights: what batches weigh in means; None: their samples.
+        weights: what batches weigh in means; None: their samples. Asked for each batch
+            before it is moved, as on several ranks, so that a function that is wrong
+            is found here too.
 
     Attributes:
         samples_done: samples of batches whose loop body has run.
@@ -65,7 +67,7 @@ class SingleRun(LoaderLike):
     ) -> None:
         super().__init__(loader)
         self._weights = weights
-        self._weight: float | None = None
+        self._weight = 0.0
         self._batch = 0
         self._model = model
         self._device = device
@@ -109,12 +111,9 @@ class SingleRun(LoaderLike):
 
     @property
     def weight_in_hand(self) -> float:
-        """What the batch in hand weighs in means, asked once; 0 outside the loop."""
+        """What the batch in hand weighs in means; 0 outside the loop."""
         if not self._is_training or self._weights is None:
             return float(self.samples_in_hand)
-        if self._weight is None:
-            where = f"batch {self._batch} of epoch {self._epoch}"
-            self._weight = self._weights.of(self._data, where)
         return self._weight
 
     def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
@@ -127,7 +126,10 @@ class SingleRun(LoaderLike):
         try:
             for data in batches:
                 loaded_s = time.monotonic()
-                self._data, self._weight = data, None
+                self._data = data
+                if self._weights is not None:
+                    where = f"batch {self._batch} of epoch {self._epoch}"
+                    self._weight = self._weights.of(data, where)
                 on_cpu = self._device.type == "cpu"
                 yield data if on_cpu else self._moved(data, loaded_s)
                 now_s = time.monotonic()

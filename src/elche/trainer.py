@@ -335,9 +335,9 @@ class _Fitting:
 def _my_part(shares: tuple[float, ...], length: int) -> tuple[int, int]:
     """This rank's part of a set that the ranks divide as rank 0 says."""
     run, rank = session.current_run(), session.rank()
-    parts = torch.zeros(session.world_size(), dtype=torch.float64)
+    parts = torch.zeros(session.world_size(), dtype=torch.float64, device="cpu")
     if rank == 0:
-        parts.copy_(torch.tensor(shares))
+        parts.copy_(torch.tensor(shares, device="cpu"))
     if run is not None:
         run.worker.group.broadcast(parts, "dividing the evaluation set")
     ends = [round(length * end) for end in parts.cumsum(0).tolist()]
@@ -361,7 +361,7 @@ def _summed(values: list[float]) -> list[float]:
     run = session.current_run()
     if run is None:
         return values
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     run.worker.group.all_reduce(tensor, "summing losses")
     summed: list[float] = tensor.tolist()
     return summed

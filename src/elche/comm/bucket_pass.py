@@ -419,11 +419,11 @@ class BucketPass:
     def _reorder(self, source: int) -> None:
         """Orders buckets as gradients appeared on one rank in the first backward."""
         assert self._observed is not None
-        order = torch.zeros(len(self._parameters), dtype=torch.int64)
+        order = torch.zeros(len(self._parameters), dtype=torch.int64, device="cpu")
         if self._group.rank == source:
             seen = list(self._observed)
             unseen = [at for at in range(len(order)) if at not in self._observed]
-            order = torch.tensor(seen + unseen)
+            order = torch.tensor(seen + unseen, device="cpu")
         from_rank(self._group, order, "agreeing on the order of gradients")
         self._observed = None
         self._build(order.tolist())

@@ -144,7 +144,7 @@ class Bucket:
                 flags[index] = 1.0
         self.missing = not all(flags)
         if self.missing:
-            sent[-1].copy_(torch.tensor(flags))
+            sent[-1].copy_(torch.tensor(flags, device="cpu"))
         else:
             sent[-1].fill_(1.0)
         if self._staged:

@@ -143,7 +143,9 @@ class BufferAverager:
         double = any(kind.dtype == torch.float64 for kind in kinds)
         numel = sum(kinds[index].numel for index in indices)
         message = torch.zeros(
-            2 * count + numel, dtype=torch.float64 if double else torch.float32
+            2 * count + numel,
+            dtype=torch.float64 if double else torch.float32,
+            device="cpu",
         )
         for index, buffer in enumerate(buffers):
             message[index] = float(index in written)

@@ -81,7 +81,7 @@ def measured_codec(group: Group, numel: int) -> str:
     element_s = (probe_reduction_s(group, PROBED_ELEMENTS) - latency_s) / (
         PROBED_ELEMENTS - 1
     )
-    times = torch.zeros(group.world_size, dtype=torch.float64)
+    times = torch.zeros(group.world_size, dtype=torch.float64, device="cpu")
     times[group.rank] = max(0.0, element_s) * numel
     group.all_reduce(times, "choosing a codec")
     transfer_s = float(times.max())

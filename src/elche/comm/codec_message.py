@@ -28,7 +28,9 @@ class CodedMessage:
     def __init__(self, codec: Codec, part: range) -> None:
         begin = _trailer_offset(codec, len(part))
         self.part = part
-        self.memory = torch.zeros(begin + TRAILER_BYTES, dtype=torch.uint8)
+        self.memory = torch.zeros(
+            begin + TRAILER_BYTES, dtype=torch.uint8, device="cpu"
+        )
         encoded = self.memory[: codec.encoded_bytes(len(part))]
         self._block = codec.block
         self._body = codec.over(encoded, len(part))

@@ -74,8 +74,10 @@ def _agree(
     """Compares what ranks want; returns a number that rank 0 has not used before."""
     kind = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
     wanted = [list(CODECS).index(codec.name), codec.block, numel, kind, sides]
-    rows = torch.zeros(group.world_size, len(wanted) + 1, dtype=torch.int64)
-    rows[group.rank] = torch.tensor([*wanted, next(_openings)])
+    rows = torch.zeros(
+        group.world_size, len(wanted) + 1, dtype=torch.int64, device="cpu"
+    )
+    rows[group.rank] = torch.tensor([*wanted, next(_openings)], device="cpu")
     group.all_reduce(rows, AGREEING)
     first, *others = (row[:-1] for row in rows.tolist())
     for rank, other in enumerate(others, start=1):

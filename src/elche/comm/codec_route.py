@@ -66,7 +66,9 @@ class Route(ABC):
         size = peers.world_size
         self._others = [(peers.rank + step) % size for step in range(1, size)]
         self._last_sends: list[list[Transfer]] = [[], []]
-        self._scratch = torch.empty(2, CHUNK_ELEMENTS, dtype=torch.float32)
+        self._scratch = torch.empty(
+            2, CHUNK_ELEMENTS, dtype=torch.float32, device="cpu"
+        )
         self.own = range(0)
         self.total = 0.0
         self._sent_bytes = 0

@@ -103,7 +103,7 @@ class PartedRoute(Route):
         self._gathered = {r: CodedMessage(codec, own) for r in others}
         self._sums = [CodedMessage(codec, own) for _ in range(2)]
         self._received = {r: CodedMessage(codec, self._parts[r]) for r in others}
-        self._left_over = torch.zeros(len(own), dtype=torch.float32)
+        self._left_over = torch.zeros(len(own), dtype=torch.float32, device="cpu")
         self._offered: list[Transfer] = []
         self._arrivals: list[Transfer] = []
         self._sum_arrivals: list[Transfer] = []

@@ -75,7 +75,7 @@ class CodedExchange(ResidualExchange):
         self._codec = codec
         self._values = numel - 1
         self._contributions = [
-            torch.zeros(numel, dtype=torch.float32) for _ in range(sides)
+            torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(sides)
         ]
         self._results: list[torch.Tensor | None] = [None] * sides
         self._residual = torch.zeros_like(self._contributions[0][:-1])
@@ -84,7 +84,7 @@ class CodedExchange(ResidualExchange):
             if spans_hosts(hosts)
             else route_over(peers, codec, self._values, tag)
         )
-        self._scratch = torch.empty(codec.block, dtype=torch.float32)
+        self._scratch = torch.empty(codec.block, dtype=torch.float32, device="cpu")
         self._phase = _Phase.IDLE
         self._side = 0
         self._has_sum = self._is_kept = False

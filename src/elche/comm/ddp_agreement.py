@@ -161,9 +161,9 @@ def agreed_order(
         observed: by this rank, as indices of its parameters; None for not yet.
         count: parameters.
     """
-    message = torch.zeros(count, dtype=torch.int64)
+    message = torch.zeros(count, dtype=torch.int64, device="cpu")
     if group.rank == 0 and observed and len(observed) == count:
-        message = torch.tensor(observed) + 1
+        message = torch.tensor(observed, device="cpu") + 1
     group.all_reduce(message, "agreeing on the order of gradients")
     order = [at - 1 for at in message.tolist()]
     return order if sorted(order) == list(range(count)) else None

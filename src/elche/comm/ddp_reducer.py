@@ -277,7 +277,7 @@ class WeightedReducer:
             for index in self._buffers.written() if self._weight > 0 else ():
                 values[2 * world_size + index] = 1.0
         message = self._control.contribution(side)
-        message.copy_(torch.tensor(values, dtype=torch.float64))
+        message.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
         self._control.begin(side)
         self._agreed = None
         self._pass.wait_s = 0.0

@@ -87,8 +87,10 @@ class Turn:
         group, wrappers = self._group, self._wrappers
         if len(wrappers.counted) < 2 or group.shares_host or group.world_size == 1:
             return
-        word = torch.zeros(2, group.world_size, dtype=torch.int64)
-        word[:, group.rank] = torch.tensor([self._number, wrappers.living])
+        word = torch.zeros(2, group.world_size, dtype=torch.int64, device="cpu")
+        word[:, group.rank] = torch.tensor(
+            [self._number, wrappers.living], device="cpu"
+        )
         group.all_reduce(word, "agreeing on whose turn it is")
         numbers, living = word.tolist()
         self._compare(numbers)

@@ -47,7 +47,7 @@ def differing(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> list[i
     if group.world_size == 1 or not named:
         return []
     shape = (group.world_size, len(named), 2, DIGEST_BYTES)
-    rows = torch.zeros(shape, dtype=torch.uint8)
+    rows = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     for index, (name, tensor) in enumerate(named):
         form = hashlib.blake2b(_form_of(name, tensor), digest_size=DIGEST_BYTES)
         both = bytearray(form.digest() + digest_of(name, tensor))

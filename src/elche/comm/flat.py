@@ -136,12 +136,12 @@ class FlatLayout:
         """New memory for all segments; pinned if the tensors are on a CUDA device."""
         if self._stage is not None:
             return self.over(self._stage.host_memory())
-        return self.over(torch.empty(self.numel, dtype=self.dtype))
+        return self.over(torch.empty(self.numel, dtype=self.dtype, device="cpu"))
 
     def scratch(self) -> FlatImage:
         """Memory that all segments share, one after the other."""
         longest = max((segment.numel for segment in self.segments), default=0)
-        flat = torch.empty(longest, dtype=self.dtype)
+        flat = torch.empty(longest, dtype=self.dtype, device="cpu")
         parts = [flat[: segment.numel] for segment in self.segments]
         return FlatImage(flat, parts, self._shaped(parts))
 
@@ -240,7 +240,9 @@ class CudaStage:
 
     def host_memory(self) -> torch.Tensor:
         """New pinned memory of the same size."""
-        return torch.empty(self._flat.numel(), dtype=self._flat.dtype, pin_memory=True)
+        return torch.empty(
+            self._flat.numel(), dtype=self._flat.dtype, pin_memory=True, device="cpu"
+        )
 
     def fetch(self, tensors: Sequence[torch.Tensor], host: torch.Tensor) -> None:
         """Begins to copy the tensors' present values into pinned memory."""

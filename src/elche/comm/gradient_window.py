@@ -89,7 +89,9 @@ class _Accumulator:
             self.exchange.begin(0)
             return
         torch._foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
-        message[self._numel : -1] = torch.tensor(self._used).to(self._dtype)
+        message[self._numel : -1] = torch.tensor(self._used, device="cpu").to(
+            self._dtype
+        )
         message[-1] = samples
         self.exchange.begin(0)
 

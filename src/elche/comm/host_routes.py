@@ -183,7 +183,7 @@ class HostLeaderRoute(Route):
         )
         self._gathered = {r: CodedMessage(plain, whole) for r in members}
         self._answers = [CodedMessage(plain, whole) for _ in range(2) if members]
-        self._host_sum = torch.zeros(numel + 1, dtype=torch.float32)
+        self._host_sum = torch.zeros(numel + 1, dtype=torch.float32, device="cpu")
         self._arrivals: list[Transfer] = []
         self._turn = 0
         self._is_between = self._is_answered = False

@@ -173,7 +173,7 @@ def held(buffer: torch.Tensor | None) -> torch.Tensor:
 def _is_equal_everywhere(group: Group, text: str) -> bool:
     """Whether all ranks have the same text; costs one small message."""
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-    digests = torch.zeros(group.world_size, dtype=torch.int64)
+    digests = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     digests[group.rank] = int.from_bytes(digest, "little", signed=True)
     group.all_reduce(digests, AGREEING)
     return bool((digests == digests[0]).all())

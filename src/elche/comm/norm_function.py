@@ -98,7 +98,7 @@ class Normalise(torch.autograd.Function):
 def _summed(statistics: UnionStatistics, sums: torch.Tensor) -> torch.Tensor:
     """The sums over all ranks, in the scale of this rank's own loss."""
     own = statistics.own
-    message = torch.zeros(sums.numel(), dtype=torch.float64)
+    message = torch.zeros(sums.numel(), dtype=torch.float64, device="cpu")
     if own:
         message.copy_(sums).mul_(own)
     what = f"the backward pass of SyncBatchNorm {statistics.name!r}"

@@ -340,7 +340,7 @@ class ParameterGroup:
 
     def _scale(self) -> float:
         """What the sum is multiplied by for the mean: one over the weights' sum."""
-        total = torch.zeros(1, dtype=self._layout.dtype)
+        total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
         numel = self._layout.numel
         self.exchange.sum_into(numel, numel + 1, total)
         weights = float(total[0].real)

@@ -54,7 +54,7 @@ def _quickest(group: Group, numel: int) -> tuple[float, float]:
     quickest_s = slowest_s = float("inf")
     spent_s = taken_s = 0.0
     for number in range(ROUNDS + 1):
-        times = torch.zeros(group.world_size, dtype=torch.float64)
+        times = torch.zeros(group.world_size, dtype=torch.float64, device="cpu")
         times[group.rank] = taken_s
         group.all_reduce(times, "beginning a probe together")
         if number:  # what they said of the round before

@@ -271,11 +271,13 @@ def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> f
 def gather_texts(group: Group, text: str, what: str) -> list[str]:
     """Every rank's text, in the order of ranks."""
     raw = text.encode()
-    lengths = torch.zeros(group.world_size, dtype=torch.int64)
+    lengths = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     lengths[group.rank] = len(raw)
     group.all_reduce(lengths, what)
     sizes: list[int] = lengths.tolist()
-    rows = torch.zeros(group.world_size, max(sizes) + 1, dtype=torch.uint8)
+    rows = torch.zeros(
+        group.world_size, max(sizes) + 1, dtype=torch.uint8, device="cpu"
+    )
     if raw:
         rows[group.rank, : len(raw)] = torch.frombuffer(
             bytearray(raw), dtype=torch.uint8

@@ -117,7 +117,7 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
             if not parameter.is_contiguous()
         ]
-        formats = torch.zeros(self._group.world_size, dtype=torch.int64)
+        formats = torch.zeros(self._group.world_size, dtype=torch.int64, device="cpu")
         if strided:
             formats[self._group.rank] = zlib.crc32(repr(strided).encode())
         self._group.all_reduce(formats, "comparing memory formats")

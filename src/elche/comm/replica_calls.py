@@ -98,10 +98,12 @@ def announce(
         CommunicationError: a rank has gone, or did not come in time.
     """
     world_size, what = group.world_size, announcement.what
-    rows = torch.zeros(world_size, HEAD + world_size, dtype=torch.float64)
+    rows = torch.zeros(world_size, HEAD + world_size, dtype=torch.float64, device="cpu")
     is_stale = float(announcement.is_stale)
     own = [zlib.crc32(what.encode()), announcement.structure.digest, is_stale]
-    rows[group.rank] = torch.tensor([*own, *announcement.values], dtype=torch.float64)
+    rows[group.rank] = torch.tensor(
+        [*own, *announcement.values], dtype=torch.float64, device="cpu"
+    )
     group.all_reduce(rows, what)
     calls, digests = rows[:, 0].tolist(), rows[:, 1].tolist()
     if len(set(calls)) > 1:

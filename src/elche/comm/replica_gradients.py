@@ -37,7 +37,7 @@ class _Message:
             else:
                 part.zero_()
             at += parameter.numel()
-        flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype))
+        flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype, device="cpu"))
 
     def hand_out(self, total: torch.Tensor) -> None:
         """Gives each parameter that any rank used its mean gradient."""

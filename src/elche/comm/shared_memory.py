@@ -65,11 +65,13 @@ def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
             descriptor = os.memfd_create("elche")
             os.ftruncate(descriptor, size_bytes)
             os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
-    where = torch.tensor([os.getpid(), descriptor, token], dtype=torch.int64)
+    where = torch.tensor(
+        [os.getpid(), descriptor, token], dtype=torch.int64, device="cpu"
+    )
     group.broadcast(where, "sharing memory")
     pid, number, token = where.tolist()
     memory = _map(pid, number, token, size_bytes)
-    missing = torch.tensor([int(memory is None)])
+    missing = torch.tensor([int(memory is None)], device="cpu")
     group.all_reduce(missing, "agreeing on shared memory")
     if descriptor >= 0:
         os.close(descriptor)

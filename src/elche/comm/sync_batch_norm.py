@@ -166,9 +166,11 @@ class SyncBatchNorm(_BatchNorm):
         weighs = scope.loss_weight != 0.0
         count = float(input.numel() // channels) if channels and weighs else 0.0
         size = HEAD + 2 * channels
-        parts = torch.zeros(scope.world_size, size, dtype=torch.float64)
+        parts = torch.zeros(scope.world_size, size, dtype=torch.float64, device="cpu")
         own = parts[scope.rank]
-        own[:HEAD] = torch.tensor([count, self._number], dtype=torch.float64)
+        own[:HEAD] = torch.tensor(
+            [count, self._number], dtype=torch.float64, device="cpu"
+        )
         kind = _arithmetic(input.dtype)
         if count:
             dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -228,7 +230,11 @@ def _combined(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     means, squares = parts[:, HEAD : HEAD + channels], parts[:, HEAD + channels :]
     total = float(counts.sum())
     if not total:
-        return torch.zeros(channels).double(), torch.ones(channels).double(), 0.0
+        return (
+            torch.zeros(channels, device="cpu").double(),
+            torch.ones(channels, device="cpu").double(),
+            0.0,
+        )
     mean = (counts * means).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
     return mean, var, total

@@ -169,7 +169,9 @@ class WindowBuffers:
         if not indices:
             return
         buffers = self._known.present()
-        message = torch.zeros(sum(map(self._size, indices)), dtype=torch.float64)
+        message = torch.zeros(
+            sum(map(self._size, indices)), dtype=torch.float64, device="cpu"
+        )
         parts = message.split([*map(self._size, indices)])
         for index, part in zip(indices, parts, strict=True):
             buffer = buffers[index]

@@ -94,7 +94,7 @@ class Bucket:
                 view.zero_()
             else:
                 view.copy_(_numbers(gradient))
-        there = torch.tensor([one is not None for one in gradients])
+        there = torch.tensor([one is not None for one in gradients], device="cpu")
         flat[-len(gradients) :].copy_(there)
         if flat is not host:
             host.copy_(flat)
@@ -108,7 +108,9 @@ class Bucket:
             flat = torch.empty(count, dtype=self._dtype, device=device)
             host = flat
             if device.type != "cpu":
-                host = torch.empty(count, dtype=self._dtype, pin_memory=True)
+                host = torch.empty(
+                    count, dtype=self._dtype, pin_memory=True, device="cpu"
+                )
             self._memory = flat, host
         return self._memory
 

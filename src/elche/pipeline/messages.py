@@ -107,7 +107,7 @@ def read_head(packed: bytes) -> Head:
         told = msgpack.unpackb(packed)
         return Head(
             buffers=tuple(
-                torch.empty(shape, dtype=_DTYPES[name])
+                torch.empty(shape, dtype=_DTYPES[name], device="cpu")
                 for name, shape in told["tensors"]
             ),
             structure=told["structure"],

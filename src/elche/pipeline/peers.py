@@ -302,7 +302,9 @@ class Peers:
         for group in (self._group, *self._subgroups):
             other = (group.rank + 1) % group.world_size
             with contextlib.suppress(RuntimeError):
-                work = group.point_to_point.recv([torch.zeros(1)], other, _UNBLOCK_TAG)
+                work = group.point_to_point.recv(
+                    [torch.zeros(1, device="cpu")], other, _UNBLOCK_TAG
+                )
                 work.wait(timedelta(milliseconds=1))
 
     def _expect(self, addresses: list[Address]) -> None:

@@ -47,7 +47,9 @@ class SharedBuffers:
         """Makes them equal on all ranks."""
         me = self.ranks.index(peers.rank)
         buffers = self._now()
-        changed = torch.zeros(len(buffers), len(self.ranks), dtype=torch.float64)
+        changed = torch.zeros(
+            len(buffers), len(self.ranks), dtype=torch.float64, device="cpu"
+        )
         for index, (now, before) in enumerate(zip(buffers, self._before, strict=True)):
             changed[index, me] = not _same(now, before)
         self._sum(changed, peers, timeout_s)

@@ -120,7 +120,9 @@ class Stepping:
         assert loss is not None, "there is a target"
         return StepOutput(
             loss=loss,
-            losses=torch.tensor(losses[shares.index], dtype=torch.float64),
+            losses=torch.tensor(
+                losses[shares.index], dtype=torch.float64, device="cpu"
+            ),
             input_gradients=joined_gradients(results) if call.input_gradients else (),
         )
 

@@ -114,12 +114,12 @@ class _Incoming:
                 owner.condition.notify_all()
 
     def _receive(self, tag: int) -> Message:
-        first = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+        first = torch.empty(HEAD_BYTES, dtype=torch.uint8, device="cpu")
         self._wait(first, 2 * tag)
         length = head_length(first)
         packed = head_within(first, length)
         if packed is None:
-            rest = torch.empty(length, dtype=torch.uint8)
+            rest = torch.empty(length, dtype=torch.uint8, device="cpu")
             self._wait(rest, 2 * tag + 1)
             packed = bytes(rest.numpy())
         head = read_head(packed)

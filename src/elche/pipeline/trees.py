@@ -46,7 +46,7 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
         )
     if hasattr(value, "__array__"):
         try:
-            return torch.as_tensor(value)
+            return torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{where} holds a {type(value).__name__} that is no tensor: {error}"

@@ -186,7 +186,9 @@ class GradientSync(WindowSync):
         """
         own = [float(group["lr"]) for group in self._optimizer.param_groups]
         message = torch.tensor(
-            [weight, *(rate * weight for rate in own)], dtype=torch.float64
+            [weight, *(rate * weight for rate in own)],
+            dtype=torch.float64,
+            device="cpu",
         )
         self._window.group.all_reduce(message, "sharing learning rates")
         total, *sums = message.tolist()

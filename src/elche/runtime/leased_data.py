@@ -211,7 +211,10 @@ class BatchFeed(Generic[Tag]):
             queued, batch = self._sampler.queued.popleft()
             return queued, self._load(batch)
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            # It draws from this feed's generator, which is on the CPU whatever the
+            # script made torch's default device.
+            with torch.device("cpu"):
+                self._iterator = iter(self._loader)
         try:
             data = next(self._iterator)
         except StopIteration:

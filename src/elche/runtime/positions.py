@@ -157,15 +157,15 @@ def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]
     Raises:
         ConfigError: a key is nothing that can travel without pickle.
     """
-    payload, kind = torch.empty(0, dtype=torch.int64), 0
+    payload, kind = torch.empty(0, dtype=torch.int64, device="cpu"), 0
     if keys is not None:
         payload, kind = _packed(keys)
-    header = torch.tensor([kind, payload.numel()], dtype=torch.int64)
+    header = torch.tensor([kind, payload.numel()], dtype=torch.int64, device="cpu")
     group.broadcast(header, "sharing the positions of an epoch")
     kind, numel = header.tolist()
     dtype = torch.uint8 if kind else torch.int64
     if keys is None:
-        payload = torch.empty(numel, dtype=dtype)
+        payload = torch.empty(numel, dtype=dtype, device="cpu")
     group.broadcast(payload, "sharing the positions of an epoch")
     if not kind:
         return payload

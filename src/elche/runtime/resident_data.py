@@ -98,7 +98,7 @@ class ResidentDataset:
                 raise IndexError(
                     f"key {key} is out of range for a data set of {length} samples"
                 )
-        index = torch.tensor(keys, dtype=torch.int64)
+        index = torch.tensor(keys, dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             index = index.pin_memory().to(device, non_blocking=True)
         return [tensor[index] for tensor in self._on_device]

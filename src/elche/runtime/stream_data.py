@@ -52,7 +52,7 @@ class StreamView(Dataset[Any]):
             group: the process group; epochs begin on all of its ranks together.
             seed: of the global generators while the stream is read.
         """
-        shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64)
+        shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64, device="cpu")
         group.broadcast(shared, "sharing the seed of a stream")
         self._elche_reader.seed = int(shared)
         self._elche_reader.group = group

@@ -211,7 +211,7 @@ class StreamReader:
                 self._has_more = True
 
     def _compare(self, group: Group, epoch: int) -> None:
-        seen = torch.zeros(group.world_size, dtype=torch.int64)
+        seen = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
         assert self._agreed is not None
         seen[group.rank] = self._agreed
         group.all_reduce(seen, "comparing the streams of an epoch")

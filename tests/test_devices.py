@@ -1,0 +1,55 @@
+"""Tensors that elche makes say where: torch's default device is the script's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from torch.utils._device import _device_constructors
+
+from tests.test_layers import SOURCES
+
+CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
+OWN_PROCESSES = ("elche.demo.",)
+"""Runs of elche's own scripts, which set no default."""
+AS_TORCH_DOES = {
+    ("elche.runtime.positions", "torch.empty((), dtype=torch.int64)"),
+}
+"""A seed drawn where a DataLoader draws its own, from the same generator."""
+
+
+def without_device(module: str, source: str) -> Iterator[str]:
+    """Calls of torch's constructors that leave the device to a default."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_torch = ast.unparse(node.func.value) == "torch"
+        if is_torch and node.func.attr in CONSTRUCTORS:
+            named = any(keyword.arg == "device" for keyword in node.keywords)
+            if not named and (module, ast.unparse(node)) not in AS_TORCH_DOES:
+                yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_tensor_names_its_device() -> None:
+    assert {"empty", "zeros", "tensor", "arange", "as_tensor"} <= CONSTRUCTORS
+    found = [
+        line
+        for module, source in SOURCES.items()
+        if not module.startswith(OWN_PROCESSES)
+        for line in without_device(module, source)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.zeros(3)", 1),
+        ("torch.zeros(3, device='cpu')", 0),
+        ("x.zeros(3)", 0),
+        ("torch.zeros_like(x)", 0),
+    ],
+)
+def test_a_tensor_without_one_is_found(source: str, count: int) -> None:
+    assert len(list(without_device("elche.comm.a", source))) == count

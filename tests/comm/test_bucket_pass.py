@@ -107,15 +107,14 @@ def test_own_gradients_are_let_go_when_the_next_pass_begins(
         made.begin_step(1.0, 2)
         loss_of(chain).backward()
         made.end_step()
-        assert [own.item() for own in made._pass._kept if own is not None] == [
-            6,
-            10,
-            15,
-        ]
+        kept = made._pass._handed_out._kept
+        assert [own.item() for own in kept if own is not None] == [6, 10, 15]
         for parameter in chain:
             parameter.grad = None
     held: list[list[torch.Tensor | None]] = []
-    chain[1].register_post_accumulate_grad_hook(lambda p: held.append(made._pass._kept))
+    chain[1].register_post_accumulate_grad_hook(
+        lambda p: held.append(made._pass._handed_out._kept)
+    )
     for exchange in exchanges(made):
         come(exchange)
     made.begin_step(1.0, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import difference, identical
-from tests.distributed.user_loop_cases import Job, alone, on_ranks
+from tests.distributed.user_loop_cases import BATCH, SAMPLES, Job, alone, on_ranks
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -31,6 +31,10 @@ pytestmark = pytest.mark.distributed
         Job("gradients", "broken off", model="reentrant"),
         Job("gradients", "broken off", model="reentrant throughout"),
         Job("sync", model="reentrant"),
+        Job("sync", model="reentrant throughout", bucket_cap_mb=1e-5),
+        Job("sync", model="shared"),
+        Job("sync", model="shared", bucket_cap_mb=1e-5),
+        Job("sync", model="shared, varying", bucket_cap_mb=1e-5),
     ],
     ids=str,
 )
@@ -41,6 +45,8 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
     assert identical([each.state for each in found])
     bound = 1e-6 if job.loop == "converted" else 1e-13
     assert difference(found[0].state, alone(job).state) <= bound
+    if job.policy == "sync" and job.loop != "converted":  # one reduction in a step
+        assert [each.passes for each in found] == [2 * SAMPLES // BATCH] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,10 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
         (
             Job("sync", "converted inside"),
             r"\.(weight|bias): expected a gradient of torch.float64, as its parameter",
+        ),
+        (
+            Job("sync", model="shared later", bucket_cap_mb=1e-5),
+            r"layer\.0\.\w+ got 2 gradients in this backward pass and at most",
         ),
     ],
     ids=str,

@@ -40,6 +40,7 @@ class Job:
     model: str = "mlp"
     optimizer: str = "sgd"
     batch_size: int = BATCH
+    bucket_cap_mb: float = 25.0
 
     def alone(self) -> Job:
         """The same steps in one process: a gradient window is one batch per rank."""
@@ -49,10 +50,11 @@ class Job:
 
 @dataclass
 class Found:
-    """What a process holds at the end, or why it ended."""
+    """What a process holds at the end, or why it ended; passes that were reduced."""
 
     error: str = ""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    passes: int = 0
 
 
 def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -62,6 +64,8 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
     )
     if job.model.startswith("reentrant"):
         model = Reentrant(has_head=job.model != "reentrant throughout")
+    if job.model.startswith("shared"):
+        model = Shared(*SHARED_TIMES[job.model])
     if job.model == "channels last":
         layers = nn.Unflatten(1, (2, 3, 1)), nn.Conv2d(2, 8, 3, padding=1), nn.Flatten()
         model = nn.Sequential(*layers, nn.Linear(24, 3))
@@ -92,16 +96,23 @@ def on_ranks(job: Job) -> Found:
     """On this rank of a run."""
     model, optimizer, loader = _build(job)
     model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **POLICIES[job.policy]
+        model,
+        optimizer,
+        loader,
+        bucket_cap_mb=job.bucket_cap_mb,
+        **POLICIES[job.policy],
     )
-    error = ""
+    error, run = "", session.current_run()
+    assert run is not None
+    reducer = run._synchroniser.reducer
     try:
         with session.failing_together():
             _train(job, model, optimizer, loader)
     except ElcheError as raised:
         error = str(raised)
     elche.shutdown()
-    return Found(error, _state(model))
+    passes = 0 if reducer is None else reducer.backward_passes
+    return Found(error, _state(model), passes)
 
 
 class Reentrant(nn.Module):
@@ -121,6 +132,28 @@ class Reentrant(nn.Module):
     def _nested(self, x: torch.Tensor) -> torch.Tensor:
         hidden = checkpoint(self.second[:2], x, use_reentrant=True)
         out: torch.Tensor = self.second[2](hidden)
+        return out
+
+
+SHARED_TIMES = {"shared": (2, 2), "shared, varying": (2, 3), "shared later": (1, 2)}
+
+
+class Shared(nn.Module):
+    """A layer that several checkpointed segments use, each with a gradient for it."""
+
+    def __init__(self, at_first: int, later: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh())
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.last = nn.Linear(16, 3)
+        self.times = [at_first, at_first, later, at_first]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times.append(self.times.pop(0))
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        for _ in range(self.times[-1]):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        out: torch.Tensor = checkpoint(self.last, x, use_reentrant=True)
         return out
 
 

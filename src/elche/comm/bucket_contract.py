@@ -22,6 +22,8 @@ class PassOptions:
             copied into the gradient's own memory.
         static_graph: every backward is like the first one: gradients may come several
             times in one pass, and unused parameters are known.
+        learns_counts: parameters may get several gradients in one pass. Which ones is
+            learned in the first; buckets that went too early in it are sent again.
         staged: messages pass through host memory, for ranks on unlike devices.
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
@@ -34,6 +36,7 @@ class PassOptions:
     strategy: Strategy = "overlapped"
     as_views: bool = True
     static_graph: bool = False
+    learns_counts: bool = False
     staged: bool = False
     keeps_strides: bool = True
 

@@ -18,16 +18,19 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from elche.comm.bucket_contract import Closed, Owner, PassOptions
+from elche.comm.backward_end import at_backward_end
+from elche.comm.bucket_contract import Owner, PassOptions
 from elche.comm.buckets import Bucket, BucketInfo, make_buckets
+from elche.comm.gradient_counts import GradientCounts
 from elche.comm.graph_capture import refuse_capture
+from elche.comm.handed_out import HandedOut
 from elche.comm.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
 
@@ -70,12 +73,10 @@ class BucketPass:
         self._deferred: list[int] = []
         self._lock = threading.RLock()
         self._observed: dict[int, None] | None = {}
-        self._counts: dict[int, int] = {}
-        self._expected: dict[int, int] | None = None
-        self._unused: frozenset[int] | None = None
-        self._given: dict[int, torch.Tensor | None] = {}
-        self._kept: list[torch.Tensor | None] = []
-        self._problem = ""
+        self._counts = GradientCounts(
+            self._names, is_static=options.static_graph, learns=options.learns_counts
+        )
+        self._handed_out = HandedOut(as_views=options.as_views)
         self._broken = ""
         self._scale = 0.0
         self._side = 0
@@ -174,6 +175,7 @@ class BucketPass:
     def forget_strides(self) -> None:
         """Before :meth:`attach`: ranks lay their parameters out differently."""
         self._options = replace(self._options, as_views=False, keeps_strides=False)
+        self._handed_out = HandedOut(as_views=False)
 
     def make_static(self) -> None:
         """Takes every backward for one like the first, which has not been yet.
@@ -183,22 +185,20 @@ class BucketPass:
         """
         if self.passes:
             raise ConfigError("a graph is declared static before the first backward")
-        self._options = replace(self._options, static_graph=True)
+        self._counts.make_static()
 
     def expect_unused(self, indices: frozenset[int]) -> None:
         """Says which parameters get no gradient from one of the pass's forwards."""
-        self._unused = indices if self._unused is None else self._unused & indices
+        self._counts.expect_unused(indices)
 
     def await_end(self) -> None:
-        """Called in a backward pass: it closes when that one ends.
+        """Called in a backward pass: it closes when that one, and all around it, end.
 
-        A pass that is opened by a gradient inside a nested backward (reentrant
-        checkpointing) would otherwise close when the nested one ends.
+        So one that is nested in it (reentrant checkpointing) closes nothing.
         """
         if not self._awaits_end:
             self._awaits_end = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._on_end)
+            at_backward_end(self._on_end)
 
     def run_without_backward(self) -> None:
         """A whole pass with the gradients that are there."""
@@ -207,8 +207,7 @@ class BucketPass:
 
     def is_given(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is what the last pass handed out."""
-        given = self._given.get(id(parameter))
-        return given is not None and given is parameter.grad
+        return self._handed_out.is_given(parameter)
 
     def rewind(self) -> None:
         """A backward pass was broken off, and its gradients will all come again.
@@ -217,7 +216,7 @@ class BucketPass:
         """
         self._awaits_end = False
         self._deferred = []
-        self._problem, self._counts = "", {}
+        self._counts.begin()
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
 
@@ -239,12 +238,13 @@ class BucketPass:
             if not self._is_open:
                 self._open()
             self.await_end()
-            if self._observed is not None:
-                self._observed.setdefault(index)
+            if self._observed is not None:  # of several gradients the last one counts
+                self._observed.pop(index, None)
+                self._observed[index] = None
             if not is_final:  # hooks registered since the step began come after this
                 self._deferred.append(index)
                 return
-            self._count(index, *self._place[id(parameter)])
+            self._count(index)
             if self._options.strategy == "overlapped":
                 self._launch(lambda bucket: not bucket.pending)
                 self._sum()
@@ -276,21 +276,16 @@ class BucketPass:
                 "a model between epochs, on every rank"
             )
 
-    def _count(self, index: int, bucket: Bucket, place: int) -> None:
+    def _count(self, index: int) -> None:
         """Takes note of a gradient; the bucket is full when none is pending."""
-        seen = self._counts[index] = self._counts.get(index, 0) + 1
-        if not self._options.static_graph:
-            if place not in bucket.pending:
-                self._problem = self._problem or (
-                    f"{self._names[index]}: a gradient came twice in one backward "
-                    "pass, or to a parameter that find_unused_parameters had not "
-                    "found in the graph, and too late for the reduction; activation "
-                    "checkpointing needs use_reentrant=False (or static_graph=True of "
-                    "a DistributedDataParallel)"
-                )
+        bucket, place = self._place[id(self._parameters[index])]
+        is_pending = place in bucket.pending
+        is_sent = not is_pending and self._has_gone(bucket)
+        if self._counts.came(index, is_pending=is_pending, is_sent=is_sent):
             bucket.pending.discard(place)
-        elif self._expected is not None and seen >= self._expected.get(index, 0):
-            bucket.pending.discard(place)
+
+    def _has_gone(self, bucket: Bucket) -> bool:
+        return any(bucket is sent for sent in self.buckets[: self._next])
 
     def _open(self) -> None:
         refuse_capture()
@@ -303,11 +298,11 @@ class BucketPass:
         assert owner is not None
         self._side = 1 - self._side
         self._next = self._summed = 0
-        self._problem, self._counts = "", {}
+        self._counts.begin()
         self._is_open = True
         self.passes += 1
         if all(bucket.keeps_contribution for bucket in self.buckets):
-            self._kept = []  # here, where a device does not wait for it
+            self._handed_out.let_go()  # here, where a device does not wait for it
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
         try:
@@ -321,17 +316,12 @@ class BucketPass:
         return {
             place
             for place, parameter in enumerate(bucket.parameters)
-            if not self._is_unused(self._index[id(parameter)])
+            if self._counts.awaits(self._index[id(parameter)])
         }
-
-    def _is_unused(self, index: int) -> bool:
-        if self._expected is not None:
-            return index not in self._expected
-        return self._unused is not None and index in self._unused
 
     def _launch(self, is_ready: Callable[[Bucket], bool]) -> None:
         """Sends what is ready, in the order that all ranks keep."""
-        if self._options.static_graph and self._expected is None and self._awaits_end:
+        if self._counts.only_counts and self._awaits_end:
             return  # the first pass only counts
         while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
             self.buckets[self._next].send(self._side, self._scale)
@@ -350,12 +340,12 @@ class BucketPass:
             for index in deferred:
                 parameter = self._parameters[index]
                 self._refuse_gradient(parameter, index)
-                self._count(index, *self._place[id(parameter)])
+                self._count(index)
             self._close()
 
     def _close(self) -> None:
         """Reduces what is left, waits, and hands out."""
-        self._is_open, self._unused = False, None
+        self._is_open = False
         self.launched_early = self._next
         try:
             self._launch(lambda bucket: True)
@@ -368,83 +358,48 @@ class BucketPass:
             started_s = time.perf_counter()
             closed = owner.close_pass(self._side)
             self.wait_s += time.perf_counter() - started_s
-            if closed.hand_out:
-                self._hand_out(closed)
+            order: list[int] | None = None
             if self._observed is not None and closed.source is not None:
-                self._reorder(closed.source)
+                order = self._end_first(closed.source)
+            if closed.hand_out:
+                self._handed_out.hand_out(self.buckets, self._side, closed)
+            if order is not None:
+                self._observed = None
+                self._build(order)
         except CommunicationError as error:
             self._fail(error)
             raise
-        self._check_graph()
+        self._counts.end()
 
     def _fail(self, error: CommunicationError) -> None:
         self._is_open = False
         self._broken = str(error).splitlines()[0]
 
-    def _hand_out(self, closed: Closed) -> None:
-        """Gives every parameter that any rank used its reduced gradient.
+    def _end_first(self, source: int) -> list[int]:
+        """Agrees on the order in which gradients appeared on one rank.
 
-        A rank whose gradients weigh nothing drops those that nobody else has.
+        Buckets that went before all their gradients had come, on any rank, go again:
+        everybody has taken the first sum when this has been agreed on.
         """
-        kept: list[torch.Tensor | None] = []
-        replaces_all = self._options.as_views and closed.source is not None
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if closed.factor != 1.0:
-                    bucket.rescale(self._side, closed.factor)
-                summed = bucket.summed[self._side]
-                if replaces_all and not bucket.missing:  # the usual case, and quick
-                    totals = summed[: len(bucket.parameters)]
-                    for parameter, total in zip(bucket.parameters, totals, strict=True):
-                        kept.append(parameter.grad)
-                        parameter.grad = self._given[id(parameter)] = total
-                    continue
-                used = bucket.used(self._side)
-                for index, parameter in enumerate(bucket.parameters):
-                    own = parameter.grad
-                    kept.append(own)
-                    if used[index] and closed.source is not None:
-                        parameter.grad = self._reduced(parameter, summed[index])
-                    elif not self.is_given(parameter):
-                        parameter.grad = None
-                    self._given[id(parameter)] = parameter.grad
-        self._kept = kept if self._options.as_views else []
-
-    def _reduced(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        if self._options.as_views:
-            return total
-        own = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-        return own.copy_(total)
-
-    def _reorder(self, source: int) -> None:
-        """Orders buckets as gradients appeared on one rank in the first backward."""
         assert self._observed is not None
-        order = torch.zeros(len(self._parameters), dtype=torch.int64, device="cpu")
+        count = len(self._parameters)
+        rows = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         if self._group.rank == source:
             seen = list(self._observed)
-            unseen = [at for at in range(len(order)) if at not in self._observed]
-            order = torch.tensor(seen + unseen, device="cpu")
-        from_rank(self._group, order, "agreeing on the order of gradients")
-        self._observed = None
-        self._build(order.tolist())
+            unseen = [at for at in range(count) if at not in self._observed]
+            rows[0] = torch.tensor(seen + unseen, device="cpu")
+        for index in self._counts.late:
+            rows[1, index] = 1
+        self._group.all_reduce(rows, "agreeing on the order of gradients")
+        order, late = rows.tolist()
+        self._send_again(index for index, ranks in enumerate(late) if ranks)
+        self._counts.learn()
+        return [int(index) for index in order]
 
-    def _check_graph(self) -> None:
-        """Raises what was found in the pass, now that it has been completed."""
-        static = self._options.static_graph
-        if static and self._expected is None and self._counts:
-            self._expected = dict(self._counts)
-        elif static and self._expected is not None and self._counts:
-            for index in sorted({*self._counts, *self._expected}):
-                now, first = self._counts.get(index, 0), self._expected.get(index, 0)
-                if now != first:
-                    self._problem = self._problem or (
-                        f"static_graph=True, but {self._names[index]} got {now} "
-                        f"gradients in this backward and {first} in the first one"
-                    )
-        if self._problem:
-            raise ConfigError(self._problem)
-
-
-def from_rank(group: Members, tensor: torch.Tensor, what: str) -> None:
-    """Copies one rank's integers to all: the others must hold zeros."""
-    group.all_reduce(tensor, what)
+    def _send_again(self, late: Iterable[int]) -> None:
+        lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}
+        again = [bucket for bucket in self.buckets if id(bucket) in lacking]
+        for bucket in again:
+            bucket.send(self._side, self._scale)
+        for bucket in again:
+            bucket.finish(self._side)

@@ -58,7 +58,7 @@ class GradientReducer:
         self._buffers = buffers
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes))
+        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._scale: float | None = None
         self._weights: StepWeights | None = None

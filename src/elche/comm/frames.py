@@ -12,7 +12,6 @@ Contents are not encrypted.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from typing import Any
@@ -93,10 +92,8 @@ class FrameCodec:
         return messages
 
     def _tag(self, direction: bytes, sequence: int, payload: bytes) -> bytes:
-        digest = hmac.new(self._key, digestmod=hashlib.sha256)
-        digest.update(self._nonce + direction + _SEQUENCE.pack(sequence))
-        digest.update(payload)
-        return digest.digest()[:TAG_BYTES]
+        what = self._nonce + direction + _SEQUENCE.pack(sequence) + payload
+        return hmac.digest(self._key, what, "sha256")[:TAG_BYTES]
 
 
 def nonce_of(greeting: bytes) -> bytes:

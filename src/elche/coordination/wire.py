@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from dataclasses import fields
-from typing import Any, Union
+from typing import Any
 
+from elche.coordination.field_checks import Check, brief, check_for
 from elche.coordination.messages import Disconnected, Event, Instruction, Tick
 from elche.errors import ProtocolError
 
@@ -19,16 +19,21 @@ FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)
 }
 
-_HINTS: dict[str, dict[str, Any]] = {
-    name: typing.get_type_hints(kind)
-    for name, kind in (*FROM_WORKERS.items(), *FROM_COORDINATOR.items())
+_NAMES: dict[type[Any], tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in typing.get_args(Event | Instruction)
+}
+_CHECKS: dict[type[Any], dict[str, Check]] = {
+    kind: {n: check_for(hint) for n, hint in typing.get_type_hints(kind).items()}
+    for kind in _NAMES
 }
 
 
 def to_wire(message: Event | Instruction) -> dict[str, Any]:
     """A message as plain values that msgpack carries."""
-    wire = {field.name: getattr(message, field.name) for field in fields(message)}
-    wire["type"] = type(message).__name__
+    kind = type(message)
+    wire = {name: getattr(message, name) for name in _NAMES[kind]}
+    wire["type"] = kind.__name__
     return wire
 
 
@@ -46,50 +51,17 @@ def from_wire(wire: object, known: dict[str, type[Any]]) -> Any:
         raise ProtocolError(f"expected a mapping, got {type(wire).__name__}")
     kind = known.get(str(wire.get("type")))
     if kind is None:
-        raise ProtocolError(f"unknown message type {_brief(wire.get('type'))}")
-    hints = _HINTS[kind.__name__]
-    if set(wire) - {"type"} != set(hints):
+        raise ProtocolError(f"unknown message type {brief(wire.get('type'))}")
+    checks = _CHECKS[kind]
+    if len(wire) != len(checks) + 1 or not wire.keys() >= checks.keys():
         raise ProtocolError(
-            f"{kind.__name__}: expected fields {sorted(hints)}, got "
-            f"{_brief(sorted(map(str, wire)))}"
+            f"{kind.__name__}: expected fields {sorted(checks)}, got "
+            f"{brief(sorted(map(str, wire)))}"
         )
-    values = {
-        name: _checked(f"{kind.__name__}.{name}", wire[name], hint)
-        for name, hint in hints.items()
-    }
+    values = {}
+    for name, check in checks.items():
+        try:
+            values[name] = check(wire[name])
+        except ValueError as error:
+            raise ProtocolError(f"{kind.__name__}.{name}: {error}") from None
     return kind(**values)
-
-
-def _checked(where: str, value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` says, lists read as tuples."""
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        rest = [option for option in options if option is not type(None)]
-        return _checked(where, value, rest[0])
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ProtocolError(f"{where}: expected a list, got {_brief(value)}")
-        parts = typing.get_args(hint)
-        if len(parts) == 2 and parts[1] is Ellipsis:
-            return tuple(_checked(where, item, parts[0]) for item in value)
-        if len(value) != len(parts):
-            raise ProtocolError(
-                f"{where}: expected {len(parts)} items, got {_brief(value)}"
-            )
-        return tuple(
-            _checked(where, item, part) for item, part in zip(value, parts, strict=True)
-        )
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        raise ProtocolError(f"{where}: expected {hint.__name__}, got {_brief(value)}")
-    return value
-
-
-def _brief(value: object) -> str:
-    """A value for a message to people, however large it is."""
-    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:80])
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any, final
 
 from torch import nn
+
+_IS_TRAINED = attrgetter("requires_grad")
+_VALUES = methodcaller("values")
 
 
 @final
 class ParameterWatch:
     """What a model's modules held, and what of it was trained, when this was made.
 
-    Walking ``model.parameters()`` costs 0.1 ms where there are forty modules; comparing
-    what each of them holds with what it held costs a fifth of that.
+    Walking ``model.parameters()`` costs 0.1 ms where there are forty modules. Comparing
+    what all of them hold, one after another, with what they held then costs a tenth of
+    that, as no line of Python runs for each.
 
     Args:
         model: the model.
+
+    Attributes:
+        parameters: of the model, each once, as it was.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())  # kept: nothing else gets their ids
-        self._held = [
-            (held, [id(value) for value in held.values()])
-            for module in self._modules
+        self.parameters = list(model.parameters())
+        self._were_trained = list(map(_IS_TRAINED, self.parameters))
+        holders = [
+            held
+            for module in model.modules()
             for held in (module._parameters, module._modules)
         ]
-        self._trained = [(p, p.requires_grad) for p in model.parameters()]
+        self._empty = [held for held in holders if not held]
+        self._filled = [held for held in holders if held]
+        self._counts = list(map(len, self._filled))
+        self._held = list(self._all_held())
 
     @property
     def is_same(self) -> bool:
         """Whether nothing has changed; False may also mean that it cannot be told."""
-        for parameter, was_trained in self._trained:
-            if parameter.requires_grad != was_trained:
-                return False
-        return all([*map(id, held.values())] == ids for held, ids in self._held)
+        return (
+            list(map(_IS_TRAINED, self.parameters)) == self._were_trained
+            and not any(self._empty)
+            and list(map(len, self._filled)) == self._counts
+            and all(map(is_, self._all_held(), self._held))
+        )
+
+    def _all_held(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_VALUES, self._filled))

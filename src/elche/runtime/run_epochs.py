@@ -328,7 +328,7 @@ class RunEpochs:
         if reducer is not None and reducer.backward_passes == 0:
             self._steps_without_backward += 1
             if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
-                refuse_stray_gradients(list(self._training.model.parameters()))
+                refuse_stray_gradients(self._synchroniser.parameters)
 
     def _keep_error(self, positions: EpochPositions, error: ElcheError) -> None:
         if isinstance(error, NonFiniteError):

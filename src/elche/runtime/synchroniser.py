@@ -73,6 +73,11 @@ class Synchroniser:
         self._is_nan_from_start = math.isnan(self._norm())
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's, as it was when this was built last."""
+        return self._watch.parameters
+
+    @property
     def num_parameters(self) -> int:
         """Elements of what is trained."""
         return sum(parameter.numel() for parameter in self._trainable)

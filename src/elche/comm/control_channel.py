@@ -1,7 +1,9 @@
 """A worker's end of the control channel, used by its training thread only.
 
 Sending is one way and costs microseconds; receiving never blocks except in the named
-waits, each of which has a deadline.
+waits, each of which has a deadline. Every system call lets go of the interpreter, which
+another thread (one that drives a reduction) may take; so there are as few as can be:
+one to see that nothing has come, one more to read what has, one to send.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from elche.coordination.wire import FROM_COORDINATOR, from_wire, to_wire
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 
 _CHUNK_BYTES = 1 << 16
+_NOTHING: Iterator[Instruction] = iter(())
 
 
 class ControlChannel:
     """One connection to the coordinator.
 
     Args:
-        connection: a connected socket, greeting already read.
+        connection: a connected socket, greeting already read. Its timeout becomes the
+            deadline of sending.
         codec: the connection's codec.
         rank: this rank.
     """
@@ -42,6 +46,8 @@ class ControlChannel:
         self._inbox: deque[Instruction] = deque()
         self._stored: dict[str, bytes] = {}
         self._closed = False
+        self._timeout_s = connection.gettimeout()
+        connection.setblocking(False)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -86,8 +92,7 @@ class ControlChannel:
         """Instructions that have come by now."""
         if not self._inbox:
             self._read(0.0)
-        while self._inbox:
-            yield self._inbox.popleft()
+        return self._taken() if self._inbox else _NOTHING
 
     def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
         """Waits for the next instruction.
@@ -159,15 +164,32 @@ class ControlChannel:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
+    def _taken(self) -> Iterator[Instruction]:
+        while self._inbox:
+            yield self._inbox.popleft()
+
     def _send(self, *messages: dict[str, Any]) -> None:
         if self._closed or not messages:
             return
         try:
-            self._socket.sendall(b"".join(map(self._codec.encode, messages)))
+            self._put(b"".join(map(self._codec.encode, messages)))
         except OSError as error:
             self._read_quietly()
             if not self._inbox:
                 raise self._gone(error) from error
+
+    def _put(self, data: bytes) -> None:
+        """Hands bytes to the system; waits only where it has no room for them."""
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = self._socket.send(data)
+        if sent == len(data):
+            return
+        self._socket.settimeout(self._timeout_s)
+        try:
+            self._socket.sendall(memoryview(data)[sent:])
+        finally:
+            self._socket.setblocking(False)
 
     def _read(self, timeout_s: float) -> None:
         """Reads what is there, waiting for the first byte at most ``timeout_s``."""
@@ -178,6 +200,8 @@ class ControlChannel:
             failure: OSError | None = None
             try:
                 data = self._socket.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                return
             except OSError as error:
                 data, failure = b"", error
             if not data:

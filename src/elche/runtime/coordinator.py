@@ -106,13 +106,20 @@ class CoordinatorServer:
         self._guard.close()
         await asyncio.sleep(0)
 
-    def take(self, event: Event) -> None:
-        """Hands an event to the core and sends what it answers."""
+    def take(self, *events: Event) -> None:
+        """Hands events to the core and sends what it answers.
+
+        What one rank is told comes in one piece: it wakes up for it once.
+        """
         now_s = asyncio.get_running_loop().time()
-        for instruction in self.core.handle(event, now_s):
-            if isinstance(instruction, Abort) and self.core.aborted is not None:
-                self._end = instruction
-            self._deliver(instruction)
+        told: dict[int, list[Instruction]] = defaultdict(list)
+        for event in events:
+            for instruction in self.core.handle(event, now_s):
+                if isinstance(instruction, Abort) and self.core.aborted is not None:
+                    self._end = instruction
+                told[instruction.rank].append(instruction)
+        for rank, instructions in told.items():
+            self._deliver(rank, instructions)
 
     def meet(self, connection: _Connection) -> None:
         """A connection was made; it must say who it is within a few seconds."""
@@ -133,7 +140,7 @@ class CoordinatorServer:
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
         if self._end is not None:
-            self._deliver(replace(self._end, rank=rank))
+            self._deliver(rank, [replace(self._end, rank=rank)])
         return True
 
     def release(self, rank: int) -> None:
@@ -184,10 +191,10 @@ class CoordinatorServer:
         else:
             self._waiting[key].add(connection)
 
-    def _deliver(self, instruction: Instruction) -> None:
-        connection = self._connections.get(instruction.rank)
+    def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
+        connection = self._connections.get(rank)
         if connection is not None:
-            connection.send(to_wire(instruction))
+            connection.send(*map(to_wire, instructions))
 
     async def _tick(self) -> None:
         while True:
@@ -221,9 +228,13 @@ class _Connection(asyncio.Protocol):
         if self._unknown_bytes > HELLO_BYTES:
             self.drop("expected a Hello, got a flood")
             return
+        events: list[Event] = []
         try:
-            for message in self._codec.feed(data):
-                self._take(message)
+            try:
+                for message in self._codec.feed(data):
+                    events += self._events(message)
+            finally:
+                self._server.take(*events)
         except ProtocolError as error:
             self.drop(str(error))
 
@@ -239,15 +250,16 @@ class _Connection(asyncio.Protocol):
             self._server.lost(self._rank, self)
             self._rank = None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, *messages: dict[str, Any]) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._codec.encode(message))
+            self._transport.write(b"".join(map(self._codec.encode, messages)))
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
-    def _take(self, message: Any) -> None:
+    def _events(self, message: Any) -> list[Event]:
+        """The event that a message is, or none: what is no event is done here."""
         kind = message.get("type") if isinstance(message, dict) else None
         if self._rank is None:
             rank = message.get("rank") if kind == "Hello" else None
@@ -268,7 +280,8 @@ class _Connection(asyncio.Protocol):
             if isinstance(event, Left):
                 self._server.release(self._rank)
                 self._rank = None
-            self._server.take(event)
+            return [event]
+        return []
 
 
 def rank_environments(

@@ -15,9 +15,9 @@ from typing import final
 from elche.coordination.messages import EpochLeft, GrantSteps, Scalars, StepsDone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepCost:
-    """What one step took a rank.
+    """What one step took a rank; not frozen, for then making one takes three times.
 
     Attributes:
         samples: of its own.

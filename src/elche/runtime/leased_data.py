@@ -131,7 +131,7 @@ class _LeaseSampler(Generic[Tag]):
 
     def __iter__(self) -> Iterator[IndexBatch]:
         while True:
-            if self.refill():
+            if self.queued or self.refill():
                 tag, batch = self.queued.popleft()
                 self.drawn.append(tag)
                 yield batch

@@ -86,7 +86,7 @@ class EpochPositions:
         else:
             plain = self._array[begin:end].tolist()
         if self._seed is None:
-            return IndexBatch(plain, epoch=self.epoch)
+            return IndexBatch(plain, None, self.epoch)
         return IndexBatch(
             plain,
             [position_seed(self._seed, self.epoch, at) for at in range(begin, end)],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elche.comm.reducer import GradientReducer
 from elche.coordination.messages import (
@@ -24,8 +23,7 @@ from elche.runtime.window_epoch import EpochHooks
 from elche.runtime.worker import Worker
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """This rank's part of one global batch.
 
     A rank without samples gets some to run its loop body on (the same control flow, the
@@ -208,7 +206,8 @@ class SyncEpoch:
 
     def _account(self, number: int, cost: StepCost) -> None:
         """A step is done; what is to be said of its grant waits for the next one."""
-        self._report()  # there was no backward pass
+        if self._reports.is_due:
+            self._report()  # there was no backward pass
         self.samples_done += self._positions.samples_of(number)
         if not self._reports.step_done(number, cost):
             return

@@ -172,7 +172,7 @@ class WindowEpoch:
         in_flight = self._loop.in_flight is not None
         return self._loop.next(
             time.monotonic(),
-            has_work=self._leased.has_work,
+            has_work=self._not_begun > 0,
             is_reduced=in_flight and self._sync.poll(),
         )
 

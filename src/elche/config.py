@@ -63,10 +63,10 @@ class RunConfig:
             batches are trained on again, now watched one by one. Where one gives no
             number again, or the rank brings nothing finite in three windows, ``"stop"``
             ends the run and names it; ``"leave_out"`` goes on without that batch alone,
-            and warns. Under ``sync`` a step
-            is one of all ranks and nothing can be left out of it: ``"stop"`` ends the
-            run when parameters are NaN at the end of an epoch. Windows do not begin
-            on such parameters, whatever is set. One device does nothing of this.
+            and warns. Under ``sync`` a step is one of all ranks and nothing can be left
+            out of it: whatever is set, the run ends soon after parameters have become
+            NaN, and names the rank and samples whose gradient was none first. Windows
+            do not begin on such parameters either. One device does nothing of this.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.

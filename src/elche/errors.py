@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class ElcheError(Exception):
@@ -41,6 +42,8 @@ class NonFiniteError(ElcheError):
     Attributes:
         rank: where it happened last.
         batches: (start, stop) of the epoch's batches that it was learned from.
+        part: (start, stop) of the samples of the batch, where only some are meant.
+        samples: the dataset's keys of all that; on a rank, and not in the coordinator.
     """
 
     def __init__(
@@ -48,10 +51,14 @@ class NonFiniteError(ElcheError):
         message: str,
         rank: int | None = None,
         batches: Sequence[tuple[int, int]] = (),
+        part: Sequence[int] = (),
+        samples: Sequence[Any] = (),
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.batches = tuple(batches)
+        self.part = tuple(part)
+        self.samples = tuple(samples)
 
 
 class ContributionError(ElcheError):

@@ -101,6 +101,7 @@ class Shell:
     transfer_s = wait_s = 0.0
     backward_passes = 0
     weight: float | None = None
+    parameters = ()
 
     def __init__(self) -> None:
         self.timeline = Timeline(0)
@@ -137,6 +138,8 @@ class Shell:
     def take_all(self, handle: Callable[[Instruction], None]) -> None:
         while self.inbox:
             handle(self.inbox.popleft())
+
+    def look_before(self, look: Callable[[], None]) -> None: ...
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:
         self.log.append("wait")

@@ -302,15 +302,6 @@ def test_a_rank_that_brings_nothing_finite_stops_the_run(
         assert "in 3 windows in a row" in said or "for the second time" in said
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_sync_stops_where_the_model_is_no_number(ranks2: RankPool, stops: bool) -> None:
-    task = Task(samples=160, batch_size=8, epochs=2)
-    task = _with(task, policy="sync", non_finite="stop" if stops else "leave_out")
-    ends = ranks2.run(train_with_broken_ranks, task, (0,), case_setup=serve_in_thread)
-    for said in ends:
-        assert ("parameters are no numbers" in said) == stops
-
-
 def train_on_a_lost_model(task: Task) -> str:
     """The model is lost before an epoch; its batches are not at fault."""
     model, optimizer, loader = build(task)

@@ -65,11 +65,18 @@ class GradientReducer:
         self._active_ranks = 0
         self._holds = False
         self._passes_before = 0
+        self._sends = False
         self._beneath: Callable[[], None] | None = None
+        self._look: Callable[[], None] | None = None
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
         self._weights = StepWeights(self._parameters, self._group)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The ones whose gradients it reduces."""
+        return self._parameters
 
     @property
     def bucket_sizes_bytes(self) -> list[int]:
@@ -184,6 +191,13 @@ class GradientReducer:
         """
         self._beneath = work
 
+    def look_before(self, look: Callable[[], None] | None) -> None:
+        """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
+
+        Not where it weighs nothing: zeros are sent then, whatever it is.
+        """
+        self._look = look
+
     def hold(self, holds: bool) -> None:
         """Keeps gradients for a later backward pass of the step, which sends them all.
 
@@ -222,13 +236,17 @@ class GradientReducer:
         if work is not None:
             work()
         if self._weights is None:
+            self._sends = self._scale != 0.0
             return self._scale
         scale = self._weights.open_pass(side)
         self._pass.wait_s += self._weights.wait_s
+        self._sends = scale != 0.0
         return scale
 
     def close_pass(self, side: int) -> Closed:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
+        if self._look is not None and self._sends:
+            self._look()
         factor = 1.0 if self._weights is None else self._weights.close_pass()
         if self._buffers is not None:
             self._buffers.average(self._active_ranks, mine=self._scale != 0.0)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
 
 Scalars = tuple[tuple[str, float, float], ...]
 """What users logged: (name, weighted sum, weight)."""
+
+OwnPart = tuple[int, ...]
+"""A rank's part of a step: the step, its first sample and one past the last; or ()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,8 @@ class StepsDone:
     ``warm`` is False when the steps held a first batch, which is not timed.
     ``backward_passes`` of the run so far were reduced: as many on every rank.
     ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
-    was met).
+    was met). ``is_finite`` says whether the parameters are numbers, as far as was
+    looked; ``broken`` is the part since which this rank's own gradients are none.
     """
 
     rank: int
@@ -84,6 +88,8 @@ class StepsDone:
     parameter_norm: float = 0.0
     max_samples: int = 0
     scalars: Scalars = ()
+    is_finite: bool = True
+    broken: OwnPart = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +185,8 @@ class EpochLeft:
     sync_wait_s: float = 0.0
     transfer_s: float = 0.0
     scalars: Scalars = ()
+    is_finite: bool = True
+    broken: OwnPart = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,7 +445,8 @@ class BarrierPassed:
 class Abort:
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
-    ``batches`` (start, stop) are those that it ends for, if it is about data.
+    ``batches`` (start, stop) are those that it ends for, if it is about data; ``part``
+    (start, stop) the samples of the batch, where only some of it are meant.
     """
 
     rank: int
@@ -446,6 +455,7 @@ class Abort:
     traceback: str = ""
     kind: str = "remote"
     batches: Runs = ()
+    part: tuple[int, ...] = ()
 
 
 Event = (

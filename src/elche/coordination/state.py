@@ -119,7 +119,11 @@ class Coordinator:
             instructions = self._abort(str(error), kind="mismatch")
         except NonFiniteError as error:
             instructions = self._abort(
-                str(error), error.rank, kind="non_finite", batches=error.batches
+                str(error),
+                error.rank,
+                kind="non_finite",
+                batches=error.batches,
+                part=error.part,
             )
         except Exception as error:
             what = str(error) if isinstance(error, ElcheError) else repr(error)
@@ -340,6 +344,7 @@ class Coordinator:
         traceback: str = "",
         kind: str = "remote",
         batches: tuple[Range, ...] = (),
+        part: tuple[int, ...] = (),
     ) -> list[Instruction]:
         self.aborted = reason
         self._abort_message = Abort(
@@ -349,6 +354,7 @@ class Coordinator:
             traceback=traceback,
             kind=kind,
             batches=batches,
+            part=part,
         )
         waiting = {join.rank for join in self._membership.roster.take_newcomers()}
         told = sorted(self._membership.ranks | waiting)

@@ -8,11 +8,13 @@ begins, or as soon as there is no next step to run. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import final
 
 from elche.coordination.messages import EpochLeft, GrantSteps, Scalars, StepsDone
+from elche.coordination.step_numbers import OwnNumbers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +57,9 @@ class StepReports:
     Args:
         rank: whose.
         epoch: the epoch.
+
+    Attributes:
+        numbers: whether they were numbers; the shell keeps it up to date.
     """
 
     def __init__(self, rank: int, epoch: int) -> None:
@@ -63,6 +68,7 @@ class StepReports:
         self._grants: deque[GrantSteps] = deque()
         self._measured = _Measured()
         self._due: StepsDone | None = None
+        self.numbers = OwnNumbers()
 
     @property
     def under_way(self) -> GrantSteps | None:
@@ -110,6 +116,8 @@ class StepReports:
             transfer_s=measured.transfer_s,
             parameter_norm=parameter_norm,
             scalars=scalars,
+            is_finite=self.numbers.is_finite and not math.isnan(parameter_norm),
+            broken=self.numbers.broken,
         )
 
     def take(self) -> StepsDone | None:
@@ -138,6 +146,8 @@ class StepReports:
             sync_wait_s=measured.sync_wait_s,
             transfer_s=measured.transfer_s,
             scalars=scalars,
+            is_finite=self.numbers.is_finite,
+            broken=self.numbers.broken,
         )
 
     def _add(self, cost: StepCost) -> None:

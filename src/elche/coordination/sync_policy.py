@@ -31,11 +31,12 @@ from elche.coordination.messages import (
     StepsDone,
     WindowReduced,
 )
-from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.step_book import Granted, StepBook
+from elche.coordination.step_leaving import EarlyEnd, report_of
+from elche.coordination.step_numbers import StepNumbers
 from elche.coordination.step_shares import StepShares
-from elche.errors import NonFiniteError, ProtocolError, TransitionError
+from elche.errors import ProtocolError, TransitionError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
@@ -59,7 +60,6 @@ class SyncPolicy(Policy):
         self._members = {member.rank: member.horizon_batches for member in members}
         self._shares = StepShares(config, self._members, min_share_samples)
         self._is_deterministic = config.deterministic
-        self._stops_at_nan = config.non_finite == "stop"
         self._is_stopping = self._makes_room = self._is_paused = False
         self.measured_steps = 0
         self._step_s = math.inf
@@ -72,7 +72,8 @@ class SyncPolicy(Policy):
         self._granted_until = self._committed_until = 0
         self._joining: set[int] = set()
         self._adopting: set[int] = set()
-        self._left: dict[int, int] = {}
+        self._left = EarlyEnd(config.policy)
+        self._numbers = StepNumbers()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
 
@@ -112,7 +113,8 @@ class SyncPolicy(Policy):
         self._is_paused = False
         self._joining.clear()
         self._adopting.clear()
-        self._left = {}
+        self._left.clear()
+        self._numbers.clear()
         return Outcome(self._top_up())
 
     def handle(self, event: Event, now_s: float) -> Outcome:
@@ -136,6 +138,7 @@ class SyncPolicy(Policy):
             return outcome
         outcome.instructions += self._top_up()
         if self._ledger.is_done:
+            self._numbers.check(self._epoch, self._members, is_last=True)
             outcome.instructions += self._totals.end_epoch(
                 sorted(self._members),
                 now_s,
@@ -213,6 +216,7 @@ class SyncPolicy(Policy):
             now_s: the time.
         """
         self._is_paused = False
+        self._numbers.clear()
         held = {r: step for r, step in reduced.items() if r not in self._joining}
         if not held:
             raise TransitionError("nobody who is left holds the model")
@@ -279,12 +283,7 @@ class SyncPolicy(Policy):
         if self._is_paused:
             return "the ranks that stay to form their new group"
         if self._left:
-            others = sorted(self._members.keys() - self._left.keys())
-            return (
-                f"ranks {others} to leave epoch {self._epoch}, as ranks "
-                f"{sorted(self._left)} did after step {min(self._left.values())}; "
-                "under policy 'sync' a loop must be left at the same step on every rank"
-            )
+            return self._left.waiting_for(self._members, self._epoch)
         if self._adopting:
             return f"ranks {sorted(self._adopting)} to take over the model"
         silent = self._grants.silent(self._members)
@@ -293,14 +292,9 @@ class SyncPolicy(Policy):
     def _take(self, event: StepsDone) -> None:
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
-        if self._stops_at_nan and math.isnan(event.parameter_norm):
-            raise NonFiniteError(
-                f"the model's parameters are no numbers any more in epoch {event.epoch}"
-                ": a step under sync is one of all ranks, and nothing can be left out "
-                "of it; look at the data, the loss and the learning rate, take a "
-                "GradScaler, or go on regardless by non_finite='leave_out'"
-            )
         self._grants.take(event)
+        self._numbers.take(event)
+        self._numbers.check(event.epoch, self._members, is_last=False)
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -334,7 +328,7 @@ class SyncPolicy(Policy):
         if len(set(passes)) > 1:
             raise ProtocolError(
                 f"ranks ran different numbers of backward passes up to step "
-                f"{grant.stop - 1}: {passes}; under policy 'sync' a batch may only be "
+                f"{grant.stop - 1}: {passes}; {self._left.under} a batch may only be "
                 "skipped on every rank, because their gradients are summed step by step"
             )
         if all(report.warm for report in reports) and not self._is_deterministic:
@@ -393,29 +387,13 @@ class SyncPolicy(Policy):
             raise ProtocolError(
                 f"rank {event.rank} left epoch {event.epoch} while the group changed"
             )
-        self._left[event.rank] = event.step
-        steps = set(self._left.values())
-        if len(steps) > 1:
-            raise ProtocolError(
-                "under policy 'sync' a loop may only be left at the same step on "
-                f"every rank, but the ranks left after steps {self._left}; decide the "
-                "break from values that all ranks share"
-            )
+        self._left.take(event)
         self._grants.check_part(event)
-        self._totals.add(
-            max(0, event.step - 1),
-            RankReport(
-                rank=event.rank,
-                samples=event.samples,
-                busy_s=event.busy_s,
-                data_wait_s=event.data_wait_s,
-                transfer_s=event.transfer_s,
-                sync_wait_s=event.sync_wait_s,
-                scalars=event.scalars,
-            ),
-        )
-        if not self._left.keys() >= self._members.keys():
+        self._numbers.take(event)
+        self._totals.add(max(0, event.step - 1), report_of(event))
+        if not self._left.has_all(self._members):
             return Outcome()
+        self._numbers.check(event.epoch, self._members, is_last=True)
         return Outcome(self._tell_part(event.step, now_s), epoch_over=True)
 
     def _tell_part(self, done: int, now_s: float) -> list[Instruction]:

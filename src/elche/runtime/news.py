@@ -91,11 +91,19 @@ def samples_in(
 
 
 def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteError:
-    """The error with the samples of its batches."""
+    """The error with the samples of its batches; as it is, where it has them."""
+    if error.samples:
+        return error
     keys = samples_in(positions, error.batches)
+    if error.part:
+        keys = keys[slice(*error.part)]
     if not keys:
         return error
     more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
     return NonFiniteError(
-        f"{error}; samples {keys[:KEYS_SHOWN]}{more}", error.rank, error.batches
+        f"{error}; samples {keys[:KEYS_SHOWN]}{more}",
+        error.rank,
+        error.batches,
+        error.part,
+        keys,
     )

@@ -195,6 +195,7 @@ class RunEpochs:
         batches = self._batches
         assert batches is not None
         batches.start(positions)
+        self._worker.name_samples = partial(with_samples, positions=positions)
         run = self._epoch_run(positions, window)
         self.under_way = run
         try:

@@ -46,7 +46,7 @@ class ScalarLog:
     """
 
     def __init__(self, read_back: ReadBack | None = None) -> None:
-        self._read_back = read_back or _begin_readback
+        self._read_back = read_back or begin_readback
         self._defers_cpu = read_back is not None
         self._means: dict[str, WeightedMean] = {}
         self._filling: dict[tuple[torch.device, torch.cuda.Stream | None], _Buffer] = {}
@@ -140,7 +140,7 @@ class ScalarLog:
         stream = torch.cuda.current_stream(device) if value.is_cuda else None
         buffer = self._filling.get((device, stream))
         if buffer is None:
-            buffer = _Buffer(_empty_buffer(device))
+            buffer = _Buffer(empty_buffer(device))
             self._filling[device, stream] = buffer
         buffer.values[len(buffer.entries)].copy_(value.reshape(()))
         buffer.entries.append((name, weight))
@@ -198,7 +198,8 @@ class _BlockingReadback:
         return _floats(self._values)
 
 
-def _begin_readback(values: torch.Tensor) -> Readback:
+def begin_readback(values: torch.Tensor) -> Readback:
+    """Begins a copy to the host; only CUDA's leaves the host free meanwhile."""
     return _CudaReadback(values) if values.is_cuda else _BlockingReadback(values)
 
 
@@ -207,7 +208,7 @@ def _floats(values: torch.Tensor) -> list[float]:
     return floats
 
 
-def _empty_buffer(device: torch.device) -> torch.Tensor:
+def empty_buffer(device: torch.device) -> torch.Tensor:
     """Doubles where the device has them; outside of inference mode, to be reused."""
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     with torch.inference_mode(False):

@@ -35,6 +35,11 @@ class SummedReducer:
         self._own_factor = GradientFactor(parameters)
 
     @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The ones whose gradients it reduces."""
+        return self._reducer.parameters
+
+    @property
     def extra_bytes(self) -> int:
         """Memory held beside the gradients."""
         return self._reducer.extra_bytes
@@ -87,6 +92,10 @@ class SummedReducer:
     def run_beneath(self, work: Callable[[], None] | None) -> None:
         """See :meth:`GradientReducer.run_beneath`."""
         self._reducer.run_beneath(work)
+
+    def look_before(self, look: Callable[[], None] | None) -> None:
+        """See :meth:`GradientReducer.look_before`."""
+        self._reducer.look_before(look)
 
     def hold(self, holds: bool) -> None:
         """See :meth:`GradientReducer.hold`."""

@@ -12,11 +12,13 @@ from elche.coordination.messages import (
     EndEpoch,
     GrantSteps,
     Instruction,
+    OwnPart,
     SwitchPolicy,
 )
 from elche.coordination.step_reports import StepCost, StepReports
 from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.number_watch import NumberWatch
 from elche.runtime.positions import EpochPositions
 from elche.runtime.summed_loss import SummedReducer
 from elche.runtime.window_epoch import EpochHooks
@@ -27,13 +29,14 @@ class Step(NamedTuple):
     """This rank's part of one global batch.
 
     A rank without samples gets some to run its loop body on (the same control flow, the
-    same optimizer step), but weighs nothing.
+    same optimizer step), but weighs nothing. ``part`` is what of the step is its own.
     """
 
     step: int
     samples: int
     scale: float
     active_ranks: int
+    part: OwnPart = ()
 
 
 class SyncEpoch:
@@ -67,6 +70,8 @@ class SyncEpoch:
         self._min_share_samples = min_share_samples
         self._hooks = hooks
         self._reports = StepReports(worker.rank, positions.epoch)
+        self._numbers = NumberWatch(reducer.parameters, self._reports.numbers)
+        reducer.look_before(self._numbers.look)
         self._granted_until = 0
         self.end: EndEpoch | None = None
         self.switch: SwitchPolicy | None = None
@@ -107,6 +112,7 @@ class SyncEpoch:
             handed_out, cost = in_hand.step + 1, self._cost(in_hand)
             self.samples_done += self._positions.samples_of(in_hand.step)
         self.has_left = True
+        self._numbers.report(final=True)
         scalars = self._hooks.scalars(True)
         self._worker.send(self._reports.left(handed_out, cost, scalars))
 
@@ -120,6 +126,7 @@ class SyncEpoch:
             self._ready_s = time.monotonic()
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
+            self._numbers.begin_step(step.part)
             self._reducer.begin_step(step.scale, step.active_ranks, self._leased.weight)
             yield step, data
             self._reducer.end_step()
@@ -181,7 +188,8 @@ class SyncEpoch:
         total = sum(shares)
         active = sum(share > 0 for share in shares)
         for number in range(instruction.start, instruction.stop):
-            step = Step(number, samples, samples / total, active)
+            part = (number, start, start + samples) if samples else ()
+            step = Step(number, samples, samples / total, active, part)
             if samples:
                 batch = self._positions.index_batch(number, start, start + samples)
             else:
@@ -213,6 +221,7 @@ class SyncEpoch:
             return
         is_last = number + 1 == self._positions.num_batches
         tells_norm = is_last and self._worker.rank == 0
+        self._numbers.report(final=is_last)
         self._reports.close(
             backward_passes=self._reducer.backward_passes,
             max_samples=self._worker.max_samples,

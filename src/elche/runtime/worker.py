@@ -61,6 +61,7 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
+        name_samples: adds to an error what its batches are, in the epoch under way.
         timeline: what this rank did.
     """
 
@@ -74,6 +75,7 @@ class Worker:
         self.is_cold = True
         self.max_samples = 0
         self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.timeline = Timeline(self.rank)
         self._channel = channel
         self._group: Group | None = None
@@ -215,8 +217,12 @@ class Worker:
 
     def _raise_if_abort(self, instruction: Instruction) -> None:
         if isinstance(instruction, Abort):
-            self._aborted = _error_of(instruction)
+            self._aborted = self._error_of(instruction)
             raise self._aborted
+
+    def _error_of(self, abort: Abort) -> ElcheError:
+        error = _error_of(abort)
+        return self.name_samples(error) if isinstance(error, NonFiniteError) else error
 
     def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
         """A collective failed: the coordinator knows who is gone, in a moment.
@@ -232,7 +238,7 @@ class Worker:
             except (DeadlineError, CommunicationError):
                 break
             if isinstance(instruction, Abort):
-                self._aborted = _error_of(instruction)
+                self._aborted = self._error_of(instruction)
                 break
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
@@ -257,6 +263,10 @@ class Worker:
         return [rank for rank, key in enumerate(keys) if key not in come]
 
 
+def _as_it_is(error: NonFiniteError) -> NonFiniteError:
+    return error
+
+
 def _ignore(news: MetricsReported | PolicyChosen) -> None:
     """Nobody reads it yet."""
 
@@ -267,7 +277,9 @@ def _error_of(abort: Abort) -> ElcheError:
     if abort.kind == "mismatch":
         return MismatchError(abort.reason)
     if abort.kind == "non_finite":
-        return NonFiniteError(abort.reason, abort.failed_rank, abort.batches)
+        return NonFiniteError(
+            abort.reason, abort.failed_rank, abort.batches, abort.part
+        )
     if abort.kind == "protocol":
         return ProtocolError(abort.reason)
     if abort.kind == "deadline":

@@ -1,0 +1,83 @@
+"""Who made the model no number under ``sync``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.coordination.messages import StepsDone
+from elche.coordination.step_numbers import (
+    PATIENCE_REPORTS,
+    OwnNumbers,
+    StepNumbers,
+)
+from elche.errors import NonFiniteError
+
+
+def report(rank: int, numbers: OwnNumbers, step: int) -> StepsDone:
+    return StepsDone(
+        rank=rank,
+        epoch=0,
+        start=step,
+        stop=step + 1,
+        samples=4,
+        busy_s=0.1,
+        data_wait_s=0.0,
+        sync_wait_s=0.0,
+        warm=True,
+        backward_passes=step + 1,
+        is_finite=numbers.is_finite,
+        broken=numbers.broken,
+    )
+
+
+@given(st.data())
+def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
+    data: st.DataObject,
+) -> None:
+    """Ranks see their own gradients; from the step that is taken along none, all do."""
+    ranks, lost_at = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 12))
+    held = data.draw(st.integers(1, 4), label="steps of accumulation")
+    culprits = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+    # A GradScaler skips these; the batch that spoils the model comes after them.
+    skipped = data.draw(st.sets(st.tuples(st.integers(0, ranks - 1), st.integers(0))))
+    skipped = {(r, s) for r, s in skipped if s < lost_at - 1}
+    numbers = [OwnNumbers() for _ in range(ranks)]
+    steps = StepNumbers()
+    stops_at = lost_at + held - 1
+    for step in range(lost_at + held):
+        for rank, own in enumerate(numbers):
+            is_first = step == lost_at and rank in culprits
+            is_none = step > lost_at or is_first or (rank, step) in skipped
+            own.gradients((step, 4 * rank, 4 * rank + 4), is_finite=not is_none)
+            own.parameters(is_finite=step < stops_at)
+            steps.take(report(rank, own, step))
+        if step < stops_at:
+            steps.check(0, range(ranks), is_last=False)
+    with pytest.raises(NonFiniteError, match="no numbers any more in epoch 0") as no:
+        steps.check(0, range(ranks), is_last=False)
+    assert no.value.batches == ((lost_at, lost_at + 1),)
+    if len(culprits) == 1:
+        (rank,) = culprits
+        assert (no.value.rank, no.value.part) == (rank, (4 * rank, 4 * rank + 4))
+        assert f"rank {rank}'s own, in step {lost_at}" in str(no.value)
+    else:
+        assert (no.value.rank, no.value.part) == (None, ())
+        assert f"ranks {sorted(culprits)} first had" in str(no.value)
+
+
+def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
+    lost, fine, steps = OwnNumbers(), OwnNumbers(), StepNumbers()
+    lost.parameters(is_finite=False)
+    for step in range(PATIENCE_REPORTS):
+        steps.check(0, (0, 1), is_last=False)
+        steps.take(report(0, lost, step))
+        steps.take(report(1, fine, step))
+    with pytest.raises(NonFiniteError, match="no rank has seen a gradient of its own"):
+        steps.check(0, (0, 1), is_last=False)
+    steps.clear()
+    steps.check(0, (0, 1), is_last=True)
+    steps.take(report(0, lost, 0))
+    with pytest.raises(NonFiniteError, match="no numbers any more"):
+        steps.check(0, (0, 1), is_last=True)

@@ -536,7 +536,7 @@ def test_a_rank_cannot_blame_a_batch_that_it_had_not() -> None:
     core, _ = opened(plan_of("cadence"))
     core.handle(batch_done(0, 0), 1.0)
     core.handle(closed(1, 0), 1.0)
-    blaming = replace(closed(0, 0), is_finite=False, culprit=1)
+    blaming = replace(closed(0, 0), is_finite=False, culprits=(1,))
     told = core.handle(blaming, 1.0)
     assert "blames batch 1, which it had not" in reason_of(told, 2)
 

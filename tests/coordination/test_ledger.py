@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.ledger import BatchSizes, EpochLedger
-from elche.errors import TransitionError
+from elche.errors import ProtocolError, TransitionError
 
 pytestmark = pytest.mark.hypothesis
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=20).map(BatchSizes.of)
 MOVES = st.lists(
     st.tuples(
-        st.sampled_from(["lease", "train", "close", "stage", "commit", "leave out"]),
+        st.sampled_from(
+            ["lease", "train", "close", "stage", "commit", "leave out", "reject"]
+        ),
         st.integers(0, 2),
         st.integers(1, 4),
     ),
@@ -37,6 +39,10 @@ def _move(ledger: EpochLedger, what: str, holder: int, most: int) -> None:
         ledger.stage()
     elif what == "commit":
         ledger.commit()
+    elif what == "reject" and ledger.parts(holder):
+        start, stop = ledger.parts(holder)[most % len(ledger.parts(holder))]
+        ledger.reject(holder, [(start + (most > 2 and stop > start + 1), stop)])
+        ledger.check()
     elif what == "leave out" and ledger.pooled:
         start, _ = ledger.pooled_ranges()[0]
         ledger.leave_out(start, start + 1)
@@ -85,3 +91,15 @@ def test_a_ledger_that_has_begun_takes_no_state() -> None:
     ledger.lease(0, 1)
     with pytest.raises(TransitionError, match="before its first lease"):
         ledger.load_state_dict(state)
+
+
+def test_nobody_takes_back_what_it_has_not_closed() -> None:
+    ledger = EpochLedger(BatchSizes(((4, 3),)), [0])
+    ledger.lease(0, 3)
+    ledger.train(0, 0, 2)
+    ledger.close(0)
+    with pytest.raises(
+        ProtocolError, match=r"takes back batches 1\.\.2, but has closed"
+    ):
+        ledger.reject(0, [(1, 3)])
+    ledger.check()

@@ -107,7 +107,11 @@ class ScriptedFeed:
 
 
 class Sync:
-    is_overlapped = False
+    is_overlapped = accumulates = False
+    has_stepped = True
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def state_layout(self) -> str:
         return ""

@@ -1,13 +1,15 @@
-"""Loops under ``sync`` in which one sample's loss is no number."""
+"""Loops in which some samples' loss is no number."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import elche
+from elche import session
 from elche.errors import NonFiniteError
 from tests.distributed.cases import Task, build
 
@@ -67,3 +69,70 @@ def leave_at_unequal_steps(task: Task) -> str:
         said = str(error)
     elche.shutdown()
     return said
+
+
+@dataclass
+class Survived:
+    """What a rank holds after an epoch of windows with bad samples.
+
+    Attributes:
+        ended: what the run ended with, "" if it did not; and the batches named.
+        left_out: batches that were left out.
+        order: samples that this rank has trained on.
+        metrics: of the epoch.
+        values: of the model and both optimizers' states.
+    """
+
+    ended: tuple[str, tuple[tuple[int, int], ...]]
+    left_out: list[int]
+    order: list[int]
+    metrics: elche.EpochMetrics | None
+    values: dict[str, torch.Tensor]
+
+
+def train_through_bad_samples(
+    task: Task, bad: tuple[int, ...], loop: str, accumulated: int = 1
+) -> Survived:
+    """One epoch under windows; two optimizers step the model where asked."""
+    model, optimizer, loader = build(task)
+    second = None
+    if loop == "two optimizers":
+        first, last = list(model.parameters())[:2], list(model.parameters())[2:]
+        optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+        second = torch.optim.AdamW(last, lr=1e-2)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    run = session.current_run()
+    assert run is not None
+    order: list[int] = []
+    said: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
+    try:
+        for x, y, index, _ in loader:
+            order += index.tolist()
+            if (
+                loop == "zeroes first"
+                and (len(order) // task.batch_size) % accumulated == 1
+            ):
+                optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if set(bad) & set(index.tolist()):
+                loss = loss * float("nan")
+            loss.backward()
+            if (len(order) // task.batch_size) % accumulated:
+                continue
+            for each in (optimizer, second):
+                if each is not None:
+                    each.step()
+                    if loop != "zeroes first":
+                        each.zero_grad()
+    except NonFiniteError as error:
+        said = str(error), error.batches
+    left_out = [b for r in run.reports for part in r.left_out for b in range(*part)]
+    values = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    for number, each in enumerate((optimizer, second)):
+        for at, state in enumerate(each.state.values() if each is not None else ()):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    values[f"{number} {at} {name}"] = value.clone()
+    metrics = None if said[0] else elche.epoch_metrics()
+    elche.shutdown()
+    return Survived(said, left_out, order, metrics, values)

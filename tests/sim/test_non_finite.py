@@ -15,9 +15,8 @@ from elche.coordination.messages import (
     GrantBatches,
     WindowClosed,
 )
+from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import WindowLoop
-from elche.runtime.suspects import Suspects
-from elche.runtime.window_sync import WindowSync
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
 from elche.sim.window_worker import WindowEpoch
@@ -25,13 +24,22 @@ from elche.sim.window_worker import WindowEpoch
 BATCHES = 120
 
 
-class Learned(WindowSync):
+class Learned:
     """What a rank has learned since it last held the common model."""
 
-    extra_bytes = 0
-    is_finite = True
+    is_finite = has_finite_gradients = has_stepped = True
+    accumulates = False
 
-    def rebase(self) -> None: ...
+    def keep(self) -> None:
+        self._kept = self.is_finite
+
+    def restore(self, batches: int) -> None:
+        self.is_finite = self._kept
+
+    def drop_gradients(self, batches: int) -> None:
+        raise AssertionError("every batch brought a step")
+
+    def forget(self) -> None: ...
 
 
 class Poisoned:
@@ -79,9 +87,15 @@ class Poisoned:
                 suspects.done(batch)
         if isinstance(event, WindowClosed):
             learned, suspects = self._of(event.rank)
+            culprits, rejected = suspects.window_ends()
             self._is_finite, learned.is_finite = learned.is_finite, True
-            culprit = suspects.window_ends()
-            return replace(event, is_finite=self._is_finite, culprit=culprit)
+            suspects.closed(is_finite=self._is_finite)
+            return replace(
+                event,
+                is_finite=self._is_finite,
+                culprits=culprits,
+                rejected=rejected,
+            )
         return event
 
     def _of(self, rank: int) -> tuple[Learned, Suspects]:

@@ -354,13 +354,29 @@ class EpochLedger:
         self._leased -= count
         return count
 
-    def reject(self, holder: int) -> tuple[Range, ...]:
-        """Returns what a holder has closed to the pool: it cannot be used."""
+    def reject(
+        self, holder: int, parts: Sequence[Range] | None = None
+    ) -> tuple[Range, ...]:
+        """Returns what a holder has closed to the pool: it cannot be used.
+
+        Args:
+            holder: who has closed it.
+            parts: only these batches (start, stop); None for all.
+
+        Returns:
+            What went back.
+
+        Raises:
+            ProtocolError: the holder has not closed all of that.
+        """
         holding = self._holdings[holder]
-        parts = tuple(holding.closed)
-        self._return(holding.closed)
-        holding.closed = []
-        return parts
+        gone = tuple(holding.closed) if parts is None else tuple(parts)
+        kept: Sequence[Range] = holding.closed
+        for part in gone:
+            kept = _without(holder, kept, part)
+        holding.closed = list(kept)
+        self._return(gone)
+        return gone
 
     def remove(self, holder: int) -> None:
         """A holder is gone: what it had returns to the pool.
@@ -430,6 +446,20 @@ class EpochLedger:
 
 def _count(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
+
+
+def _without(holder: int, ranges: Sequence[Range], part: Range) -> list[Range]:
+    """The ranges without a part of one of them."""
+    start, stop = part
+    for at, (begin, end) in enumerate(ranges):
+        if begin <= start < stop <= end:
+            rest = [(begin, start), (stop, end)]
+            left = [each for each in rest if each[0] < each[1]]
+            return [*ranges[:at], *left, *ranges[at + 1 :]]
+    raise ProtocolError(
+        f"{holder} takes back batches {start}..{stop - 1}, but has closed "
+        f"{list(ranges)[:4]}"
+    )
 
 
 def _append(ranges: deque[Range] | list[Range], part: Range) -> None:

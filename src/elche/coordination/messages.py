@@ -120,10 +120,11 @@ class WindowClosed:
 
     ``state`` names the layout of its optimizer state ("" when it has none),
     ``changed_buffers`` are indices of float buffers written since the last reduction,
-    ``is_finite`` is False when its drift cannot be used, ``culprit`` then the batch
-    that was found to be at fault, ``scalars`` are (name, weighted sum, weight) of what
-    the user logged. ``weight`` is what the user says that its batches weigh in the mean
-    over ranks, None where their samples do.
+    ``is_finite`` is False when its drift cannot be used. ``rejected`` are batches
+    (start, stop) that are not in it, as the rank has taken them back, and ``culprits``
+    those that were found to be at fault. ``scalars`` are (name, weighted sum, weight)
+    of what the user logged. ``weight`` is what the user says that its batches weigh in
+    the mean over ranks, None where their samples do.
     """
 
     rank: int
@@ -132,7 +133,8 @@ class WindowClosed:
     state: str
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
-    culprit: int | None = None
+    culprits: tuple[int, ...] = ()
+    rejected: Runs = ()
     scalars: Scalars = ()
     weight: float | None = None
 

@@ -13,6 +13,7 @@ from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.ledger import Range
 from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
+from elche.coordination.suspects import joined
 from elche.coordination.window_book import Reduction
 from elche.coordination.window_state import WindowState
 from elche.errors import ConfigError, NonFiniteError, ProtocolError
@@ -22,27 +23,34 @@ REPEATS = 3
 
 
 def reject_unusable(state: WindowState) -> None:
-    """Contributions that are not finite go back to the pool, all of their batches.
+    """Batches whose contribution is not finite go back to the pool.
 
-    Which batch is at fault is not known the first time: all that were in such a part
-    are suspect, and watched when they are trained on again. One that fails then is left
-    out, or ends the run; the others are tried until they count.
+    Which one is at fault is not known the first time: all that were in such a part are
+    suspect, and watched when they are trained on again. A rank that watches takes back
+    what a batch has done and names it; the rest of its window counts. One that fails
+    twice is left out, or ends the run; the others are tried until they count.
 
     Raises:
         NonFiniteError: it happened again, and the run is to stop then.
     """
     spoilt: list[int] = []
     for rank, part in state.book.parts.items():
-        assert part.closed is not None
-        if part.closed.is_finite:
-            if part.samples:
-                state.unusable[rank] = 0
-            continue
-        state.totals.discard(state.book.window, rank, part.samples)
-        part.samples = 0
-        batches = _batches(state.ledger.reject(rank))
+        closed = part.closed
+        assert closed is not None
+        batches = _batches(
+            state.ledger.reject(rank, closed.rejected if closed.is_finite else None)
+        )
         if batches:
-            spoilt += _failed(state, rank, batches, part.closed.culprit)
+            sizes = state.ledger.sizes
+            samples = sum(sizes.samples_in(batch, batch + 1) for batch in batches)
+            state.totals.discard(state.book.window, rank, samples)
+            part.samples -= samples
+        if part.samples:
+            state.unusable[rank] = 0
+        elif batches or not closed.is_finite:
+            state.unusable[rank] = state.unusable.get(rank, 0) + 1
+        if batches:
+            spoilt += _failed(state, rank, batches, closed.culprits)
     if spoilt and state.source is not None:
         state.source.try_again(
             state.book.window - state.first_window + (2 if state.is_overlapped else 1),
@@ -51,32 +59,31 @@ def reject_unusable(state: WindowState) -> None:
 
 
 def _failed(
-    state: WindowState, rank: int, batches: Sequence[int], culprit: int | None
+    state: WindowState, rank: int, batches: Sequence[int], culprits: Sequence[int]
 ) -> list[int]:
     """Counts who failed; returns what is to be trained on again.
 
     Raises:
         NonFiniteError: the run is to stop here.
     """
-    state.unusable[rank] = state.unusable.get(rank, 0) + 1
-    if culprit is None:  # the suspects were innocent if there was anybody else
-        failed = [b for b in batches if b not in state.rejected] or list(batches)
-    elif culprit in batches:
-        failed = [culprit]
-    else:
+    stray = sorted(set(culprits).difference(batches))
+    if stray:
         raise ProtocolError(
-            f"rank {rank} blames batch {culprit}, which it had not in window "
-            f"{state.book.window}"
+            f"rank {rank} blames batch {stray[0]}, which it had not in window "
+            f"{state.book.window}, or has not taken back"
         )
+    failed = sorted(culprits)
+    if not failed:  # the suspects were innocent if there was anybody else
+        failed = [b for b in batches if b not in state.rejected] or list(batches)
     again = [batch for batch in failed if batch in state.rejected]
     state.note(
-        f"rank {rank}: batches {_named(failed)} gave no number; of its window "
-        f"{len(batches) - len(again)} batches are trained on again"
+        f"rank {rank}: batches {_named(failed)} gave no number; "
+        f"{len(batches) - len(again)} batches of its window are trained on again"
     )
     if state.config.non_finite == "stop" and not state.is_draining:
         if again:
             raise _not_finite(state, rank, again, "for the second time")
-        if state.unusable[rank] >= REPEATS:
+        if state.unusable.get(rank, 0) >= REPEATS:
             raise _not_finite(state, rank, failed, f"in {REPEATS} windows in a row")
     for batch in failed:
         state.rejected[batch] = state.rejected.get(batch, 0) + 1
@@ -102,17 +109,6 @@ def _not_finite(
         rank,
         joined(batches),
     )
-
-
-def joined(batches: Iterable[int]) -> list[Range]:
-    """Batches in order, as ranges."""
-    ranges: list[Range] = []
-    for batch in batches:
-        if ranges and ranges[-1][1] == batch:
-            ranges[-1] = ranges[-1][0], batch + 1
-        else:
-            ranges.append((batch, batch + 1))
-    return ranges
 
 
 def _named(batches: Iterable[int]) -> str:

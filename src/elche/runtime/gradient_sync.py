@@ -16,6 +16,7 @@ from elche.comm.parameter_group import SyncResult
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
 from elche.errors import ConfigError
+from elche.runtime.local_steps import LocalSteps
 from elche.runtime.loop_guard import LoopGuard
 from elche.runtime.window_sync import WindowSync
 
@@ -33,6 +34,7 @@ class GradientSync(WindowSync):
         optimizer: steps them at the window's end.
         window: sums the gradients.
         buffers: averages what changed of the model's buffers.
+        steps: keeps the buffers' values while batches are watched.
         max_grad_norm: clip the reduced gradient to this norm.
         is_sum: the loss is a sum over the samples of a batch, and the gradient to be
             that of the sum over all samples of the window; else both are means.
@@ -44,8 +46,9 @@ class GradientSync(WindowSync):
         optimizer: torch.optim.Optimizer,
         window: GradientWindow,
         buffers: WindowBuffers,
-        max_grad_norm: float | None,
+        steps: LocalSteps,
         *,
+        max_grad_norm: float | None = None,
         is_sum: bool = False,
     ) -> None:
         self._is_sum = is_sum
@@ -53,6 +56,7 @@ class GradientSync(WindowSync):
         self._optimizer = optimizer
         self._window = window
         self._buffers = buffers
+        self._steps = steps
         self._max_grad_norm = max_grad_norm
         self._weight = 0.0
         self._was_finite = True
@@ -150,6 +154,21 @@ class GradientSync(WindowSync):
     def is_finite(self) -> bool:
         """See :attr:`WindowSync.is_finite`."""
         return self._window.is_finite
+
+    def keep(self) -> None:
+        """See :meth:`WindowSync.keep`."""
+        self._window.keep()
+        self._steps.keep(parameters=False)
+
+    def restore(self, batches: int) -> None:
+        """See :meth:`WindowSync.restore`; sums are kept at each batch."""
+        self._window.restore()
+        self._steps.restore()
+
+    def forget(self) -> None:
+        """See :meth:`WindowSync.forget`."""
+        self._window.forget_kept()
+        self._steps.forget()
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""

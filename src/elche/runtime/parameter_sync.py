@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import torch
-
 from elche.comm.averaging import Averager, ParameterAverager
 from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_factor import GradientFactor
-from elche.comm.optimizer_state import forget_state
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import SyncResult
 from elche.coordination.messages import Reduce
+from elche.runtime.local_steps import LocalSteps
 from elche.runtime.window_sync import WindowSync
 
 
@@ -21,7 +19,7 @@ class AveragedSync(WindowSync):
 
     Args:
         averager: averages parameters.
-        optimizer: loses its state if this rank went astray.
+        steps: this rank's own; optimizers lose their state if it went astray.
         drifts: counts what they weigh.
         own_factor: of the gradients of a batch, where each says what it weighs: one
             that weighs nothing adds none.
@@ -30,16 +28,17 @@ class AveragedSync(WindowSync):
     def __init__(
         self,
         averager: Averager,
-        optimizer: torch.optim.Optimizer,
+        steps: LocalSteps,
         drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
         self._own_factor = own_factor
         self._averager = averager
-        self._optimizer = optimizer
+        self._steps = steps
         self._drifts = drifts
         self._was_finite = True
-        self._in_hand = self._weight = 0.0
+        self._in_hand = 0.0
+        self._weights: list[float] = []
 
     @property
     def extra_bytes(self) -> int:
@@ -73,15 +72,49 @@ class AveragedSync(WindowSync):
         """See :attr:`WindowSync.has_finite_gradients`."""
         return self._averager.has_finite_gradients
 
+    @property
+    def has_stepped(self) -> bool:
+        """See :attr:`WindowSync.has_stepped`."""
+        return self._steps.has_stepped
+
+    @property
+    def accumulates(self) -> bool:
+        """See :attr:`WindowSync.accumulates`."""
+        return self._steps.accumulates
+
+    def keep(self) -> None:
+        """See :meth:`WindowSync.keep`."""
+        self._steps.keep()
+
+    def restore(self, batches: int) -> None:
+        """See :meth:`WindowSync.restore`."""
+        self._steps.restore()
+        self._leave_out(batches)
+
+    def drop_gradients(self, batches: int) -> None:
+        """See :meth:`WindowSync.drop_gradients`."""
+        self._steps.drop_gradients()
+        self._leave_out(batches)
+
+    def forget(self) -> None:
+        """See :meth:`WindowSync.forget`."""
+        self._steps.forget()
+
+    def _leave_out(self, batches: int) -> None:
+        """The window's last batches weigh nothing."""
+        del self._weights[len(self._weights) - batches :]
+
     def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
+        self._steps.begin_batch()
         self._in_hand = weight
         if self._own_factor is not None:
             self._own_factor.value = float(weight > 0.0)
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
-        self._weight += self._in_hand
+        self._steps.batch_done()
+        self._weights.append(self._in_hand)
         self._in_hand = 0.0
         if self._own_factor is not None:
             self._own_factor.value = 1.0
@@ -95,10 +128,21 @@ class AveragedSync(WindowSync):
         """See :meth:`WindowSync.retire`."""
         self._averager.retire()
 
-    def _count_drift(self) -> None:
-        """The window ends: its batches weigh in the drifts of all fragments."""
-        self._drifts.add(self._weight)
-        self._weight = 0.0
+    def _count_drift(self) -> bool:
+        """The window ends: its batches weigh in the drifts of all fragments.
+
+        Returns:
+            Whether they weigh anything.
+        """
+        weight = sum(self._weights)
+        self._drifts.add(weight)
+        self._weights.clear()
+        return weight > 0
+
+    def _go_back(self) -> None:
+        """What this rank has learned is none: gradients that wait are of that."""
+        if not self._was_finite and not self.has_finite_gradients:
+            self._steps.drop_gradients()
 
 
 @final
@@ -107,7 +151,8 @@ class ParameterSync(AveragedSync):
 
     Args:
         averager: averages them.
-        optimizer: loses its state if this rank went astray and it is not averaged.
+        steps: this rank's own; optimizers lose their state if it went astray, where
+            that is not averaged.
         drifts: counts what they weigh.
         own_factor: see `AveragedSync`.
     """
@@ -117,11 +162,11 @@ class ParameterSync(AveragedSync):
     def __init__(
         self,
         averager: ParameterAverager,
-        optimizer: torch.optim.Optimizer,
+        steps: LocalSteps,
         drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
-        super().__init__(averager, optimizer, drifts, own_factor)
+        super().__init__(averager, steps, drifts, own_factor)
 
     def state_layout(self) -> str:
         """See :meth:`WindowSync.state_layout`."""
@@ -131,6 +176,7 @@ class ParameterSync(AveragedSync):
         """See :meth:`WindowSync.close`."""
         self._was_finite = self.is_finite
         self._count_drift()
+        self._go_back()
         return self._was_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
@@ -142,8 +188,8 @@ class ParameterSync(AveragedSync):
                 plan, self._drifts.weights(), is_finite=self._was_finite
             )
         self._drifts.synchronised(plan.fragment if self._was_finite else None)
-        if not self._was_finite and not plan.include_state:
-            forget_state(self._optimizer)
+        if not self._was_finite:
+            self._steps.forget_states(of_first=not plan.include_state)
         return result
 
 
@@ -153,7 +199,7 @@ class OverlappedSync(AveragedSync):
 
     Args:
         averager: averages them.
-        optimizer: loses its state if this rank went astray.
+        steps: this rank's own; optimizers lose their state if it went astray.
         drifts: counts what they weigh.
         own_factor: see `AveragedSync`.
     """
@@ -164,11 +210,11 @@ class OverlappedSync(AveragedSync):
     def __init__(
         self,
         averager: OverlappedAverager,
-        optimizer: torch.optim.Optimizer,
+        steps: LocalSteps,
         drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
-        super().__init__(averager, optimizer, drifts, own_factor)
+        super().__init__(averager, steps, drifts, own_factor)
         self._windows = 0
 
     def rebase(self) -> None:
@@ -178,14 +224,14 @@ class OverlappedSync(AveragedSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
-        has_trained = self._weight > 0
-        self._count_drift()
+        has_trained = self._count_drift()
         fragment = self._windows % self._drifts.fragments
         self._windows += 1
         weight = self._drifts.weights()[fragment]
         self._was_finite = self._averager.snapshot(
             weight, begins=begins, fragment=fragment, has_trained=has_trained
         )
+        self._go_back()
         return self._was_finite
 
     def begin(self, plan: Reduce) -> None:
@@ -204,5 +250,5 @@ class OverlappedSync(AveragedSync):
         """See :meth:`WindowSync.finish`."""
         result = self._averager.adopt(plan, drained=is_drained)
         if not self._was_finite:
-            forget_state(self._optimizer)
+            self._steps.forget_states(of_first=True)
         return result

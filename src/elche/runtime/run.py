@@ -29,11 +29,14 @@ from elche.runtime.agreement import (
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement
 from elche.runtime.farewell import failure_of
+from elche.runtime.local_steps import LocalSteps
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.news import RunNews
+from elche.runtime.optimizers_seen import OptimizersSeen
 from elche.runtime.plan_file import PlanFile
-from elche.runtime.run_epochs import RunEpochs
+from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.scalars import ScalarLog
+from elche.runtime.scaler_skips import ScalerSkips
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.synchroniser import Synchroniser
 from elche.runtime.training import Training
@@ -66,16 +69,24 @@ class Run:
         self.news = RunNews(worker.rank)
         worker.on_news = self.news.take
         self._devices = devices
+        skips = ScalerSkips(training.optimizer, self.news.scalars)
+        optimizers = OptimizersSeen(training.model, training.optimizer)
         self._synchroniser = Synchroniser(
             training.config,
             training.model,
             training.optimizer,
             worker.group,
             worker.side_group,
+            steps=LocalSteps(training.model, optimizers, skips),
             is_weighed=training.weights is not None,
         )
         self._epochs = RunEpochs(
-            worker, training, self._synchroniser, self.news, plans, devices
+            worker,
+            training,
+            self._synchroniser,
+            self.news,
+            plans,
+            RankWatch(skips, optimizers, devices),
         )
         self._samples_resumed = 0
         self._closed = False

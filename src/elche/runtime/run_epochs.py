@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,21 @@ STEPS_WITHOUT_BACKWARD = 3
 """Under ``sync``, when it is no skipped batch any more if none had a backward pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankWatch:
+    """What is seen of how a rank trains.
+
+    Attributes:
+        skips: steps that a GradScaler skips.
+        optimizers: which step the model.
+        devices: device names of all ranks.
+    """
+
+    skips: ScalerSkips
+    optimizers: OptimizersSeen
+    devices: tuple[str, ...]
+
+
 class RunEpochs:
     """Opens epochs with all ranks, and hands out this rank's part of each.
 
@@ -54,7 +70,7 @@ class RunEpochs:
         synchroniser: brings it together with the other ranks.
         news: told what epochs bring.
         plans: what is recorded or replayed.
-        devices: device names of all ranks.
+        watch: what is seen of this rank's loop, and the devices.
 
     Attributes:
         under_way: the epoch that the loop is in.
@@ -70,13 +86,14 @@ class RunEpochs:
         synchroniser: Synchroniser,
         news: RunNews,
         plans: PlanFile,
-        devices: tuple[str, ...],
+        watch: RankWatch,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
         self._news = news
         self._plans = plans
+        devices = watch.devices
         on_cpu = all(name.startswith("CPU") for name in devices)
         # devices of several kinds round each in its own way
         self._is_mixed = not on_cpu and len(set(devices)) > 1
@@ -88,8 +105,7 @@ class RunEpochs:
         self._steps_without_backward = 0
         self._pending_error: ElcheError | None = None
         self._trailing = TrailingSteps(training.model)
-        self._skips = ScalerSkips(training.optimizer, news.scalars)
-        self._optimizers = OptimizersSeen(training.model, training.optimizer)
+        self._skips, self._optimizers = watch.skips, watch.optimizers
         self._left_epoch: int | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -109,8 +125,9 @@ class RunEpochs:
         config, loader = self._training.config, self._training.loader
         self._skips.attach()
         self._synchroniser.build()
-        if config.policy == "auto":
+        if config.policy != "sync":
             self._optimizers.attach()
+        if config.policy == "auto":
             numel = self._synchroniser.num_parameters
             self._probe_s = probe_reduction_s(self._worker.group, numel)
         rank = self._worker.rank

@@ -33,6 +33,9 @@ class ScalerSkips:
     Args:
         optimizer: what the scaler steps.
         scalars: where it is logged.
+
+    Attributes:
+        has_scaler: a scaler has stepped, or skipped one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scalars: ScalarLog) -> None:
@@ -41,6 +44,7 @@ class ScalerSkips:
         self._is_asked = False
         self._flag: _Flag | None = None
         self._handle: RemovableHandle | None = None
+        self.has_scaler = False
 
     def attach(self) -> None:
         """Begins to watch the optimizer."""
@@ -83,7 +87,7 @@ class ScalerSkips:
     def asked(self) -> None:
         """A scaler is about to step, or not."""
         self.settle()
-        self._is_asked = True
+        self._is_asked = self.has_scaler = True
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_asked:

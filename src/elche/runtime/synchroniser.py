@@ -25,6 +25,7 @@ from elche.comm.window_buffers import WindowBuffers
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.gradient_sync import GradientSync
+from elche.runtime.local_steps import LocalSteps
 from elche.runtime.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.parameter_watch import ParameterWatch
 from elche.runtime.summed_loss import SummedReducer
@@ -40,6 +41,7 @@ class Synchroniser:
         optimizer: its optimizer.
         group: the process group.
         side_group: forms another one, for SyncBatchNorm inside the backward pass.
+        steps: this rank's own, between two reductions.
         is_weighed: each rank says what its part of a step weighs.
 
     Attributes:
@@ -56,8 +58,10 @@ class Synchroniser:
         group: Group,
         side_group: Callable[[], Group],
         *,
+        steps: LocalSteps,
         is_weighed: bool = False,
     ) -> None:
+        self._steps = steps
         self._is_weighed = is_weighed
         self._config = config
         self._model = model
@@ -128,6 +132,7 @@ class Synchroniser:
                 self._model,
                 self._optimizer,
                 self._group,
+                steps=self._steps,
                 is_weighed=self._is_weighed,
             )
 
@@ -209,6 +214,7 @@ def make_window_sync(
     optimizer: torch.optim.Optimizer,
     group: Group,
     *,
+    steps: LocalSteps,
     is_weighed: bool,
 ) -> WindowSync:
     """What the settings ask for, built with all ranks of the group."""
@@ -222,7 +228,8 @@ def make_window_sync(
             optimizer,
             window,
             buffers,
-            config.max_grad_norm,
+            steps,
+            max_grad_norm=config.max_grad_norm,
             is_sum=config.loss_reduction == "sum",
         )
         sync.attach()
@@ -246,5 +253,5 @@ def make_window_sync(
     if own_factor is not None:
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, optimizer, drifts, own_factor)
-    return ParameterSync(averager, optimizer, drifts, own_factor)
+        return OverlappedSync(averager, steps, drifts, own_factor)
+    return ParameterSync(averager, steps, drifts, own_factor)

@@ -19,16 +19,17 @@ from elche.coordination.messages import (
     GrantBatches,
     Instruction,
     Reduce,
+    Runs,
     Scalars,
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.leased_batches import LeasedBatches
 from elche.runtime.positions import EpochPositions
-from elche.runtime.suspects import Suspects
 from elche.runtime.window_sync import WindowSync
 from elche.runtime.worker import Worker
 
@@ -99,7 +100,7 @@ class WindowEpoch:
         self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, int, float, float] | None = None
         self._weight_in_hand = 0.0
-        self._weight: float | None = None
+        self._weights: list[tuple[int, float]] = []
         self._transfer_s = 0.0
         self._is_leaving = False
         self._closed_s = 0.0
@@ -212,7 +213,7 @@ class WindowEpoch:
         batch, samples, began_s, ready_s = self._in_hand
         self._in_hand = None
         if self._leased.weight is not None:
-            self._weight = (self._weight or 0.0) + self._weight_in_hand
+            self._weights.append((batch, self._weight_in_hand))
         self._worker.pace_device()
         self._sync.batch_done()
         self._suspects.done(batch)
@@ -266,7 +267,9 @@ class WindowEpoch:
     def _close_window(self) -> None:
         self._hooks.check()
         began_s = time.monotonic()
+        culprits, rejected = self._suspects.window_ends()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
+        self._suspects.closed(is_finite=is_finite)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             *self._done(),
@@ -277,16 +280,24 @@ class WindowEpoch:
                 state=self._sync.state_layout(),
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
-                culprit=self._suspects.window_ends(),
+                culprits=culprits,
+                rejected=rejected,
                 scalars=self._hooks.scalars(waits),
-                weight=self._weight,
+                weight=self._weight_without(rejected),
             ),
         )
-        self._weight = None
+        self._weights.clear()
         self._closed_s = time.monotonic()
         self._held_s = self._closed_s - began_s
         self._waited_s = 0.0
         self._loop.closed(began_s, is_finite=is_finite)
+
+    def _weight_without(self, rejected: Runs) -> float | None:
+        """What the user says that the window's batches weigh, but for these."""
+        if not self._weights:
+            return None
+        without = {batch for part in rejected for batch in range(*part)}
+        return sum(weight for batch, weight in self._weights if batch not in without)
 
     def _reduce(self, plan: Reduce, *, is_begun: bool) -> None:
         """Puts the window's result into the model and says so."""
@@ -300,6 +311,7 @@ class WindowEpoch:
             result: SyncResult = self._sync.finish(plan, is_drained=drained)
         else:
             result = self._sync.reduce(plan)
+        self._suspects.adopted()
         adopted_at = self._loop.batches if is_begun else 0
         now_s = time.monotonic()
         self._worker.timeline.add(f"sync {plan.window}", SYNC, started_s, now_s)

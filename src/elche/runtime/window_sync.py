@@ -76,6 +76,31 @@ class WindowSync(ABC):
         """Whether what ``p.grad`` holds for a later step are numbers; waits."""
         return True
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the last batch brought a step, so that no gradient waits for one."""
+        return True
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for later steps, and no GradScaler skips those."""
+        return False
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Remembers what this rank has learned, but for gradients."""
+
+    @abstractmethod
+    def restore(self, batches: int) -> None:
+        """Makes it what was kept: so many batches are not in it, nor in gradients."""
+
+    def drop_gradients(self, batches: int) -> None:  # noqa: B027
+        """Forgets gradients that wait for a step, of so many batches."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if what this rank did in it can be used.
 

@@ -1,0 +1,105 @@
+"""Under windows a rank goes on from before a batch that gives no number."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from elche.runtime.coordinator import serve_in_thread
+from tests.distributed.cases import Task
+from tests.distributed.lost_cases import Survived, train_through_bad_samples
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+BATCH = 8
+WAYS = [("cadence", "parameters"), ("cadence", "gradients"), ("async", "parameters")]
+
+
+def run(
+    pool: RankPool, bad: set[int], loop: str, accumulated: int, **options: Any
+) -> list[Survived]:
+    """An epoch of 80 batches, of which these hold a sample that gives no number."""
+    settings = {"non_finite": "leave_out", "anchor": 4, "max_anchor": 4, **options}
+    task = Task(samples=80 * BATCH, batch_size=BATCH, epochs=1, shuffle=False)
+    task = dataclasses.replace(task, options=settings)
+    samples = tuple(BATCH * batch + 3 for batch in sorted(bad))
+    return pool.run(
+        train_through_bad_samples,
+        task,
+        samples,
+        loop,
+        accumulated,
+        case_setup=serve_in_thread,
+    )
+
+
+def discarded(ranks: list[Survived]) -> int:
+    metrics = ranks[0].metrics
+    assert metrics is not None
+    assert metrics.samples + sum(metrics.discarded_samples) == sum(
+        len(rank.order) for rank in ranks
+    )
+    return sum(metrics.discarded_samples)
+
+
+def is_finite(ranks: list[Survived]) -> bool:
+    return all(bool(v.isfinite().all()) for rank in ranks for v in rank.values.values())
+
+
+@pytest.mark.parametrize(("policy", "update"), WAYS)
+def test_a_quarter_of_bad_batches_costs_little_more_than_trying_them_twice(
+    ranks2: RankPool, policy: str, update: str
+) -> None:
+    bad = set(random.Random(2).sample(range(80), 20))
+    options = {"policy": policy, "update": update, "deterministic": True}
+    ranks = run(ranks2, bad, "plain", 1, **options)
+    assert ranks[0].left_out == sorted(bad)
+    assert is_finite(ranks)
+    seen = [index for rank in ranks for index in rank.order]
+    assert all(seen.count(BATCH * batch) == 2 for batch in bad)
+    # Once: 824. Twenty batches twice is 320; the rest is what preceded the first word.
+    assert discarded(ranks) <= 480
+    assert set(range(80 * BATCH)) == set(seen)
+
+
+@pytest.mark.parametrize("loop", ["plain", "zeroes first"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_gradient_that_waits_at_a_windows_end_is_found(
+    ranks2: RankPool, policy: str, loop: str
+) -> None:
+    """Three batches a step in windows of four: steps cross the windows' ends."""
+    bad = {17, 40}
+    ranks = run(ranks2, bad, loop, 3, policy=policy, deterministic=True)
+    assert sorted(ranks[0].left_out) == sorted(bad)
+    assert is_finite(ranks)
+    metrics = ranks[0].metrics
+    assert metrics is not None
+    assert metrics.samples == 78 * BATCH
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_batch_that_spoils_a_step_is_named(ranks2: RankPool, policy: str) -> None:
+    options = {"policy": policy, "deterministic": True, "non_finite": "stop"}
+    ranks = run(ranks2, {17}, "plain", 3, **options)
+    for rank in ranks:
+        said, batches = rank.ended
+        assert batches == ((17, 18),)
+        assert f"samples {list(range(17 * BATCH, 18 * BATCH))}" in said
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer_state"),
+    [("cadence", "auto"), ("cadence", "average"), ("async", "auto")],
+)
+def test_a_second_optimizer_goes_back_as_the_first_one_does(
+    ranks2: RankPool, policy: str, optimizer_state: str
+) -> None:
+    options = {"policy": policy, "optimizer_state": optimizer_state}
+    ranks = run(ranks2, {17}, "two optimizers", 1, deterministic=True, **options)
+    assert ranks[0].left_out == [17]
+    assert is_finite(ranks)
+    assert any(name.startswith("1 ") for name in ranks[0].values)

@@ -108,16 +108,14 @@ def train_through_bad_samples(
     try:
         for x, y, index, _ in loader:
             order += index.tolist()
-            if (
-                loop == "zeroes first"
-                and (len(order) // task.batch_size) % accumulated == 1
-            ):
+            at = len(order) // task.batch_size % accumulated
+            if loop == "zeroes first" and at == 1:
                 optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             if set(bad) & set(index.tolist()):
                 loss = loss * float("nan")
             loss.backward()
-            if (len(order) // task.batch_size) % accumulated:
+            if at:
                 continue
             for each in (optimizer, second):
                 if each is not None:

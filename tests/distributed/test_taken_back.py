@@ -61,7 +61,7 @@ def test_a_quarter_of_bad_batches_costs_little_more_than_trying_them_twice(
     assert is_finite(ranks)
     seen = [index for rank in ranks for index in rank.order]
     assert all(seen.count(BATCH * batch) == 2 for batch in bad)
-    # Once: 824. Twenty batches twice is 320; the rest is what preceded the first word.
+    # Once: 1008. Twenty batches twice are 320; the rest came before the first word.
     assert discarded(ranks) <= 480
     assert set(range(80 * BATCH)) == set(seen)
 
@@ -71,20 +71,21 @@ def test_a_quarter_of_bad_batches_costs_little_more_than_trying_them_twice(
 def test_a_gradient_that_waits_at_a_windows_end_is_found(
     ranks2: RankPool, policy: str, loop: str
 ) -> None:
-    """Three batches a step in windows of four: steps cross the windows' ends."""
-    bad = {17, 40}
-    ranks = run(ranks2, bad, loop, 3, policy=policy, deterministic=True)
+    """Four batches a step in windows of two: every step crosses a window's end."""
+    bad = {17, 40, 42}
+    options = {"policy": policy, "deterministic": True, "anchor": 2}
+    ranks = run(ranks2, bad, loop, 4, **options)
     assert sorted(ranks[0].left_out) == sorted(bad)
     assert is_finite(ranks)
     metrics = ranks[0].metrics
     assert metrics is not None
-    assert metrics.samples == 78 * BATCH
+    assert metrics.samples == 77 * BATCH
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_the_batch_that_spoils_a_step_is_named(ranks2: RankPool, policy: str) -> None:
-    options = {"policy": policy, "deterministic": True, "non_finite": "stop"}
-    ranks = run(ranks2, {17}, "plain", 3, **options)
+    options = {"policy": policy, "deterministic": True, "anchor": 2}
+    ranks = run(ranks2, {17}, "plain", 4, non_finite="stop", **options)
     for rank in ranks:
         said, batches = rank.ended
         assert batches == ((17, 18),)

@@ -110,8 +110,8 @@ class GradientCounts:
             self._complain(
                 f"{self._names[index]} got {self._seen[index]} gradients in this "
                 "backward pass and at most one in the first, the others too late for "
-                "the reduction; activation checkpointing needs use_reentrant=False where "
-                "a layer is used once in some batches and several times in others"
+                "the reduction; activation checkpointing needs use_reentrant=False "
+                "where a layer is used once in some batches and several times in others"
             )
         if self._problem:
             raise ConfigError(self._problem)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.comm.codec import CODECS, Codec
+from elche.comm.codec import CHUNK_ELEMENTS, CODECS, Codec
 from elche.comm.codec_routes import sent_bytes
 from elche.errors import ProtocolError
 from tests.comm.peers import (
+    Peer,
     exchanges,
     left_out,
     message,
@@ -169,12 +171,52 @@ def test_bytes_sent_are_those_predicted(name: str, world_size: int, numel: int) 
 def test_memory_beside_the_message(world_size: int) -> None:
     """In int8, in copies of a message: the residual, and what travels."""
     _, ends = exchanges(world_size, CODECS["int8"], 1_280_001)
-    found = ends[0].extra_bytes / (4 * 1_280_000)
+    route = 2 * CHUNK_ELEMENTS + 128  # two pieces, and a block that is cut
+    # A piece for each message that is encoded here: two, or three parts and two sums.
+    pieces = 2 * CHUNK_ELEMENTS if world_size == 2 else 5 * CHUNK_ELEMENTS
+    found = (ends[0].extra_bytes - 4 * (route + pieces)) / (4 * 1_280_000)
     # Two ranks: two to send and one to receive. Four: three parts to offer, three
     # gathered, three sums received, two own sums; and what the own sum left out.
     encoded = 1.015625 / 4
     parts = 3 * encoded if world_size == 2 else 11 / 4 * encoded + 1 / 4
     assert found == pytest.approx(1 + parts, rel=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_memory_is_all_that_is_held(world_size: int, codec: str) -> None:
+    """Counted before anything was sent, as what there is after some sums."""
+    _, ends = exchanges(world_size, CODECS[codec], 300_001)
+    for seed in range(2):
+        summed(ends, [message(seed + r, 300_000) for r in range(world_size)])
+    for end in ends:
+        messages = [*end._contributions, *(r for r in end._results if r is not None)]
+        own = {each.untyped_storage().data_ptr() for each in messages}
+        held = _storages(end, set())
+        beside = sum(size for at, size in held.items() if at not in own)
+        assert end.extra_bytes == beside
+
+
+def _storages(value: Any, seen: set[int]) -> dict[int, int]:
+    """Bytes of all tensors that an object holds, by address."""
+    if id(value) in seen or isinstance(value, (str, type, Peer)):
+        return {}
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    elif type(value).__module__.startswith("elche"):
+        parts = list(getattr(value, "__dict__", {}).values())
+        parts += [getattr(value, n, None) for n in getattr(value, "__slots__", ())]
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= _storages(part, seen)
+    return found
 
 
 def test_two_ranks_send_one_message_and_more_send_less_than_two() -> None:

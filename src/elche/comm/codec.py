@@ -71,6 +71,10 @@ class Codec(ABC):
             numel: elements.
         """
 
+    def scratch_bytes(self, numel: int) -> int:
+        """Memory that so many elements keep beside them once they were encoded."""
+        return 0
+
     @abstractmethod
     def error_bound(self, largest: float) -> float:
         """The largest error of an element of a block.
@@ -187,6 +191,11 @@ class BlockCodec(Codec):
         """See :meth:`Codec.encoded_bytes`."""
         blocks = -(-numel // self.block)
         return blocks * (self.block * self.bits // 8 + 2)
+
+    def scratch_bytes(self, numel: int) -> int:
+        """See :meth:`Codec.scratch_bytes`: a piece in float32."""
+        whole = -(-numel // self.block) * self.block
+        return 4 * min(whole, CHUNK_ELEMENTS)
 
     def over(self, memory: torch.Tensor, numel: int) -> Encoded:
         """See :meth:`Codec.over`."""

@@ -129,9 +129,14 @@ class Route(ABC):
         """The parts of the sum."""
 
     @property
-    @abstractmethod
     def host_bytes(self) -> int:
-        """Memory for what travels."""
+        """Memory for what travels, and for encoding and decoding it."""
+        return 4 * self._scratch.numel() + self._message_bytes
+
+    @property
+    @abstractmethod
+    def _message_bytes(self) -> int:
+        """Memory for what travels, and what is kept of it beside the residual."""
 
     @property
     @abstractmethod

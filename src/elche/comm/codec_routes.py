@@ -76,9 +76,8 @@ class DirectRoute(Route):
         return [range(self._numel)]
 
     @property
-    def host_bytes(self) -> int:
-        """See :meth:`Route.host_bytes`."""
-        return _size_bytes([*self._outgoing, *self._incoming.values()])
+    def _message_bytes(self) -> int:
+        return _size_bytes(self._outgoing, self._incoming.values())
 
     @property
     def has_encoded(self) -> bool:
@@ -194,11 +193,10 @@ class PartedRoute(Route):
         return self._parts
 
     @property
-    def host_bytes(self) -> int:
-        """See :meth:`Route.host_bytes`."""
-        by_rank = (self._offers, self._gathered, self._received)
-        travelling = [message for some in by_rank for message in some.values()]
-        return _size_bytes([*travelling, *self._sums]) + 4 * self._left_over.numel()
+    def _message_bytes(self) -> int:
+        written = [*self._offers.values(), *self._sums]
+        read = [*self._gathered.values(), *self._received.values()]
+        return _size_bytes(written, read) + 4 * self._left_over.numel()
 
     @property
     def has_encoded(self) -> bool:
@@ -213,8 +211,10 @@ class PartedRoute(Route):
             residual[self.own.start : self.own.stop].copy_(self._left_over)
 
 
-def _size_bytes(messages: Iterable[CodedMessage]) -> int:
-    return sum(message.memory.numel() for message in messages)
+def _size_bytes(written: Iterable[CodedMessage], read: Iterable[CodedMessage]) -> int:
+    return sum(each.held_bytes(is_written=True) for each in written) + sum(
+        each.held_bytes(is_written=False) for each in read
+    )
 
 
 def route_over(peers: Peers, codec: Codec, numel: int, tag: int) -> Route:

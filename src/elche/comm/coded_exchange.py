@@ -104,7 +104,8 @@ class CodedExchange(ResidualExchange):
     @property
     def extra_bytes(self) -> int:
         """See :attr:`ResidualExchange.extra_bytes`."""
-        return 4 * self._residual.numel() + self._route.host_bytes
+        own = self._residual.numel() + self._scratch.numel()
+        return 4 * own + self._route.host_bytes
 
     def contribution(self, side: int) -> torch.Tensor:
         """See :meth:`Exchange.contribution`."""

@@ -140,8 +140,7 @@ class HostMemberRoute(Route):
         return [range(self._numel)]
 
     @property
-    def host_bytes(self) -> int:
-        """See :meth:`Route.host_bytes`."""
+    def _message_bytes(self) -> int:
         return self._offer.memory.numel() + self._answer.memory.numel()
 
     @property
@@ -265,8 +264,7 @@ class HostLeaderRoute(Route):
         return self._between.parts()
 
     @property
-    def host_bytes(self) -> int:
-        """See :meth:`Route.host_bytes`."""
+    def _message_bytes(self) -> int:
         travelling = [*self._gathered.values(), *self._answers]
         held = sum(message.memory.numel() for message in travelling)
         return held + 4 * self._host_sum.numel() + self._between.host_bytes

@@ -112,13 +112,15 @@ class ParameterGroup:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: θ_k, messages, outer momentum, a kept drift, a codec's needs."""
+        """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
         coded = self._exchange if isinstance(self._exchange, ResidualExchange) else None
         extra = coded.extra_bytes if coded is not None else 0
         copies = 3 + self._layout.is_staged
         if self._is_overlapped:
             copies = 5  # two messages: others may still be reading the last one
-        return copies * self._layout.numel * self._base_memory.element_size() + extra
+        pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
+        numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
+        return numel * self._base_memory.element_size() + extra
 
     @property
     def exchange(self) -> Exchange:

@@ -3,7 +3,9 @@
 A :class:`DrivenExchange` is a :class:`CodedExchange` whose work is done elsewhere: the
 training thread fills the contribution, says :meth:`DrivenExchange.begin`, and later
 finds the sum decoded; encoding, sending, decoding and keeping what was left out happen
-on the group's `CodecThread`.
+on the group's `CodecThread`. So does what a caller makes of the sum
+(:meth:`DrivenExchange.follow_up`), and what it leaves for later
+(:meth:`DrivenExchange.put_off`).
 
 What is to be done stands in a queue, and whoever holds the lock does it, in order. So a
 caller that needs the outcome (:meth:`DrivenExchange.wait`, a state, a commit) catches
@@ -72,12 +74,13 @@ class DrivenExchange(ResidualExchange):
         # Under the lock, or a deque's own: appended to without it.
         self._to_do: deque[Callable[[], None]] = deque()
         self._awaits = self._is_retired = False
+        self._follow: Callable[[torch.Tensor], None] | None = None
         self._began_s = self._taken_s = 0.0
-        # Of the training thread, which is told of the last three by the other one.
+        # Of the training thread, which is told of the last four by the other one.
         self._side = 0
         self._taken_side = -1
-        self._is_open = False
-        self._is_decoded = self._is_over = False
+        self._is_open = self._is_followed = False
+        self._is_decoded = self._is_over = self._has_followed = False
         self._fault: Exception | None = None
 
     @property
@@ -120,10 +123,41 @@ class DrivenExchange(ResidualExchange):
                 "taken; expected the other side"
             )
         self._side = side
+        self._is_followed = self._has_followed = False
         self._is_decoded = self._is_over = False
         self._to_do.append(partial(self._send, side))
         self._is_open = True
         self._driver.serve(self)
+
+    def follow_up(self, work: Callable[[torch.Tensor], None]) -> None:
+        """Has something made of the sum before it is said to be there.
+
+        Args:
+            work: is given the decoded sum, which it may change; once, on either thread,
+                if a sum comes. :meth:`sum_into` has nothing to say afterwards.
+
+        Raises:
+            ProtocolError: no message is under way, or work follows it already.
+        """
+        if not self._is_open or self._is_followed:
+            raise ProtocolError(
+                "follow_up() came "
+                + ("twice" if self._is_open else "when nothing is under way")
+                + "; expected it once, after begin()"
+            )
+        self._is_followed = True
+        self._to_do.append(partial(setattr, self, "_follow", work))
+        self._driver.serve(self)
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Leaves work to the other thread, in turn; :meth:`settle` makes sure of it."""
+        self._to_do.append(work)
+        self._driver.serve(self)
+
+    def settle(self) -> None:
+        """Nothing is put off any more; waits for what is being done."""
+        with self._caught_up():
+            pass
 
     def drive(self) -> float | None:
         """See :meth:`Driven.drive`; what fails is raised by :meth:`wait`."""
@@ -134,6 +168,7 @@ class DrivenExchange(ResidualExchange):
             self._attempt(self._look)
             if self._fault is not None:
                 self._awaits, self._is_over = False, True
+                self._has_followed = True
             if not self._awaits:
                 return None
         expected_s = max(self._taken_s, time.monotonic() - self._began_s)
@@ -144,13 +179,19 @@ class DrivenExchange(ResidualExchange):
 
     def poll(self) -> bool:
         """See :meth:`Exchange.poll`; that a rank has died is seen by :meth:`wait`."""
-        return not self._is_open or self._is_over
+        return not self._is_open or (self._is_over and self._is_all_made)
 
     def wait(self, what: str) -> None:
         """See :meth:`Exchange.wait`."""
-        if self._is_decoded:
+        if self._is_decoded and self._is_all_made:
             return
         with self._caught_up() as coded:
+            if self._is_followed:
+                coded.wait(what)
+                self._attempt(self._look)
+                if self._fault is not None:
+                    raise self._fault
+                return
             self._awaits, self._is_over = False, True
             coded.wait(what)
 
@@ -180,7 +221,8 @@ class DrivenExchange(ResidualExchange):
         with self._caught_up() as coded:
             coded.rollback()
             self._awaits = self._is_decoded = False
-            self._is_over = True
+            self._follow = None
+            self._is_over = self._has_followed = True
             self._is_open = not coded.is_idle
 
     def flush(self, what: str) -> None:
@@ -202,6 +244,11 @@ class DrivenExchange(ResidualExchange):
         """See :meth:`ResidualExchange.retire`."""
         with self._lock:
             self._is_retired = True
+
+    @property
+    def _is_all_made(self) -> bool:
+        """Whether what was to be made of the sum has been, if a sum has come."""
+        return self._has_followed or not self._is_followed
 
     @contextmanager
     def _caught_up(self) -> Iterator[CodedExchange]:
@@ -235,15 +282,19 @@ class DrivenExchange(ResidualExchange):
 
     @torch.no_grad()
     def _look(self) -> None:
-        """Decodes the sum if it has come; under the lock."""
-        if not self._awaits or not self._coded.poll():
-            return
-        if self._coded.has_arrived:
-            summed = self.result(self._side)
-            self._coded.sum_into(0, summed.numel(), summed)
-            self._is_decoded = True
-        self._taken_s = time.monotonic() - self._began_s
-        self._awaits, self._is_over = False, True
+        """Decodes the sum if it has come, and what follows; under the lock."""
+        if self._awaits and self._coded.poll():
+            if self._coded.has_arrived:
+                summed = self.result(self._side)
+                self._coded.sum_into(0, summed.numel(), summed)
+                self._is_decoded = True
+            self._taken_s = time.monotonic() - self._began_s
+            self._awaits, self._is_over = False, True
+        if self._is_over and self._follow is not None:
+            follow, self._follow = self._follow, None
+            if self._is_decoded:
+                follow(self.result(self._side))
+            self._has_followed = True
 
     @torch.no_grad()
     def _collected(self) -> torch.Tensor:

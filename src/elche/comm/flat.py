@@ -164,6 +164,18 @@ class FlatLayout:
         if self._stage is None:
             torch._foreach_copy_(image.views[index], self._members(index))
 
+    def subtract(self, index: int, base: FlatImage, image: FlatImage) -> None:
+        """Writes ``base`` less the tensors into an image; staged ones are in it."""
+        members = self._members(index)
+        part = image.parts[index]
+        if self._stage is None and len(members) == 1 and members[0].is_contiguous():
+            flat = members[0].detach().view(-1)
+            if flat.device == part.device:
+                torch.sub(base.parts[index], flat, out=part)
+                return
+        self.read(index, image)
+        torch.sub(base.parts[index], part, out=part)
+
     def write(self, index: int, image: FlatImage) -> None:
         """Copies a segment into its tensors; staged ones wait for :meth:`flush`."""
         if self._stage is None:

@@ -172,7 +172,7 @@ class OverlappedAverager(Averager):
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
             )
-        OuterStep.of(plan)
+        rule = OuterStep.of(plan)
         if self._phase is _Phase.TAKEN:
             if not self._is_filled:
                 for group in self._turn:
@@ -187,6 +187,8 @@ class OverlappedAverager(Averager):
                         group.refill(0.0)
                     group.begin()
         self._turn = turn
+        for group in turn:
+            group.prepare(rule)
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
 

@@ -20,9 +20,11 @@ from torch import nn
 
 from elche.comm.averager_state import dtype_name
 from elche.comm.codec_opening import open_coded_exchange
+from elche.comm.driven_exchange import DrivenExchange
 from elche.comm.exchange import Exchange
 from elche.comm.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.outer import OuterOptimizer, OuterStep
+from elche.comm.prepared_step import PreparedStep, scale_of
 from elche.comm.process_group import Group
 from elche.comm.residual_exchange import ResidualExchange
 
@@ -93,6 +95,7 @@ class ParameterGroup:
         self._base_memory = self._layout.image().flat
         self._outer = OuterOptimizer(self._base_memory)
         self._exchange: Exchange | None = None
+        self._prepared: PreparedStep | None = None
         self._weight = 0.0
         self._side = self._messages_sent = 0
         self._lay_out()
@@ -130,6 +133,8 @@ class ParameterGroup:
 
     def connect(self, group: Group) -> None:
         """Opens the message, with all ranks of the group; what was filled in stays."""
+        self._settle()
+        self._prepared = None
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
@@ -165,6 +170,7 @@ class ParameterGroup:
     @torch.no_grad()
     def restore(self) -> None:
         """The parameters become θ_k again: what they have drifted since is lost."""
+        self._settle()
         for index in range(len(self._layout.segments)):
             self._layout.write(index, self._base)
         self._layout.flush(self._base)
@@ -177,11 +183,13 @@ class ParameterGroup:
     @property
     def squared_norm(self) -> float:
         """Σ θ_k²."""
+        self._settle()
         parts = self._base.parts
         return sum(float(torch.vdot(part, part).real) for part in parts)
 
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
+        self._settle()
         layout = self._layout
         if not layout.fits(layout.tensors):
             self._layout = FlatLayout(layout.tensors, layout.dtype)
@@ -231,10 +239,12 @@ class ParameterGroup:
     @property
     def has_moved(self) -> bool:
         """Whether the parameters are no longer θ_k; waits for them."""
+        self._settle()
         return not self.is_common(self._base_memory)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
+        self._settle()
         dtype, numel = self.layout
         momentum, exchange = self._outer.momentum, self.exchange
         is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
@@ -249,6 +259,7 @@ class ParameterGroup:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After :meth:`rebase`: goes on from a saved state that fits."""
+        self._settle()
         self._outer.load_momentum(state["momentum"])
         if state["base"] is not None:
             self._base_memory.copy_(state["base"])
@@ -270,6 +281,7 @@ class ParameterGroup:
         Returns:
             Whether all of θ_r is finite.
         """
+        self._settle()
         layout, total = self._layout, 0.0
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
@@ -278,8 +290,7 @@ class ParameterGroup:
         layout.fetch(drift)
         layout.settle()
         for index, part in enumerate(drift.parts):
-            layout.read(index, drift)
-            torch.sub(self._base.parts[index], part, out=part)
+            layout.subtract(index, self._base, drift)
             total += float(part.sum().abs())
             if drift is not message:
                 _weigh(part, weight, message.parts[index])
@@ -314,14 +325,39 @@ class ParameterGroup:
 
     def begin(self) -> None:
         """The message is filled: the others may have it."""
+        self._prepared = None
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
+    def prepare(self, rule: OuterStep) -> None:
+        """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
+
+        That is on the thread that drives the exchange, if there is one, and if there is
+        memory: where the drift itself is the message.
+        """
+        exchange = self.exchange
+        if not isinstance(exchange, DrivenExchange) or self._drift is self._own:
+            return
+        self._prepared = PreparedStep(
+            self._layout.segments,
+            self._outer,
+            rule,
+            base=self._base,
+            drift=self._drift,
+            added=self._own,
+            scratch=(self._mean, self._apart),
+        )
+        exchange.follow_up(self._prepared.work_out)
+
     def replace(self, rule: OuterStep, spread: Spread) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""
-        scale = self._scale()
+        prepared = self._taken(spread)
+        if prepared is not None:
+            prepared.take()
+        scale = self._scale() if prepared is None else 1.0
         for index in range(len(self._layout.segments)):
-            self._step(index, scale, rule, spread)
+            if prepared is None:
+                self._step(index, scale, rule, spread)
             self._layout.write(index, self._base)
         self.exchange.release()
         self._layout.flush(self._base)
@@ -331,6 +367,14 @@ class ParameterGroup:
 
         That is θ_r's drift from θ_k less the outer step.
         """
+        prepared = self._taken(spread)
+        if prepared is not None:
+            for index in range(len(self._layout.segments)):
+                self._layout.add(index, self._own)
+            assert isinstance(self.exchange, DrivenExchange)
+            self.exchange.put_off(prepared.take)
+            self.exchange.release()
+            return
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
         for index, drift in enumerate(self._drift.parts):
@@ -345,8 +389,20 @@ class ParameterGroup:
         total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
         numel = self._layout.numel
         self.exchange.sum_into(numel, numel + 1, total)
-        weights = float(total[0].real)
-        return 1.0 / weights if weights > 0.0 else 1.0
+        return scale_of(float(total[0].real))
+
+    def _taken(self, spread: Spread) -> PreparedStep | None:
+        """The step that was worked out meanwhile, if there is one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            spread.distance += prepared.distance
+            spread.size += prepared.size
+        return prepared
+
+    def _settle(self) -> None:
+        """θ_k and the outer momentum are those of the last step that was taken."""
+        if isinstance(self._exchange, DrivenExchange):
+            self._exchange.settle()
 
     def _step(
         self, index: int, scale: float, rule: OuterStep, spread: Spread

@@ -31,17 +31,23 @@ def goodput(found: dict[str, Any], policy: str, seed: int) -> dict[str, Any]:
     choices = per_seed["choices"][seed]
     effective = choices[-1][0] if policy == "auto" and choices else policy
     effective = "sync" if effective == "auto" else effective
-    batches = 1.0
+    batches, late = 1.0, 0.0
     if effective != "sync":
         batches = per_seed["window_samples"][seed] / found["batch_size"]
+    if effective == "async":
+        late = per_seed["late_batches"][seed][speeds.index(max(speeds))]
     alone = effective not in ("sync", "cadence", "async")
-    worth = 1.0 if alone else sample_efficiency(effective, len(speeds), batches)
+    worth = 1.0
+    if not alone:
+        worth = sample_efficiency(effective, len(speeds), batches, late)
     hardware = per_seed["efficiency"][seed]
     return {
         "policy": effective,
         "hardware_efficiency": hardware,
         "window_batches": batches,
+        "late_batches": late,
         "sample_efficiency": worth,
+        "product": hardware * worth,
         "goodput": hardware * worth * sum(speeds) / max(speeds),
     }
 
@@ -50,12 +56,14 @@ def report(found: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> str:
     """The table, what ``auto`` reached of the best fixed policy, and its reasons."""
     lines = [
         f"control {found['gate']['control_efficiency']:.3f}",
-        "policy    became    hardware  batches per window  worth of a sample  goodput",
+        "policy    became    hardware  batches per window  late  worth of a sample  "
+        "product  goodput",
     ]
     for policy, own in rows.items():
         lines += [
             f"{policy:9} {row['policy']:9} {row['hardware_efficiency']:8.3f} "
-            f"{row['window_batches']:19.1f} {row['sample_efficiency']:18.3f} "
+            f"{row['window_batches']:19.1f} {row['late_batches']:5.1f} "
+            f"{row['sample_efficiency']:18.3f} {row['product']:8.3f} "
             f"{row['goodput']:8.3f}"
             for row in own
         ]

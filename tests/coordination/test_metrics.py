@@ -93,6 +93,8 @@ def test_window_says_what_every_rank_did() -> None:
     book.add(5, fast)
     book.add(5, RankReport(rank=0, samples=48, busy_s=0.5, sync_wait_s=0.125))
     book.add(5, RankReport(rank=1, samples=32, busy_s=2.0, sync_wait_s=0.5))
+    for batches in (2, 3):
+        book.add(5, RankReport(rank=0, late_batches=batches))
     window = book.close_window(5, 12.0, synchronisations=4)
     assert window == WindowMetrics(
         epoch=3,
@@ -105,7 +107,9 @@ def test_window_says_what_every_rank_did() -> None:
         data_wait_s=(0.25, 0.0),
         transfer_s=(0.25, 0.0),
         sync_wait_s=(0.125, 0.5),
+        late_batches=(5, 0),
     )
+    assert window.totals().late_batches == (5,)
     assert window.samples == 128
     assert window.samples_per_s == 64.0
     assert window.rank_samples_per_s == (48.0, 16.0)

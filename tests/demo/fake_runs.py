@@ -30,6 +30,7 @@ def rank_result(
         "sent_bytes": 0,
         "choices": [],
         "window_samples": None,
+        "late_batches": [],
         "window_log": [],
         "windows": 0,
         "sync_s": 0.0,

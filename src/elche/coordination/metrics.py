@@ -34,6 +34,7 @@ class RankReport:
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.
         sync_wait_s: in synchronisations: waiting for other ranks and reducing.
+        late_batches: run in the next window before it held the average.
         divergence: distance from the consensus over its norm, None if not measured.
         parameter_norm: L2 norm of the consensus, None if not measured.
         scalars: (name, weighted sum, weight) of what the user logged. An entry whose
@@ -48,6 +49,7 @@ class RankReport:
     data_wait_s: float = 0.0
     transfer_s: float = 0.0
     sync_wait_s: float = 0.0
+    late_batches: int = 0
     divergence: float | None = None
     parameter_norm: float | None = None
     scalars: Scalars = ()
@@ -73,6 +75,8 @@ class Metrics:
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.
         sync_wait_s: in synchronisations.
+        late_batches: overlapped, those that each rank ran in the next window before it
+            held the average; their sum if there were several synchronisations.
         divergence: distance from the consensus over its norm, the largest if there were
             several; infinite where a rank's parameters were not finite; empty unless
             every rank has said it.
@@ -93,6 +97,7 @@ class Metrics:
     data_wait_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
     sync_wait_s: tuple[float, ...]
+    late_batches: tuple[int, ...] = ()
     divergence: tuple[float, ...] = ()
     parameter_norm: float | None = None
     means: tuple[tuple[str, float], ...] = ()
@@ -146,6 +151,7 @@ class Metrics:
             data_wait_s=(math.fsum(self.data_wait_s),),
             transfer_s=(math.fsum(self.transfer_s),),
             sync_wait_s=(math.fsum(self.sync_wait_s),),
+            late_batches=(sum(self.late_batches),),
             divergence=(max(self.divergence),) if self.divergence else (),
         )
 
@@ -317,6 +323,7 @@ class _Account:
     def __init__(self, world_size: int) -> None:
         self.samples = [0] * world_size
         self.discarded = [0] * world_size
+        self.late = [0] * world_size
         self.times_s = [[0.0] * world_size for _ in range(4)]
         self.divergence: dict[int, float] = {}
         self.norm: tuple[int, float] | None = None
@@ -328,6 +335,7 @@ class _Account:
         rank = report.rank
         self.samples[rank] += report.samples
         self.discarded[rank] += report.discarded_samples
+        self.late[rank] += report.late_batches
         busy_s, data_wait_s, transfer_s, sync_wait_s = self.times_s
         busy_s[rank] += report.busy_s
         data_wait_s[rank] += report.data_wait_s
@@ -346,6 +354,7 @@ class _Account:
         for rank, samples in enumerate(later.samples):
             self.samples[rank] += samples
             self.discarded[rank] += later.discarded[rank]
+            self.late[rank] += later.late[rank]
         for mine_s, theirs_s in zip(self.times_s, later.times_s, strict=True):
             for rank, time_s in enumerate(theirs_s):
                 mine_s[rank] += time_s
@@ -361,6 +370,7 @@ class _Account:
         more = world_size - len(self.samples)
         self.samples += [0] * more
         self.discarded += [0] * more
+        self.late += [0] * more
         for times_s in self.times_s:
             times_s += [0.0] * more
 
@@ -379,6 +389,7 @@ class _Account:
             "data_wait_s": data_wait_s,
             "transfer_s": transfer_s,
             "sync_wait_s": sync_wait_s,
+            "late_batches": tuple(self.late),
             "divergence": tuple(
                 self.divergence[rank] for rank in range(len(self.samples) * every)
             ),

@@ -317,6 +317,7 @@ class WindowPolicy(Policy):
             RankReport(
                 rank=event.rank,
                 sync_wait_s=event.sync_s + event.wait_s,
+                late_batches=event.adopted_at,
                 divergence=event.divergence,
                 parameter_norm=event.parameter_norm or None,
             ),

@@ -333,17 +333,25 @@ class Contender:
 def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
     """What ``auto`` chose, and the windows.
 
-    ``window_samples`` is the median in the second half of the run. ``window_log`` has
+    ``window_samples`` is the median in the second half of the run, ``late_batches`` the
+    mean there, per rank, of batches that ran before an average came. ``window_log`` has
     samples, seconds, and each rank's seconds in the synchronisation, by window.
     """
     if run is None:
-        return {"choices": [], "window_samples": None, "window_log": []}
+        return {
+            "choices": [],
+            "window_samples": None,
+            "late_batches": [],
+            "window_log": [],
+        }
     windows = list(run.window_metrics)
-    samples = [window.samples for window in windows]
-    late = samples[len(samples) // 2 :]
+    second_half = windows[len(windows) // 2 :]
+    samples = [window.samples for window in second_half]
+    late = zip(*(window.late_batches for window in second_half), strict=True)
     return {
         "choices": run.news.choices,
-        "window_samples": statistics.median(late) if late else None,
+        "window_samples": statistics.median(samples) if samples else None,
+        "late_batches": [statistics.fmean(each) for each in late],
         "window_log": [
             (window.samples, window.duration_s, *window.sync_wait_s)
             for window in windows

@@ -22,7 +22,7 @@ MIN_WINDOWS = 200
 """Windows that the standard gate wants of a run under ``cadence``."""
 
 CONTROL = "indep"
-_IN_THE_END = ("choices", "window_samples", "window_log")
+_IN_THE_END = ("choices", "window_samples", "late_batches", "window_log")
 REFERENCE = "solo-0"
 
 

@@ -7,18 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence.goodput import ROOM
+from elche.cadence.overlapped import best_anchor
 from elche.config import RunConfig
+from elche.coordination.messages import WindowReduced
 from elche.coordination.pacing import Pacing
-from elche.coordination.window_book import Part
+from elche.coordination.window_book import Part, Reduction
 
 BATCH_S = (0.25, 1.0)
 SLOWEST_S = max(BATCH_S)
 
 
-def pacing(*, overlapped: bool = True, max_anchor: int = 200) -> Pacing:
+def pacing(
+    *, overlapped: bool = True, max_anchor: int = 200, anchor: int = 5
+) -> Pacing:
     """Two ranks of which the batches are known; windows of five of the slower one."""
     policy = "async" if overlapped else "cadence"
-    config = RunConfig(policy=policy, anchor=5, max_anchor=max_anchor)
+    config = RunConfig(policy=policy, anchor=anchor, max_anchor=max_anchor)
     made = Pacing(config, [0, 1], overlapped=overlapped)
     parts = {
         rank: Part(batches=1, samples=8, timed=1, timed_s=batch_s)
@@ -77,3 +81,47 @@ def test_the_last_window_hides_the_reduction_before_it(
 
 def test_no_window_is_last_before_a_reduction_was_measured() -> None:
     assert pacing().last_pace(1.0) is None
+
+
+def adopted(late: int, held_s: float) -> Reduction:
+    """A reduction whose average the fast rank had after so many batches."""
+    done = Reduction(0, [0, 1])
+    for rank in (0, 1):
+        report = WindowReduced(
+            rank=rank,
+            epoch=0,
+            window=0,
+            sync_s=held_s,
+            wait_s=0.0,
+            divergence=0.1,
+            adopted_at=late if rank == 0 else 1,
+        )
+        done.reduced(report)
+    return done
+
+
+def test_windows_are_as_long_as_pays_where_that_is_more_than_a_reduction() -> None:
+    made = pacing(anchor=1)
+    parts = {
+        rank: Part(batches=4 // (1 + 3 * rank), samples=8, timed=1, timed_s=batch_s)
+        for rank, batch_s in enumerate(BATCH_S)
+    }
+    made.took(0.5)
+    assert made.pace().wall_s == pytest.approx(1.0)
+    best = best_anchor(BATCH_S, 0.01, 3 * BATCH_S[0], 200)
+    assert best > 2
+    said = made.measure(parts, adopted(3, 0.01), is_tail=False)
+    assert said == (
+        f"anchor 1 -> {best}: each window costs 10.0 ms, and its average comes 3 "
+        "batches late"
+    )
+    assert made.pace().wall_s == pytest.approx(best * SLOWEST_S)
+    made.measure(parts, adopted(3, 0.01), is_tail=False)
+    made.measure(parts, adopted(90, 5.0), is_tail=False)  # a spike
+    assert made.pace().wall_s == pytest.approx(best * SLOWEST_S)
+
+
+def test_blocking_windows_know_no_lag() -> None:
+    made = pacing(overlapped=False, anchor=1)
+    parts = {0: Part(4, 8, 1, 0.25), 1: Part(1, 8, 1, 1.0)}
+    assert made.measure(parts, adopted(3, 0.01), is_tail=False) == ""

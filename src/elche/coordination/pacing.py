@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import Guard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.goodput import ROOM
+from elche.cadence.overlapped import best_anchor
 from elche.cadence.own_guard import guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.window_book import Part, Reduction
@@ -77,6 +78,8 @@ class Pacing:
         self._guard = guard
         self._may_grow = True
         self._taken_s: list[float] = []
+        self._held_s: list[float] = []
+        self._late_batches: list[float] = []
         self._pace: Pace | None = None
         is_fixed = config.anchor >= config.max_anchor
         lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
@@ -112,7 +115,8 @@ class Pacing:
     def change(self, ranks: Sequence[int]) -> None:
         """The membership has changed."""
         self._pace = None
-        self._taken_s.clear()
+        for measured in (self._taken_s, self._held_s, self._late_batches):
+            measured.clear()
         old = {rank: at for at, rank in enumerate(self._ranks)}
         self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
         self._ranks = list(ranks)
@@ -147,6 +151,7 @@ class Pacing:
             window_s = self.el_che.anchor_wall_ms / 1e3
             busy = [r for r, part in parts.items() if part.batches and r not in idle]
             cost_s, wait_s = last.cost_s(busy)
+            self._note_adoption(last, cost_s, idle)
             sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
         ordered = [Part() if rank in idle else parts[rank] for rank in self._ranks]
         self.el_che.report_timing(
@@ -154,6 +159,8 @@ class Pacing:
             [part.timed for part in ordered],
             sync_s * 1e3,
         )
+        if room := self._make_room(self.el_che.anchor):
+            return room
         if self.el_che.anchor == before:
             return ""
         return (
@@ -167,11 +174,12 @@ class Pacing:
 
         The smaller one of two, so that a spike says nothing; None before the first.
         """
-        ordered = sorted(self._taken_s)
-        return ordered[(len(ordered) - 1) // 2] if ordered else None
+        return _typical(self._taken_s) if self._taken_s else None
 
     def took(self, reduction_s: float) -> str:
         """An overlapped reduction was measured; windows are not to be shorter.
+
+        Nor are they shorter than pays: see `elche.cadence.overlapped`.
 
         Args:
             reduction_s: from the last rank's end of the window to the first adoption.
@@ -180,17 +188,46 @@ class Pacing:
             What changed, in words, or "".
         """
         self._taken_s = [*self._taken_s, reduction_s][-REDUCTIONS_KEPT:]
-        taken_s, before = self.reduction_s, self.el_che.anchor
+        return self._make_room(self.el_che.anchor)
+
+    def _make_room(self, before: int) -> str:
+        """Raises the anchor to what a reduction needs, or to what pays."""
+        taken_s = self.reduction_s
         if taken_s is None or not self._may_grow:
             return ""
-        self.el_che.make_room(ROOM * taken_s * 1e3)
+        needed_s, why = ROOM * taken_s, f"a reduction takes {taken_s:.3g} s"
+        if (best_s := self._best_s()) > needed_s:
+            needed_s = best_s
+            why = (
+                f"each window costs {_typical(self._held_s) * 1e3:.1f} ms, and its "
+                f"average comes {_typical(self._late_batches):.0f} batches late"
+            )
+        self.el_che.make_room(needed_s * 1e3)
         if self.el_che.anchor == before:
             return ""
         self._pace = None
-        return (
-            f"anchor {before} -> {self.el_che.anchor}: a reduction takes "
-            f"{taken_s:.3g} s"
-        )
+        return f"anchor {before} -> {self.el_che.anchor}: {why}"
+
+    def _note_adoption(self, last: Reduction, held_s: float, idle: Set[int]) -> None:
+        """What the reduction cost, and how late the fastest rank had its result."""
+        costs = zip(self.el_che.ms_per_batch, self._ranks, strict=True)
+        working = [(ms, rank) for ms, rank in costs if ms > 0.0 and rank not in idle]
+        report = last.reports.get(min(working)[1]) if working else None
+        if not self._overlapped or report is None:
+            return
+        self._held_s = [*self._held_s, held_s][-REDUCTIONS_KEPT:]
+        late = [*self._late_batches, float(report.adopted_at)]
+        self._late_batches = late[-REDUCTIONS_KEPT:]
+
+    def _best_s(self) -> float:
+        """The length of overlapped windows that pays best; 0 before all is known."""
+        batch_s = [ms / 1e3 for ms in self.el_che.ms_per_batch if ms > 0.0]
+        most = self.el_che.max_anchor
+        if not self._late_batches or len(batch_s) < 2 or most < 1:
+            return 0.0
+        late_s = _typical(self._late_batches) * min(batch_s)
+        best = best_anchor(batch_s, _typical(self._held_s), late_s, most)
+        return best * self._slowest_s
 
     def watch(self, reduction: Reduction, batches: int) -> str:
         """Shows the guard what a reduction found; it acts before El Che may grow.
@@ -284,3 +321,8 @@ class Pacing:
             return wall_ms
         anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
         return wall_ms * anchor / el_che.anchor
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median, of two the smaller one, so that a spike says nothing."""
+    return sorted(values)[(len(values) - 1) // 2]

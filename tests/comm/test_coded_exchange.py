@@ -222,7 +222,7 @@ def _storages(value: Any, seen: set[int]) -> dict[int, int]:
 def test_two_ranks_send_one_message_and_more_send_less_than_two() -> None:
     codec = CODECS["int8"]
     whole = codec.encoded_bytes(1_280_000)
-    assert sent_bytes(codec, 1_280_000, 2, 0) == whole + 8
+    assert sent_bytes(codec, 1_280_000, 2, 0) == whole + 4 * 8  # in four pieces
     for world_size in (3, 4, 8):
         parts = 2 * (world_size - 1) / world_size
         sent = sent_bytes(codec, 1_280_000, world_size, 0)
@@ -319,3 +319,27 @@ def test_a_negative_weight_is_refused() -> None:
         ProtocolError, match=r"a weight that is not negative, got -1\.0"
     ):
         ends[0].begin(0)
+
+
+@pytest.mark.parametrize("at", [0, 70_000, 262_143])
+def test_one_piece_that_is_not_finite_spoils_the_whole_sum(at: int) -> None:
+    _, ends = exchanges(2, CODECS["int8"], 262_144 + 1)
+    summed(ends, [message(rank, 262_144) for rank in range(2)])
+    before = [end.state_dict() for end in ends]
+    sent = [message(10 + rank, 262_144) for rank in range(2)]
+    sent[1][at] = math.inf
+    for found in summed(ends, sent):
+        assert found.isnan().all()
+    for end, state in zip(ends, before, strict=True):
+        assert same_state(end.state_dict(), state)
+
+
+def test_a_message_in_pieces_is_the_sum_of_one_in_none() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 262_144 + 1)
+    sent = [message(rank, 262_144) for rank in range(2)]
+    found = summed(ends, sent)
+    for piece in range(4):
+        part = slice(65_536 * piece, 65_536 * (piece + 1))
+        _, alone = exchanges(2, CODECS["int8"], 65_536 + 1)
+        parts = [torch.cat([each[part], each[-1:]]) for each in sent]
+        assert torch.equal(summed(alone, parts)[0][:-1], found[0][part])

@@ -30,7 +30,7 @@ from tests.harness.rank_pool import RankPool
 pytestmark = pytest.mark.distributed
 
 LOSSY = ("bf16", "int8", "int4")
-NUMELS = (1, 3, 130, 100_003)
+NUMELS = (1, 3, 130, 300_003)
 ROUNDS = 4
 
 

@@ -20,7 +20,7 @@ from elche.errors import MismatchError
 
 AGREEING = "agreeing on a codec"
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-TAGS_PER_EXCHANGE = 2
+TAGS_PER_EXCHANGE = 4
 _openings = itertools.count()
 _log = logging.getLogger(__name__)
 

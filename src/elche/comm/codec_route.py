@@ -45,7 +45,7 @@ class Route(ABC):
         peers: the other ranks.
         codec: of all messages.
         numel: elements of a message.
-        tag: of the first of two kinds of messages; the same on all ranks.
+        tag: of the first of four kinds of messages; the same on all ranks.
 
     Attributes:
         own: the elements that this rank owns.
@@ -196,7 +196,9 @@ class Route(ABC):
             sent = self._scratch[1, : len(chunk)]
             message.read(chunk.start, sent)
             kept = residual[chunk.start : chunk.stop]
-            torch.sub(values, sent, out=kept).div_(self._weight)
+            torch.sub(values, sent, out=kept)
+            if self._weight != 1.0:
+                kept.div_(self._weight)
 
     def _send(self, to: int, message: CodedMessage, kind: int) -> Transfer:
         work = self._peers.send_async(message.memory, to, self._tag + kind)

@@ -23,28 +23,41 @@ from elche.comm.codec_message import CodedMessage, chunks_of, parts_of
 from elche.comm.codec_peers import Peers
 from elche.comm.codec_route import Route, Transfer
 
+PIECES = 4
+"""Two ranks' messages travel in so many pieces: the first leaves while the others are
+still encoded."""
+LEAST_PIECE = 65_536
+"""Elements of a piece; smaller messages are not worth the calls."""
+
 
 @final
 class DirectRoute(Route):
-    """Everybody sends everything to everybody; for two ranks."""
+    """Everybody sends everything to everybody, in pieces; for two ranks."""
 
     def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
         super().__init__(peers, codec, numel, tag)
-        whole = range(numel)
-        self._outgoing = [CodedMessage(codec, whole) for _ in range(2)]
-        self._incoming = {rank: CodedMessage(codec, whole) for rank in self._others}
-        self._messages: list[CodedMessage] = []
+        self._parts = pieces_of(codec, numel)
+        self._outgoing = [self._pieces(codec) for _ in range(2)]
+        self._incoming = {rank: self._pieces(codec) for rank in self._others}
+        self._messages: list[list[CodedMessage]] = []
         self._arrivals: list[Transfer] = []
+
+    def _pieces(self, codec: Codec) -> list[CodedMessage]:
+        return [CodedMessage(codec, part) for part in self._parts]
 
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
         """See :meth:`Route.begin`."""
         turn = self._open(values)
         self._arrivals = [
-            self._receive(rank, message, 0) for rank, message in self._incoming.items()
+            self._receive(rank, piece, kind)
+            for rank, pieces in self._incoming.items()
+            for kind, piece in enumerate(pieces)
         ]
         own = self._outgoing[turn]
-        self._encode(own, residual)
-        self._last_sends[turn] = [self._send(rank, own, 0) for rank in self._others]
+        for kind, piece in enumerate(own):
+            self._encode(piece, residual)
+            sends = [self._send(rank, piece, kind) for rank in self._others]
+            self._last_sends[turn] += sends
         by_rank = {**self._incoming, self._peers.rank: own}
         self._messages = [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -60,24 +73,33 @@ class DirectRoute(Route):
     def advance(self, what: str) -> None:
         """See :meth:`Route.advance`."""
         self._collect(self._arrivals, what)
-        self.total = sum(message.weight for message in self._messages)
+        # A piece that is not finite has NaN for its weight, and so the sum has.
+        self.total = sum(pieces[0].weight for pieces in self._messages)
+        if any(math.isnan(piece.weight) for each in self._messages for piece in each):
+            self.total = math.nan
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """See :meth:`Route.read`."""
-        out.zero_()
-        for message in self._messages:
-            if message.weight != 0.0:
-                decoded = self._scratch[1, : out.numel()]
-                message.read(start, decoded)
-                out.add_(decoded)
+        index = next(i for i, part in enumerate(self._parts) if start in part)
+        weighing = [m[index] for m in self._messages if m[index].weight != 0.0]
+        if not weighing:
+            out.zero_()
+            return
+        weighing[0].read(start, out)
+        for message in weighing[1:]:
+            decoded = self._scratch[1, : out.numel()]
+            message.read(start, decoded)
+            out.add_(decoded)
 
     def parts(self) -> list[range]:
         """See :meth:`Route.parts`."""
-        return [range(self._numel)]
+        return self._parts
 
     @property
     def _message_bytes(self) -> int:
-        return _size_bytes(self._outgoing, self._incoming.values())
+        written = (piece for pieces in self._outgoing for piece in pieces)
+        read = (piece for pieces in self._incoming.values() for piece in pieces)
+        return _size_bytes(written, read)
 
     @property
     def has_encoded(self) -> bool:
@@ -86,7 +108,8 @@ class DirectRoute(Route):
 
     def keep_errors(self, residual: torch.Tensor) -> None:
         """See :meth:`Route.keep_errors`."""
-        self._keep_own_errors(self._outgoing[self._number % 2], residual)
+        for piece in self._outgoing[self._number % 2]:
+            self._keep_own_errors(piece, residual)
 
 
 @final
@@ -217,6 +240,12 @@ def _size_bytes(written: Iterable[CodedMessage], read: Iterable[CodedMessage]) -
     )
 
 
+def pieces_of(codec: Codec, numel: int) -> list[range]:
+    """The parts in which two ranks send each other a message; one at least."""
+    pieces = max(1, min(PIECES, numel // LEAST_PIECE))
+    return parts_of(numel, pieces, codec.block)
+
+
 def route_over(peers: Peers, codec: Codec, numel: int, tag: int) -> Route:
     """The route that sends least between so many ranks."""
     kind = DirectRoute if peers.world_size == 2 else PartedRoute
@@ -233,7 +262,8 @@ def sent_bytes(codec: Codec, numel: int, world_size: int, rank: int) -> int:
         rank: the rank.
     """
     if world_size == 2:
-        return CodedMessage.size_bytes(codec, numel)
+        pieces = pieces_of(codec, numel)
+        return sum(CodedMessage.size_bytes(codec, len(piece)) for piece in pieces)
     sizes = [
         CodedMessage.size_bytes(codec, len(part))
         for part in parts_of(numel, world_size, codec.block)

@@ -54,7 +54,7 @@ class CodedExchange(ResidualExchange):
         codec: of the messages.
         numel: elements of a message, its weight included.
         sides: independent contributions.
-        tag: of its transfers; two belong to it, the same on all ranks.
+        tag: of its transfers; four belong to it, the same on all ranks.
         hosts: names of the ranks' hosts, if they are known; ranks that share one are
             summed there first.
     """

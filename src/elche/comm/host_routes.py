@@ -45,7 +45,7 @@ def host_route(
         peers: all ranks.
         codec: of messages between hosts.
         numel: elements of a message.
-        tag: of the first of two kinds of messages; the same on all ranks.
+        tag: of the first of four kinds of messages; the same on all ranks.
         hosts: names of the ranks' hosts.
     """
     leader = hosts.index(hosts[peers.rank])

@@ -358,3 +358,94 @@ def test_it_needs_two_sides() -> None:
     _, (end, _) = exchanges(2, CODECS["int8"], 11)
     with pytest.raises(ProtocolError, match="exchange of two sides, got one of 1"):
         DrivenExchange(end, Told())
+
+
+def test_what_follows_is_made_of_the_sum_before_that_is_said_to_be_there() -> None:
+    _, ends = driven(2)
+    expected, _ = known(2, [10])
+    found: list[torch.Tensor] = []
+    begun(ends)
+    drive(ends)
+    assert ends[0].poll()
+    ends[0].follow_up(lambda summed: found.append(summed.clone()))
+    assert not ends[0].poll()
+    assert not found  # only said, on the training thread
+    assert ends[0].drive() is None
+    assert ends[0].poll()
+    ends[0].wait("a test")
+    assert len(found) == 1
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("driven_first", [False, True])
+def test_whoever_waits_makes_it_itself(driven_first: bool) -> None:
+    wire, ends = driven(2)
+    expected, residuals = known(2, [10])
+    wire.late.add(1)
+    begun(ends)
+    for end in ends:
+        end.follow_up(lambda summed: summed.mul_(2.0))
+        if driven_first:
+            end.drive()
+        end.state_dict()
+    assert not any(end.poll() for end in ends[:1])
+    wire.late.clear()
+    wire.deliver()
+    for end, residual in zip(ends, residuals, strict=True):
+        end.wait("a test")
+        assert torch.equal(end.result(0), 2.0 * expected)
+        end.release()
+        assert same_state(end.state_dict(), residual)
+
+
+def test_what_is_put_off_is_done_in_turn_and_at_the_latest_when_asked_for() -> None:
+    _, ends = driven(2)
+    done: list[str] = []
+    begun(ends)
+    drive(ends)
+    for end in ends:
+        end.wait("a test")
+        end.release()
+    ends[0].put_off(lambda: done.append("first"))
+    ends[0].put_off(lambda: done.append("second"))
+    assert not done
+    ends[0].settle()
+    assert done == ["first", "second"]
+    drive(ends)
+    assert len(done) == 2
+
+
+def test_nothing_follows_a_message_that_fails() -> None:
+    peer, end = talkative()
+    peer.broken = True
+    end.begin(0)
+    end.follow_up(lambda summed: pytest.fail("there is no sum"))
+    end.drive()
+    assert end.poll()
+    with pytest.raises(CommunicationError, match="rank 7 is gone"):
+        end.wait("a test")
+
+
+def test_one_work_follows_one_message() -> None:
+    _, ends = driven(2)
+    with pytest.raises(ProtocolError, match="when nothing is under way"):
+        ends[0].follow_up(print)
+    begun(ends)
+    ends[0].follow_up(lambda summed: None)
+    with pytest.raises(ProtocolError, match="came twice"):
+        ends[0].follow_up(lambda summed: None)
+
+
+def test_what_cannot_be_made_is_raised_where_it_is_waited_for() -> None:
+    _, ends = driven(2)
+
+    def fails(summed: torch.Tensor) -> None:
+        raise ProtocolError("the step is none")
+
+    begun(ends)
+    ends[0].follow_up(fails)
+    for end in (*ends, *ends):
+        end.drive()
+    assert ends[0].poll()
+    with pytest.raises(ProtocolError, match="the step is none"):
+        ends[0].wait("a test")

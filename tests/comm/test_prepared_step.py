@@ -1,0 +1,86 @@
+"""A step that is worked out beforehand is the step that is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.comm.flat import FlatImage, FlatLayout
+from elche.comm.outer import KINDS, OuterOptimizer, OuterStep
+from elche.comm.prepared_step import PreparedStep
+
+NUMEL = 700
+LIMIT = 256
+
+
+def image(layout: FlatLayout, seed: int) -> FlatImage:
+    generator = torch.Generator().manual_seed(seed)
+    return layout.over(torch.randn(NUMEL, generator=generator))
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    weights=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]), min_size=1, max_size=4),
+)
+def test_it_moves_what_a_step_at_once_moves(
+    kind: str, momentum: float, weights: list[float]
+) -> None:
+    layout = FlatLayout([torch.zeros(NUMEL)], torch.float32, LIMIT)
+    rule = OuterStep(kind, 1.0 if kind == "average" else 0.7, momentum)
+    base, other = image(layout, 1), image(layout, 1)
+    outer, plain = OuterOptimizer(base.flat), OuterOptimizer(other.flat)
+    for number, weight in enumerate(weights):
+        drift, added = image(layout, 10 + number), layout.image()
+        summed = torch.cat([image(layout, 20 + number).flat, torch.tensor([weight])])
+        mean = summed[:-1] / (weight or 1.0)
+        before = base.flat.clone()
+        held = None if outer.momentum is None else outer.momentum.clone()
+        step = PreparedStep(
+            layout.segments,
+            outer,
+            rule,
+            base=base,
+            drift=drift,
+            added=added,
+            scratch=(layout.scratch(), layout.scratch()),
+        )
+        step.work_out(summed)
+        assert torch.equal(base.flat, before)  # it may be that nobody adopts it
+        assert (held is None) == (outer.momentum is None)
+        if held is not None:
+            assert torch.equal(outer.momentum, held)
+        distance = float((drift.flat - mean).square().sum())
+        assert step.distance == pytest.approx(distance, rel=1e-4)
+
+        step.take()
+        for segment in layout.segments:
+            part = torch.cat([image(layout, 20 + number).flat])
+            part = part[segment.start : segment.stop]
+            if weight > 0.0 and weight != 1.0:
+                part.mul_(1.0 / weight)
+            plain.step(segment.start, part, rule)
+        assert torch.equal(base.flat, other.flat)
+        assert step.size == pytest.approx(float(base.flat.square().sum()), rel=1e-4)
+        moved = before - base.flat
+        torch.testing.assert_close(added.flat, drift.flat - moved)
+
+
+def test_a_sum_that_is_no_number_makes_a_step_that_is_none() -> None:
+    layout = FlatLayout([torch.zeros(NUMEL)], torch.float32, LIMIT)
+    base, added = image(layout, 1), layout.image()
+    step = PreparedStep(
+        layout.segments,
+        OuterOptimizer(base.flat),
+        OuterStep("nesterov", 0.7, 0.5),
+        base=base,
+        drift=image(layout, 2),
+        added=added,
+        scratch=(layout.scratch(), layout.scratch()),
+    )
+    step.work_out(torch.full((NUMEL + 1,), torch.nan))
+    assert base.flat.isfinite().all()
+    assert step.distance != step.distance
+    assert added.flat.isnan().all()

@@ -211,6 +211,7 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     # auto begins under sync, and leaves the slow rank's two per cent out.
     assert report.efficiency >= (0.98 if policy == "async" else 0.91)
     assert report.waits["lease"] < 0.002
-    # A window covers the reduction of the last one, and a batch in which it is noticed.
+    # A window covers the reduction of the last one, and a batch in which it is noticed;
+    # one of four or five batches of the slow rank, at a lag of half of that, pays best.
     least_s = link.reduce_s(40e6, 4) + 24 * slow.seconds_per_sample
-    assert report.seconds / sim.history.windows < 1.5 * least_s
+    assert report.seconds / sim.history.windows < 2.0 * least_s

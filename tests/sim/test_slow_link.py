@@ -81,7 +81,8 @@ def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
         link=Link(latency_s=0.0001, bytes_per_s=1e10),
     )
     batches, windows = 500, report_of(simulate(cluster)).windows
-    assert windows >= 0.9 * batches / 2
+    # Of three batches each: where each average is adopted a batch late, that pays.
+    assert windows >= 0.9 * batches / (3 * 2)
 
 
 def test_windows_are_short_again_after_one_reduction_that_hung() -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,10 @@ from elche.coordination.messages import (
     Abort,
     BarrierPassed,
     BarrierReached,
+    BeginEpoch,
+    EpochOpened,
     Failed,
+    GrantSteps,
     Left,
     Welcome,
 )
@@ -289,6 +293,60 @@ def test_the_last_word_is_heard_although_the_coordinator_has_gone(how: str) -> N
             assert next(channel.ready()) == ABORT
         with pytest.raises(CommunicationError, match="lost the coordinator"):
             channel.receive(WAIT_S, "anything")
+
+
+def test_what_the_system_takes_in_parts_arrives_whole() -> None:
+    value = bytes(range(256)) * (1 << 15)
+    read: list[bytes] = []
+    with one_connection() as (channel, far, _):
+        far.settimeout(WAIT_S)
+        reader = threading.Thread(target=lambda: read.append(read_to_end(far)))
+        channel.store_set("small", b"1")
+        assert channel._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 8 << 20
+        reader.start()
+        channel.store_set("large", value)
+        channel.store_set("last", b"2")
+        channel.close()
+        reader.join(WAIT_S)
+    codec = FrameCodec(KEY, b"n" * NONCE_BYTES, is_server=True)
+    said = codec.feed(read[0])
+    assert [message.get("value") for message in said] == [None, b"1", value, b"2"]
+
+
+def test_a_coordinator_that_reads_nothing_is_lost_at_the_deadline() -> None:
+    with one_connection() as (channel, _, _):
+        channel._timeout_s = 0.05
+        with pytest.raises(CommunicationError, match="lost the coordinator: timed out"):
+            channel.store_set("large", bytes(32 << 20))
+
+
+def test_what_a_rank_is_told_in_one_breath_comes_in_one_piece(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[list[str]] = []
+    send = coordinator._Connection.send
+
+    def watched(self: coordinator._Connection, *messages: dict[str, Any]) -> None:
+        pieces.append([message["type"] for message in messages])
+        send(self, *messages)
+
+    monkeypatch.setattr(coordinator._Connection, "send", watched)
+    with closing(served.channel(0)) as first, closing(served.channel(1)) as second:
+        channels = (first, second)
+        for rank, channel in enumerate(channels):
+            channel.send(join_of(PAIR, rank, PAIR.devices[0]))
+        for channel in channels:
+            assert isinstance(channel.receive(WAIT_S, "welcome"), Welcome)
+        for rank, channel in enumerate(channels):
+            sizes = ((8, 20),) if rank == 0 else None
+            channel.send(EpochOpened(rank=rank, epoch=0, sizes=sizes))
+        for channel in channels:
+            assert isinstance(channel.receive(WAIT_S, "the epoch"), BeginEpoch)
+            assert isinstance(channel.receive(WAIT_S, "the first step"), GrantSteps)
+        for rank, channel in enumerate(channels):
+            channel.send(Left(rank=rank))
+    begun = [piece for piece in pieces if "BeginEpoch" in piece]
+    assert [piece[:2] for piece in begun] == 2 * [["BeginEpoch", "GrantSteps"]]
 
 
 def test_what_the_coordinator_did_not_sign_is_refused_by_the_worker() -> None:

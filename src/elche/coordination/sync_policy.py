@@ -3,7 +3,9 @@
 Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
 waits for a message and a change of shares names a step that nobody has drawn yet
 (loop contract 8). Early grants are one step long, so that the first measurements count
-at once; later ones cover about ``GRANT_S`` seconds.
+at once; later ones cover about ``GRANT_S`` seconds. The first steps of unequal devices
+are granted one by one: their shares are guesses, and waiting for a message costs less
+than another step that everybody waits for the slowest device in.
 
 When a rank is gone, the others form a new group and say how many steps each has taken:
 one at most is in the models of some of them only, and these hand theirs over. Every
@@ -42,6 +44,8 @@ GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
 BREAK_PATIENCE_S = 60.0
 ALL_RANKS = -1
+FIRST_STEPS = 2
+"""One that is not timed (compilation), and one that is."""
 
 
 class SyncPolicy(Policy):
@@ -76,6 +80,8 @@ class SyncPolicy(Policy):
         self._numbers = StepNumbers()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
+        is_known = config.deterministic or config.speed_hints is not None
+        self._guesses = not is_known and len({member.device for member in members}) > 1
 
     @property
     def is_elastic(self) -> bool:
@@ -104,6 +110,7 @@ class SyncPolicy(Policy):
         )
         self._planned = None
         if plan:
+            self._guesses = False
             recorded = EpochPlan.from_text(plan, "sync", world_size, sizes)
             self._planned = deque(recorded.steps)
         self._ledger = EpochLedger(sizes, [ALL_RANKS])
@@ -309,6 +316,7 @@ class SyncPolicy(Policy):
         self._committed_until = grant.stop
         for work in grant.work():
             self._totals.add(grant.stop - 1, work)
+        self._guesses &= grant.stop < FIRST_STEPS
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
         if not grant.is_settled:
             self._measure(grant, reports)
@@ -350,7 +358,7 @@ class SyncPolicy(Policy):
             oldest = under_way.steps if under_way is not None else 1
             if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
                 break
-            if self._is_single and ahead:
+            if ahead and (self._is_single or self._guesses):
                 break
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary
 
@@ -85,7 +86,7 @@ class GroupPeers:
     def wait(self, work: Any, what: str) -> None:
         """See :meth:`Peers.wait`."""
         try:
-            work.work.wait()
+            work.work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
             raise CommunicationError(
                 f"{what} failed on rank {self.rank}: {error}"

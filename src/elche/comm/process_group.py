@@ -101,6 +101,11 @@ class Group:
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
 
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of a collective."""
+        return self._timeout_s
+
     @staticmethod
     def form(
         channel: RendezvousChannel,

@@ -207,7 +207,8 @@ def test_parts_cover_all_elements_in_order(
     parts = parts_of(numel, world_size, block)
     assert len(parts) == world_size
     assert [index for part in parts for index in part] == list(range(numel))
-    assert all(part.start % block == 0 for part in parts)
+    assert all(part.start % block == 0 for part in parts if part)
+    assert all(0 <= part.start <= part.stop <= numel for part in parts)
     blocks = [-(-len(part) // block) for part in parts]
     assert max(blocks) - min(blocks) <= 1
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from elche.comm.averager_state import blank, misfit_of
 from elche.comm.codec import CODECS
 from elche.comm.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
@@ -149,3 +150,15 @@ def test_residuals_of_other_parameters_are_refused() -> None:
         MismatchError, match=r"expected a residual of 10 elements, got \[11\]"
     ):
         ends[0].load_state_dict(others[0].state_dict())
+
+
+@pytest.mark.parametrize("numel", [2, 35, 301])
+def test_a_rank_that_owns_nothing_loads_what_it_saved(numel: int) -> None:
+    """A message of fewer blocks than ranks."""
+    _, ends = exchanges(4, CODECS["int8"], numel)
+    summed(ends, [message(rank, numel - 1) for rank in range(4)])
+    layouts = [("float32", numel - 1)]
+    for end in ends:
+        state = blank(layouts)
+        state["groups"][0]["residual"] = end.state_dict()
+        assert misfit_of(state, layouts) == ""

@@ -93,7 +93,8 @@ def parts_of(numel: int, world_size: int, block: int) -> list[range]:
     parts, start = [], 0
     for rank in range(world_size):
         stop = start + each + (rank < more)
-        parts.append(range(start * block, min(numel, stop * block)))
+        # The last block may be cut, and empty parts come after it.
+        parts.append(range(min(numel, start * block), min(numel, stop * block)))
         start = stop
     return parts
 

@@ -9,9 +9,12 @@ import torch
 
 from elche.comm.averager_state import blank, misfit_of
 from elche.comm.codec import CODECS
+from elche.comm.codec_routes import LEAST_PIECE
 from elche.comm.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
 from tests.comm.peers import (
+    Peer,
+    Wire,
     exchanges,
     left_out,
     message,
@@ -98,6 +101,30 @@ def test_no_rank_has_a_sum_while_a_part_of_it_is_missing() -> None:
         end.begin(0)
     with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
         ends[0].commit()
+
+
+class Leaving(Peer):
+    """A rank that cannot send any more after some pieces."""
+
+    left = 99
+
+    def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise CommunicationError("the connection is gone")
+        return super().send_async(memory, to, tag)
+
+
+def test_no_rank_has_a_sum_of_which_only_the_first_pieces_were_sent() -> None:
+    peer, numel = Leaving(Wire(2), 0), 3 * LEAST_PIECE
+    end = CodedExchange(peer, CODECS["int8"], numel + 1)
+    end.contribution(0).fill_(1.0)
+    peer.left = 2
+    with pytest.raises(CommunicationError, match="the connection is gone"):
+        end.begin(0)
+    with pytest.raises(ProtocolError, match="this one has not sent its part of it"):
+        end.commit()
+    assert not bool(end.state_dict()["residual"].any())
 
 
 def test_nothing_is_committed_before_anything_was_begun() -> None:

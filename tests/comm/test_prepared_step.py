@@ -6,10 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from elche.comm import parameter_group
+from elche.comm.codec import CODECS
+from elche.comm.driven_exchange import DrivenExchange
+from elche.comm.exchange import Exchange
 from elche.comm.flat import FlatImage, FlatLayout
 from elche.comm.outer import KINDS, OuterOptimizer, OuterStep
+from elche.comm.parameter_group import ParameterGroup
 from elche.comm.prepared_step import PreparedStep
+from tests.comm.bus import Bus
+from tests.comm.peers import Wire, exchanges
 
 NUMEL = 700
 LIMIT = 256
@@ -84,3 +92,53 @@ def test_a_sum_that_is_no_number_makes_a_step_that_is_none() -> None:
     assert base.flat.isfinite().all()
     assert step.distance != step.distance
     assert added.flat.isnan().all()
+
+
+class Nobody:
+    """A driver that does nothing by itself."""
+
+    def serve(self, driven: object) -> None:
+        pass
+
+
+def opened() -> tuple[Wire, list[DrivenExchange]]:
+    wire, ends = exchanges(2, CODECS["int8"], NUMEL + 1, sides=2)
+    return wire, [DrivenExchange(end, Nobody()) for end in ends]
+
+
+def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is sent again in the new group lies where the step would have."""
+    wire, ends = opened()
+    _, others = opened()
+    made: list[Exchange] = [ends[0]]
+
+    def open_next(*_: object) -> Exchange:
+        if made:
+            return made.pop()
+        wire.late.clear()  # the old group's sum comes while the new one is formed
+        wire.deliver()
+        ends[0].drive()
+        return others[0]
+
+    monkeypatch.setattr(parameter_group, "open_coded_exchange", open_next)
+    parameter = nn.Parameter(torch.zeros(NUMEL))
+    group = ParameterGroup(
+        [parameter], torch.float32, is_overlapped=True, codec="int8"
+    )
+    group.connect(Bus(2).group(0))
+    with torch.no_grad():
+        group.rebase()
+        parameter.add_(1.0)
+        wire.late.add(1)
+        ends[1].contribution(0).fill_(2.0)
+        ends[1].begin(0)
+        ends[1].drive()
+        assert group.fill(1.0)
+        group.begin()
+        group.prepare(OuterStep("average", 1.0, 0.0))
+        ends[0].drive()
+        group.connect(Bus(2).group(0))
+        group.refill()
+    assert others[0].contribution(0).tolist() == [-1.0] * NUMEL + [1.0]

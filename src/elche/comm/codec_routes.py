@@ -41,12 +41,14 @@ class DirectRoute(Route):
         self._incoming = {rank: self._pieces(codec) for rank in self._others}
         self._messages: list[list[CodedMessage]] = []
         self._arrivals: list[Transfer] = []
+        self._has_encoded = False
 
     def _pieces(self, codec: Codec) -> list[CodedMessage]:
         return [CodedMessage(codec, part) for part in self._parts]
 
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
         """See :meth:`Route.begin`."""
+        self._has_encoded = False
         turn = self._open(values)
         self._arrivals = [
             self._receive(rank, piece, kind)
@@ -58,6 +60,7 @@ class DirectRoute(Route):
             self._encode(piece, residual)
             sends = [self._send(rank, piece, kind) for rank in self._others]
             self._last_sends[turn] += sends
+        self._has_encoded = True
         by_rank = {**self._incoming, self._peers.rank: own}
         self._messages = [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -104,7 +107,7 @@ class DirectRoute(Route):
     @property
     def has_encoded(self) -> bool:
         """See :meth:`Route.has_encoded`."""
-        return True
+        return self._has_encoded
 
     def keep_errors(self, residual: torch.Tensor) -> None:
         """See :meth:`Route.keep_errors`."""

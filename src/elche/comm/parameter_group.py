@@ -133,22 +133,22 @@ class ParameterGroup:
 
     def connect(self, group: Group) -> None:
         """Opens the message, with all ranks of the group; what was filled in stays."""
+        layout, last = self._layout, self._exchange
         self._settle()
+        if isinstance(last, ResidualExchange):
+            last.retire()  # nothing is made of its sum any more, in what is written now
         self._prepared = None
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
                 own.copy_(drift)
             self._drift = self._own
-        layout, last = self._layout, self._exchange
         numel = layout.numel + 1  # the weight comes last
         sides = 2 if self._is_overlapped else 1
         self._exchange = made = open_coded_exchange(
             group, numel, layout.dtype, self._codec, sides
         )
-        if isinstance(last, ResidualExchange):
-            if isinstance(made, ResidualExchange):
-                made.load_state_dict(last.state_dict())
-            last.retire()
+        if isinstance(last, ResidualExchange) and isinstance(made, ResidualExchange):
+            made.load_state_dict(last.state_dict())
         self._side = self._messages_sent = 0
         self._lay_messages()
 

@@ -172,9 +172,7 @@ def test_memory_beside_the_message(world_size: int) -> None:
     """In int8, in copies of a message: the residual, and what travels."""
     _, ends = exchanges(world_size, CODECS["int8"], 1_280_001)
     route = 2 * CHUNK_ELEMENTS + 128  # two pieces, and a block that is cut
-    # A piece for each message that is encoded here: two, or three parts and two sums.
-    pieces = 2 * CHUNK_ELEMENTS if world_size == 2 else 5 * CHUNK_ELEMENTS
-    found = (ends[0].extra_bytes - 4 * (route + pieces)) / (4 * 1_280_000)
+    found = (ends[0].extra_bytes - 4 * route) / (4 * 1_280_000)
     # Two ranks: two to send and one to receive. Four: three parts to offer, three
     # gathered, three sums received, two own sums; and what the own sum left out.
     encoded = 1.015625 / 4

@@ -124,9 +124,7 @@ def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(
 
     monkeypatch.setattr(parameter_group, "open_coded_exchange", open_next)
     parameter = nn.Parameter(torch.zeros(NUMEL))
-    group = ParameterGroup(
-        [parameter], torch.float32, is_overlapped=True, codec="int8"
-    )
+    group = ParameterGroup([parameter], torch.float32, is_overlapped=True, codec="int8")
     group.connect(Bus(2).group(0))
     with torch.no_grad():
         group.rebase()

@@ -63,17 +63,17 @@ class Codec(ABC):
         """Exact size of so many elements, encoded."""
 
     @abstractmethod
-    def over(self, memory: torch.Tensor, numel: int) -> Encoded:
+    def over(
+        self, memory: torch.Tensor, numel: int, scratch: torch.Tensor | None = None
+    ) -> Encoded:
         """Encoded elements in existing memory.
 
         Args:
             memory: uint8, flat, of :meth:`encoded_bytes`; begins at an even address.
             numel: elements.
+            scratch: float32 memory of `CHUNK_ELEMENTS` that encoding may write to; None
+                for memory of its own.
         """
-
-    def scratch_bytes(self, numel: int) -> int:
-        """Memory that so many elements keep beside them once they were encoded."""
-        return 0
 
     @abstractmethod
     def error_bound(self, largest: float) -> float:
@@ -135,7 +135,9 @@ class PlainCodec(Codec):
         """See :meth:`Codec.encoded_bytes`."""
         return numel * self._dtype.itemsize
 
-    def over(self, memory: torch.Tensor, numel: int) -> Encoded:
+    def over(
+        self, memory: torch.Tensor, numel: int, scratch: torch.Tensor | None = None
+    ) -> Encoded:
         """See :meth:`Codec.over`."""
         return _PlainEncoded(memory.view(self._dtype))
 
@@ -192,14 +194,13 @@ class BlockCodec(Codec):
         blocks = -(-numel // self.block)
         return blocks * (self.block * self.bits // 8 + 2)
 
-    def scratch_bytes(self, numel: int) -> int:
-        """See :meth:`Codec.scratch_bytes`: a piece in float32."""
-        whole = -(-numel // self.block) * self.block
-        return 4 * min(whole, CHUNK_ELEMENTS)
-
-    def over(self, memory: torch.Tensor, numel: int) -> Encoded:
+    def over(
+        self, memory: torch.Tensor, numel: int, scratch: torch.Tensor | None = None
+    ) -> Encoded:
         """See :meth:`Codec.over`."""
-        return _BlockEncoded(self, memory, numel)
+        if scratch is None:
+            scratch = torch.empty(0, dtype=torch.float32, device=memory.device)
+        return _BlockEncoded(self, memory, numel, scratch)
 
     def error_bound(self, largest: float) -> float:
         """See :meth:`Codec.error_bound`."""
@@ -210,14 +211,20 @@ class BlockCodec(Codec):
 
 @final
 class _BlockEncoded(Encoded):
-    def __init__(self, codec: BlockCodec, memory: torch.Tensor, numel: int) -> None:
+    def __init__(
+        self,
+        codec: BlockCodec,
+        memory: torch.Tensor,
+        numel: int,
+        scratch: torch.Tensor,
+    ) -> None:
         blocks = -(-numel // codec.block)
         bytes_of_codes = blocks * codec.block * codec.bits // 8
         self._codec = codec
         self._numel = numel
         self._codes = memory[:bytes_of_codes].view(blocks, -1) if blocks else memory
         self._scales = memory[bytes_of_codes:].view(torch.bfloat16)
-        self._scratch = torch.empty(0, dtype=torch.float32, device=memory.device)
+        self._scratch = scratch
 
     def write(self, start: int, values: torch.Tensor) -> bool:
         size, block = values.numel(), self._codec.block

@@ -19,13 +19,16 @@ class CodedMessage:
     Args:
         codec: how the elements are encoded.
         part: which elements of the whole; begins at a multiple of the codec's block.
+        scratch: what encoding may write to; see :meth:`Codec.over`.
 
     Attributes:
         memory: what travels; uint8, flat.
         part: as given.
     """
 
-    def __init__(self, codec: Codec, part: range) -> None:
+    def __init__(
+        self, codec: Codec, part: range, scratch: torch.Tensor | None = None
+    ) -> None:
         begin = _trailer_offset(codec, len(part))
         self.part = part
         self.memory = torch.zeros(
@@ -33,8 +36,7 @@ class CodedMessage:
         )
         encoded = self.memory[: codec.encoded_bytes(len(part))]
         self._block = codec.block
-        self._body = codec.over(encoded, len(part))
-        self._scratch_bytes = codec.scratch_bytes(len(part))
+        self._body = codec.over(encoded, len(part), scratch)
         self._weight = self.memory[begin : begin + 4].view(torch.float32)
         self._number = self.memory[begin + 4 :].view(torch.int32)
 
@@ -42,10 +44,6 @@ class CodedMessage:
     def size_bytes(codec: Codec, numel: int) -> int:
         """Bytes that travel: the encoded elements, filled up to 8 bytes, and 8 more."""
         return _trailer_offset(codec, numel) + TRAILER_BYTES
-
-    def held_bytes(self, *, is_written: bool) -> int:
-        """All its memory; that of encoding only where this rank does that."""
-        return self.memory.numel() + is_written * self._scratch_bytes
 
     @property
     def weight(self) -> float:

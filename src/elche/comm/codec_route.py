@@ -169,6 +169,10 @@ class Route(ABC):
         self._settle(self._last_sends[turn], "sending an earlier message")
         return turn
 
+    def _message(self, codec: Codec, part: range) -> CodedMessage:
+        """One that travels; it is encoded with the second part of the scratch."""
+        return CodedMessage(codec, part, self._scratch[1])
+
     def _compensated(self, chunk: range, residual: torch.Tensor) -> torch.Tensor:
         """This rank's elements and what earlier messages left of them, in scratch."""
         part = slice(chunk.start, chunk.stop)

@@ -44,7 +44,7 @@ class DirectRoute(Route):
         self._has_encoded = False
 
     def _pieces(self, codec: Codec) -> list[CodedMessage]:
-        return [CodedMessage(codec, part) for part in self._parts]
+        return [self._message(codec, part) for part in self._parts]
 
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
         """See :meth:`Route.begin`."""
@@ -100,9 +100,8 @@ class DirectRoute(Route):
 
     @property
     def _message_bytes(self) -> int:
-        written = (piece for pieces in self._outgoing for piece in pieces)
-        read = (piece for pieces in self._incoming.values() for piece in pieces)
-        return _size_bytes(written, read)
+        pieces = (*self._outgoing, *self._incoming.values())
+        return _size_bytes(piece for each in pieces for piece in each)
 
     @property
     def has_encoded(self) -> bool:
@@ -124,10 +123,10 @@ class PartedRoute(Route):
         self._parts = parts_of(numel, peers.world_size, codec.block)
         self.own = self._parts[peers.rank]
         others, own = self._others, self.own
-        self._offers = {r: CodedMessage(codec, self._parts[r]) for r in others}
-        self._gathered = {r: CodedMessage(codec, own) for r in others}
-        self._sums = [CodedMessage(codec, own) for _ in range(2)]
-        self._received = {r: CodedMessage(codec, self._parts[r]) for r in others}
+        self._offers = {r: self._message(codec, self._parts[r]) for r in others}
+        self._gathered = {r: self._message(codec, own) for r in others}
+        self._sums = [self._message(codec, own) for _ in range(2)]
+        self._received = {r: self._message(codec, self._parts[r]) for r in others}
         self._left_over = torch.zeros(len(own), dtype=torch.float32, device="cpu")
         self._offered: list[Transfer] = []
         self._arrivals: list[Transfer] = []
@@ -220,9 +219,10 @@ class PartedRoute(Route):
 
     @property
     def _message_bytes(self) -> int:
-        written = [*self._offers.values(), *self._sums]
-        read = [*self._gathered.values(), *self._received.values()]
-        return _size_bytes(written, read) + 4 * self._left_over.numel()
+        by_rank = (self._offers, self._gathered, self._received)
+        travelling = [each for some in by_rank for each in some.values()]
+        left_over_bytes = 4 * self._left_over.numel()
+        return _size_bytes([*travelling, *self._sums]) + left_over_bytes
 
     @property
     def has_encoded(self) -> bool:
@@ -237,10 +237,8 @@ class PartedRoute(Route):
             residual[self.own.start : self.own.stop].copy_(self._left_over)
 
 
-def _size_bytes(written: Iterable[CodedMessage], read: Iterable[CodedMessage]) -> int:
-    return sum(each.held_bytes(is_written=True) for each in written) + sum(
-        each.held_bytes(is_written=False) for each in read
-    )
+def _size_bytes(messages: Iterable[CodedMessage]) -> int:
+    return sum(each.memory.numel() for each in messages)
 
 
 def pieces_of(codec: Codec, numel: int) -> list[range]:

@@ -8,10 +8,29 @@ link and on the ranks, so the lengths are compared by what they bring.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elche.cadence.convergence import sample_efficiency
 from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
+
+FINE = 128
+"""Up to this anchor all are compared; beyond it those about a hundredth apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """What of ranks' times per batch the length of windows depends on."""
+
+    count: int
+    fast_s: float
+    slow_s: float
+    batches_per_s: float
+
+    @staticmethod
+    def of(batch_s: Sequence[float]) -> _Ranks:
+        rate = sum(1.0 / each_s for each_s in batch_s)
+        return _Ranks(len(batch_s), min(batch_s), max(batch_s), rate)
 
 
 def overlapped_goodput(
@@ -29,12 +48,7 @@ def overlapped_goodput(
     Returns:
         Above 0, at most 1.
     """
-    work_s = anchor * max(batch_s)
-    window_s = max(work_s + held_s, late_s)
-    batches = sum(work_s / each_s for each_s in batch_s)
-    lag_batches = min(late_s, work_s) / min(batch_s)
-    efficiency = sample_efficiency("async", len(batch_s), batches, lag_batches)
-    return efficiency * work_s / window_s
+    return _goodput(_Ranks.of(batch_s), anchor, held_s, late_s)
 
 
 def best_anchor(
@@ -57,12 +71,24 @@ def best_anchor(
     check_measure("late_s", late_s)
     if not batch_s or not all(check_measure("batch_s", s) > 0.0 for s in batch_s):
         raise ConfigError(f"batch_s must be positive times, got {list(batch_s)}")
-    best, found = 0.0, 1
-    for anchor in range(1, most + 1):
+    ranks = _Ranks.of(batch_s)
+    best, found, anchor = 0.0, 1, 1
+    while anchor <= most:
         # Longer windows learn no more per sample than this one would without a lag.
-        if anchor > 1 and overlapped_goodput(batch_s, anchor, 0.0, 0.0) <= best:
+        if anchor > 1 and _goodput(ranks, anchor, 0.0, 0.0) <= best:
             break
-        brings = overlapped_goodput(batch_s, anchor, held_s, late_s)
+        brings = _goodput(ranks, anchor, held_s, late_s)
         if brings > best:
             best, found = brings, anchor
+        anchor += max(1, anchor // FINE)
     return found
+
+
+def _goodput(ranks: _Ranks, anchor: int, held_s: float, late_s: float) -> float:
+    """See :func:`overlapped_goodput`."""
+    work_s = anchor * ranks.slow_s
+    window_s = max(work_s + held_s, late_s)
+    batches = work_s * ranks.batches_per_s
+    lag_batches = min(late_s, work_s) / ranks.fast_s
+    efficiency = sample_efficiency("async", ranks.count, batches, lag_batches)
+    return efficiency * work_s / window_s

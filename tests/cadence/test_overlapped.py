@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.cadence import overlapped
-from elche.cadence.convergence import sample_efficiency
-from elche.cadence.overlapped import best_anchor, overlapped_goodput
+from elche.cadence.convergence import unchecked_efficiency
+from elche.cadence.goodput import (
+    ADOPTION_BATCHES,
+    LAST_CLOSER_BATCHES,
+    Cluster,
+    predict,
+)
+from elche.cadence.overlapped import (
+    BatchTimes,
+    anchor_for,
+    best_anchor,
+    overlapped_goodput,
+)
 from elche.errors import ConfigError
 
 BATCHES = st.lists(st.floats(1e-4, 10.0), min_size=2, max_size=9)
@@ -19,26 +30,16 @@ TIMES = st.floats(0.0, 100.0)
 MOST = st.integers(1, 60)
 
 
-class Counted(list[float]):
-    """Counts how often all of it is read."""
-
-    read = 0
-
-    def __iter__(self) -> Iterator[float]:
-        self.read += 1
-        return super().__iter__()
-
-
 @given(BATCHES, TIMES, TIMES, MOST)
 def test_no_other_anchor_brings_more(
     batch_s: list[float], held_s: float, late_s: float, most: int
 ) -> None:
     every = [
-        overlapped_goodput(batch_s, anchor, held_s, late_s)
+        overlapped_goodput(BatchTimes.of(batch_s), anchor, held_s, late_s)
         for anchor in range(1, most + 1)
     ]
     assert all(0.0 < each <= 1.0 for each in every)
-    best = best_anchor(batch_s, held_s, late_s, most)
+    best = best_anchor(BatchTimes.of(batch_s), held_s, late_s, most)
     assert every[best - 1] == max(every)
     assert best == 1 + every.index(max(every))
 
@@ -47,30 +48,26 @@ def test_no_other_anchor_brings_more(
 def test_long_windows_are_found_among_some(
     batch_s: list[float], held_s: float, late_s: float, most: int
 ) -> None:
-    best = best_anchor(batch_s, held_s, late_s, most)
+    times = BatchTimes.of(batch_s)
+    best = best_anchor(times, held_s, late_s, most)
     assert 1 <= best <= most
-    found = overlapped_goodput(batch_s, best, held_s, late_s)
+    found = overlapped_goodput(times, best, held_s, late_s)
     for part in range(1, 100):
         other = max(1, most * part // 100)
-        assert overlapped_goodput(batch_s, other, held_s, late_s) <= 1.01 * found
+        assert overlapped_goodput(times, other, held_s, late_s) <= 1.01 * found
 
 
-def test_many_ranks_and_lengths_are_compared_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_lengths_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator asks at the end of every window."""
     asked = []
 
     def counted(policy: str, ranks: int, batches: float, lag: float) -> float:
         asked.append(batches)
-        return sample_efficiency(policy, ranks, batches, lag)
+        return unchecked_efficiency(policy, ranks, batches, lag)
 
-    monkeypatch.setattr(overlapped, "sample_efficiency", counted)
-    batch_s = Counted(0.01 * (1 + rank % 3) for rank in range(1000))
-    assert best_anchor(batch_s[:2], 100.0, 50.0, 100_000) > 10_000
+    monkeypatch.setattr(overlapped, "unchecked_efficiency", counted)
+    assert best_anchor(BatchTimes.of((0.01, 0.02)), 100.0, 50.0, 100_000) > 10_000
     assert len(asked) < 2_500
-    assert best_anchor(batch_s, 100.0, 50.0, 100_000) >= 1
-    assert batch_s.read < 10
 
 
 @given(BATCHES, TIMES, st.floats(0.0, 1.0), st.floats(1.0, 10.0), MOST)
@@ -78,27 +75,76 @@ def test_dearer_windows_are_not_shorter(
     batch_s: list[float], held_s: float, late: float, factor: float, most: int
 ) -> None:
     late_s = late * max(batch_s)  # no window waits for it
-    cheap = best_anchor(batch_s, held_s, late_s, most)
-    assert best_anchor(batch_s, factor * held_s, late_s, most) >= cheap
+    cheap = best_anchor(BatchTimes.of(batch_s), held_s, late_s, most)
+    assert best_anchor(BatchTimes.of(batch_s), factor * held_s, late_s, most) >= cheap
 
 
 @given(BATCHES, TIMES, MOST)
 def test_what_costs_nothing_is_done_in_the_shortest_windows(
     batch_s: list[float], late_s: float, most: int
 ) -> None:
-    assert best_anchor(batch_s, 0.0, 0.0, most) == 1
-    worst = overlapped_goodput(batch_s, 1, 0.0, late_s)
-    assert worst <= overlapped_goodput(batch_s, 1, 0.0, 0.0)
+    assert best_anchor(BatchTimes.of(batch_s), 0.0, 0.0, most) == 1
+    worst = overlapped_goodput(BatchTimes.of(batch_s), 1, 0.0, late_s)
+    assert worst <= overlapped_goodput(BatchTimes.of(batch_s), 1, 0.0, 0.0)
+
+
+@given(BATCHES, TIMES, TIMES, MOST, MOST)
+def test_as_long_as_a_reduction_asks_for_and_then_as_pays(
+    batch_s: list[float], held_s: float, late_s: float, most: int, least: int
+) -> None:
+    times = BatchTimes.of(batch_s)
+    allowed = range(min(least, most), most + 1)
+    every = [overlapped_goodput(times, each, held_s, late_s) for each in allowed]
+    best = best_anchor(times, held_s, late_s, most, least=least)
+    assert best == allowed[every.index(max(every))]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    batch_s = draw(BATCHES)
+    return Cluster(
+        seconds_per_sample=[each_s / 8 for each_s in batch_s],
+        batch_size=8,
+        sync_s=draw(st.just(0.0) | st.floats(1e-5, 100.0)),
+        copy_batches=draw(st.floats(0.0, 1.0)),
+        max_anchor=draw(MOST),
+    )
+
+
+@given(clusters())
+def test_a_prediction_is_of_the_best_windows(measured: Cluster) -> None:
+    batch_s = [measured.batch_s(rank) for rank in range(measured.world_size)]
+    times, found = BatchTimes.of(batch_s), predict("async", measured)
+    held_s = measured.copy_batches * times.ranks / times.per_s
+    late_s = measured.sync_s + LAST_CLOSER_BATCHES * times.slowest_s
+    late_s += ADOPTION_BATCHES * times.fastest_s
+    needed = min(anchor_for(times, measured.sync_s), measured.max_anchor)
+    assert found.anchor >= needed
+    brings = found.hardware_efficiency * found.sample_efficiency
+    for anchor in range(needed, measured.max_anchor + 1):  # the first is the old rule's
+        other = overlapped_goodput(times, anchor, held_s, late_s)
+        assert brings >= other * (1.0 - 1e-9)
+
+
+@given(clusters(), st.floats(1.0, 100.0))
+def test_what_costs_more_is_not_predicted_to_bring_more(
+    measured: Cluster, factor: float
+) -> None:
+    best = predict("async", measured).goodput * (1.0 + 1e-9)
+    slower = replace(measured, sync_s=factor * measured.sync_s)
+    dearer = replace(measured, copy_batches=factor * measured.copy_batches)
+    for other in (slower, dearer):
+        assert predict("async", other).goodput <= best
 
 
 def test_two_ranks_behind_250_mbit() -> None:
     """Measured: windows of 3 batches of the slower rank; with a later average 4."""
     batch_s = (0.044, 0.165)
-    assert best_anchor(batch_s, 0.006, 0.088, 200) == 3
-    assert best_anchor(batch_s, 0.006, 0.132, 200) == 4
-    gained = overlapped_goodput(batch_s, 3, 0.006, 0.088) - overlapped_goodput(
-        batch_s, 1, 0.006, 0.088
-    )
+    assert best_anchor(BatchTimes.of(batch_s), 0.006, 0.088, 200) == 3
+    assert best_anchor(BatchTimes.of(batch_s), 0.006, 0.132, 200) == 4
+    gained = overlapped_goodput(
+        BatchTimes.of(batch_s), 3, 0.006, 0.088
+    ) - overlapped_goodput(BatchTimes.of(batch_s), 1, 0.006, 0.088)
     assert gained == pytest.approx(0.040, abs=0.001)
 
 
@@ -116,4 +162,4 @@ def test_what_cannot_have_been_measured_is_refused(
     batch_s: tuple[float, ...], held_s: float, late_s: float, most: int, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        best_anchor(batch_s, held_s, late_s, most)
+        best_anchor(BatchTimes.of(batch_s), held_s, late_s, most)

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.goodput import ROOM
-from elche.cadence.overlapped import best_anchor
+from elche.cadence.goodput import (
+    ADOPTION_BATCHES,
+    LAST_CLOSER_BATCHES,
+    Cluster,
+    predict,
+)
+from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
 from elche.config import RunConfig
 from elche.coordination.messages import WindowReduced
 from elche.coordination.pacing import Pacing
@@ -100,15 +105,19 @@ def adopted(late: int, held_s: float) -> Reduction:
     return done
 
 
-def test_windows_are_as_long_as_pays_where_that_is_more_than_a_reduction() -> None:
-    made = pacing(anchor=1)
-    parts = {
+def whole_window() -> dict[int, Part]:
+    """A batch of the slow rank, four of the fast one."""
+    return {
         rank: Part(batches=4 // (1 + 3 * rank), samples=8, timed=1, timed_s=batch_s)
         for rank, batch_s in enumerate(BATCH_S)
     }
+
+
+def test_windows_are_as_long_as_pays_where_that_is_more_than_a_reduction() -> None:
+    made, parts = pacing(anchor=1), whole_window()
     made.took(0.5)
     assert made.pace().wall_s == pytest.approx(1.0)
-    best = best_anchor(BATCH_S, 0.01, 3 * BATCH_S[0], 200)
+    best = best_anchor(BatchTimes.of(BATCH_S), 0.01, 3 * BATCH_S[0], 200)
     assert best > 2
     said = made.measure(parts, adopted(3, 0.01), is_tail=False)
     assert said == (
@@ -125,3 +134,24 @@ def test_blocking_windows_know_no_lag() -> None:
     made = pacing(overlapped=False, anchor=1)
     parts = {0: Part(4, 8, 1, 0.25), 1: Part(1, 8, 1, 1.0)}
     assert made.measure(parts, adopted(3, 0.01), is_tail=False) == ""
+
+
+@given(st.integers(2, 400), st.floats(0.0, 0.5), st.integers(1, 200))
+def test_auto_predicts_the_windows_that_are_run(
+    late: int, held_s: float, max_anchor: int
+) -> None:
+    """Where what it reckons with is what is measured."""
+    fast_s, batches_per_s = BATCH_S[0], sum(1.0 / s for s in BATCH_S)
+    early_s = LAST_CLOSER_BATCHES * SLOWEST_S + ADOPTION_BATCHES * fast_s
+    reduction_s = late * fast_s - early_s
+    cluster = Cluster(
+        seconds_per_sample=[s / 8 for s in BATCH_S],
+        batch_size=8,
+        sync_s=reduction_s,
+        copy_batches=held_s * batches_per_s / len(BATCH_S),
+        max_anchor=max_anchor,
+    )
+    made = pacing(anchor=1, max_anchor=max_anchor)
+    made.took(reduction_s)
+    made.measure(whole_window(), adopted(late, held_s), is_tail=False)
+    assert made.el_che.anchor == predict("async", cluster).anchor

@@ -121,7 +121,7 @@ def test_a_change_of_the_membership_ends_nothing(cluster: Cluster) -> None:
     [
         (cluster_of(1.0, 1.0, sync_batches=0.02), ["sync"]),
         (cluster_of(1.0, 0.25, sync_batches=8.0), ["sync", "async"]),
-        (cluster_of(1.0, 0.9, 0.01, sync_batches=0.2), ["sync", "cadence"]),
+        (cluster_of(1.0, 0.9, 0.01, sync_batches=0.2), ["sync", "async"]),
         (cluster_of(1.0, sync_batches=1.0), ["sync"]),
     ],
 )
@@ -158,9 +158,9 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out() -> None:
     cluster = cluster_of(1.0, sync_batches=1.0)
     link = Link(latency_s=1e-4, bytes_per_s=2e9)
     report = run(replace(cluster, devices=(device,), link=link))
-    assert policies(report)[-1] == "cadence"
+    assert policies(report)[-1] == "async"
     assert report.phases[0].seconds < 1.5
-    assert report.goodput > 1.85
+    assert report.goodput > 1.9
 
 
 def test_a_bad_link_is_left_after_the_first_step() -> None:
@@ -185,10 +185,10 @@ def test_jitter_of_ten_percent_changes_nothing_after_the_first_choice(
     assert len(run(cluster).choices) == 1
 
 
-def test_a_link_that_becomes_ten_times_slower_leaves_the_fastest_alone() -> None:
+def test_a_link_that_becomes_much_slower_leaves_the_fastest_alone() -> None:
     """Under ``sync`` gradients stay what is averaged: without ``sync``, of one rank."""
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=160_000)
-    slower = LinkChange(at_s=30.0, bytes_per_s=cluster.link.bytes_per_s / 10)
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=160_000)
+    slower = LinkChange(at_s=30.0, bytes_per_s=cluster.link.bytes_per_s / 30)
     sim = simulate(replace(cluster, link_changes=(slower,)))
     check(sim)
     report = report_of(sim)
@@ -207,9 +207,9 @@ ALONE_WINDOW_S = ALONE_ANCHOR * FAST_BATCH_S
 
 
 def changed_link(cluster: Cluster, slow_s: float, back_s: float) -> Cluster:
-    """The link is ten times slower for a while."""
+    """The link is much slower for a while."""
     rate = cluster.link.bytes_per_s
-    slower = LinkChange(at_s=slow_s, bytes_per_s=rate / 10)
+    slower = LinkChange(at_s=slow_s, bytes_per_s=rate / 30)
     return replace(
         cluster, link_changes=(slower, LinkChange(at_s=back_s, bytes_per_s=rate))
     )
@@ -220,7 +220,7 @@ def test_sync_comes_back_when_the_link_does() -> None:
 
     Meanwhile sync was tried once, which cost no more than a hundredth.
     """
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=32_000, epochs=12)
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=32_000, epochs=12)
     sim = simulate(changed_link(cluster, 30.0, 200.0))
     check(sim)
     report = report_of(sim)
@@ -237,7 +237,7 @@ def test_sync_comes_back_when_the_link_does() -> None:
 
 def test_sync_comes_back_when_the_other_device_does() -> None:
     """Nothing but a trial shows that: it has no work."""
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=32_000, epochs=12)
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=32_000, epochs=12)
     devices = list(cluster.devices)
     drift = (Drift(at_s=20.0, factor=60.0), Drift(at_s=150.0, factor=1.0))
     devices[1] = replace(devices[1], drift=drift)
@@ -270,7 +270,7 @@ def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
 
 
 def test_all_take_the_optimizer_of_the_one_that_trained_alone() -> None:
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=16_000, epochs=10)
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=10)
     sim, told = begun(changed_link(cluster, 5.0, 60.0), "alike")
     assert policies(report_of(sim))[:3] == ["sync", "async", "sync"]
     sources = {(one.policy, one.state_from) for one in told}
@@ -280,7 +280,7 @@ def test_all_take_the_optimizer_of_the_one_that_trained_alone() -> None:
 
 def test_ranks_whose_learning_rates_differ_do_not_go_back_to_steps() -> None:
     """In step they would move apart: a scheduler was called on one of them only."""
-    cluster = cluster_of(1.0, 1.0, sync_batches=0.15, samples=16_000, epochs=10)
+    cluster = cluster_of(1.0, 1.0, sync_batches=0.05, samples=16_000, epochs=10)
     sim, told = begun(changed_link(cluster, 5.0, 60.0), "those of rank {rank}")
     assert policies(report_of(sim)) == ["sync", "async"]
     assert all(one.state_from is None for one in told)
@@ -321,7 +321,7 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     """A batch of its own now and then tells: for a hundredth of the time at most."""
     cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=32_000, epochs=10)
     devices = list(cluster.devices)
-    drift = (Drift(at_s=2.0, factor=20.0), Drift(at_s=150.0, factor=1.0))
+    drift = (Drift(at_s=2.0, factor=25.0), Drift(at_s=150.0, factor=1.0))
     devices[1] = replace(devices[1], drift=drift)
     sim = simulate(replace(cluster, devices=tuple(devices)))
     check(sim)
@@ -330,8 +330,8 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     assert "left out: rank 1" in left.reason
     assert back.policy == "async"
     assert "left out" not in back.reason
-    # Once 0.8 s for a batch and 0.8 s for a window were a hundredth of the time.
-    assert back_s - 150.0 < 100 * 1.6 + 3 * OBSERVED_WINDOWS * ALONE_WINDOW_S
+    # Once 1.0 s for a batch and 0.8 s for a window were a hundredth of the time.
+    assert back_s - 150.0 < 100 * 1.8 + 3 * OBSERVED_WINDOWS * ALONE_WINDOW_S
     epoch_s = 32_000 / BATCH_SAMPLES * FAST_BATCH_S
     alone = [
         (since_s, until_s)

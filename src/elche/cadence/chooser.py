@@ -228,7 +228,7 @@ class Chooser:
             reason += f"{before.goodput:.2f}"
         self._choice = Choice(
             policy=chosen.policy,
-            anchor=chosen.prediction.anchor,
+            anchor=chosen.prediction.first_anchor,
             left_out=tuple(sorted(set(fleet.ranks).difference(chosen.ranks))),
             prediction=chosen.prediction,
             alternatives=tuple(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
@@ -50,6 +51,14 @@ _WHOLE_LAG_EFFICIENCY = (
     (0.88, 0.63, 0.63, 0.63),
 )
 
+_LOG2_RANKS = [math.log2(knot) for knot in _RANK_KNOTS]
+_LOG2_WINDOWS = [math.log2(knot) for knot in _WINDOW_KNOTS]
+_LOG_GLOBAL_BATCH = [math.log(value) for value in _GLOBAL_BATCH_EFFICIENCY]
+_LOG_EFFICIENCY = {
+    name: [[math.log(value) for value in row] for row in table]
+    for name, table in (*_WINDOW_EFFICIENCY.items(), ("late", _WHOLE_LAG_EFFICIENCY))
+}
+
 
 def sample_efficiency(
     policy: str, world_size: int, window_batches: float, lag_batches: float = 0.0
@@ -84,26 +93,28 @@ def sample_efficiency(
     check_measure("lag_batches", lag_batches)
     if not 0.0 < window_batches < math.inf:
         raise ConfigError(f"window_batches must be positive, got {window_batches!r}")
+    return unchecked_efficiency(policy, world_size, window_batches, lag_batches)
+
+
+def unchecked_efficiency(
+    policy: str, world_size: int, window_batches: float, lag_batches: float
+) -> float:
+    """:func:`sample_efficiency` of what is known to be in range, of many windows."""
     if world_size == 1:
         return 1.0
-    ranks = [math.log2(knot) for knot in _RANK_KNOTS]
     if policy == "sync":
         batches = max(float(window_batches), 1.0)
-        return _interpolated(math.log2(batches), ranks, _GLOBAL_BATCH_EFFICIENCY)
+        return math.exp(
+            _interpolated(math.log2(batches), _LOG2_RANKS, _LOG_GLOBAL_BATCH)
+        )
     per_rank = window_batches / world_size
-    windows = [math.log2(knot) for knot in _WINDOW_KNOTS]
     place = math.log2(per_rank)
-
-    def looked_up(table: Sequence[Sequence[float]]) -> float:
-        at_window = [_interpolated(place, windows, row) for row in table]
-        return _interpolated(math.log2(world_size), ranks, at_window)
-
-    efficiency = looked_up(_WINDOW_EFFICIENCY[policy])
-    if policy == "async":
-        late = min(1.0, lag_batches / per_rank)
-        part = max(0.0, late - FREE_LAG) / (1.0 - FREE_LAG)
-        efficiency *= looked_up(_WHOLE_LAG_EFFICIENCY) ** part
-    return efficiency
+    logarithm = _interpolated(place, _LOG2_WINDOWS, _row(policy, world_size))
+    if policy == "async" and lag_batches > FREE_LAG * per_rank:
+        part = (min(1.0, lag_batches / per_rank) - FREE_LAG) / (1.0 - FREE_LAG)
+        late = _interpolated(place, _LOG2_WINDOWS, _row("late", world_size))
+        logarithm += part * late
+    return math.exp(logarithm)
 
 
 def check_policy(policy: str) -> None:
@@ -118,13 +129,19 @@ def check_policy(policy: str) -> None:
         )
 
 
-def _interpolated(
-    x: float, knots: Sequence[float], efficiencies: Sequence[float]
-) -> float:
-    """Linear in the logarithm: flat before the first knot, its last slope after all."""
+@lru_cache(maxsize=256)
+def _row(table: str, world_size: int) -> tuple[float, ...]:
+    """Logarithms of a table's columns for so many ranks: looked up for many windows."""
+    place = math.log2(world_size)
+    columns = zip(*_LOG_EFFICIENCY[table], strict=True)
+    return tuple(_interpolated(place, _LOG2_RANKS, column) for column in columns)
+
+
+def _interpolated(x: float, knots: Sequence[float], values: Sequence[float]) -> float:
+    """Linear: flat before the first knot, its last slope after all."""
     if x <= knots[0]:
-        return efficiencies[0]
+        return values[0]
     place = next((i for i, k in enumerate(knots) if x <= k), len(knots) - 1)
-    low, high = math.log(efficiencies[place - 1]), math.log(efficiencies[place])
+    low, high = values[place - 1], values[place]
     along = (x - knots[place - 1]) / (knots[place] - knots[place - 1])
-    return math.exp(low + along * (high - low))
+    return low + along * (high - low)

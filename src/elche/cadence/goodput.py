@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist
 from typing import final
@@ -19,6 +19,12 @@ from typing import final
 from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import check_policy, sample_efficiency
+from elche.cadence.overlapped import (
+    BatchTimes,
+    anchor_for,
+    best_anchor,
+    overlapped_window,
+)
 from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
 
@@ -33,11 +39,11 @@ BOUNDARY_WAIT_BATCHES = 0.25
 """What a blocking window of many ranks loses at its end, in batches of the slowest."""
 ANYWHERE = 0.29
 """Standard deviation, in batches, of a boundary that may be anywhere within a batch."""
-LAST_CLOSER_BATCHES = 0.75
-"""How much later the last rank ends an overlapped window, in batches of the slowest."""
-ROOM = 1.2
-"""Overlapped windows are so many times as long as a reduction: in shorter ones ranks
-that do not end them together wait for each other."""
+LAST_CLOSER_BATCHES = 0.25
+"""How much later the last rank ends an overlapped window than the fastest one, in
+batches of the slowest."""
+ADOPTION_BATCHES = 0.5
+"""Until the fastest rank's next batch begins, at which it adopts, in its batches."""
 FREE_WAIT = 0.01
 """Part of a window that ranks may wait at its end without lengthening it."""
 ALIGNED_RANKS = 64
@@ -142,6 +148,8 @@ class Prediction:
         policy: its name.
         world_size: ranks that take part.
         anchor: batches of the slowest of them in a window.
+        first_anchor: to start from; overlapped windows get longer when what they cost
+            has been measured.
         window_s: seconds from one synchronisation to the next.
         window_batches: batches of all of them in a window; under ``sync`` the global
             batch in batches of one device.
@@ -163,6 +171,7 @@ class Prediction:
     sample_efficiency: float
     samples_per_s: float
     goodput: float
+    first_anchor: int
 
 
 @final
@@ -189,9 +198,9 @@ class Fleet:
         "_cluster",
         "_fastest",
         "_idle_s",
+        "_predicted",
         "_rates",
         "_speeds",
-        "_steps",
         "batch_s",
         "ranks",
     )
@@ -219,7 +228,7 @@ class Fleet:
         idle_s = [cluster.least_step_s(rank) for rank in reversed(self.ranks)]
         first_s = max((cluster.least_step_s(rank) for rank in others), default=0.0)
         self._idle_s = list(accumulate(idle_s, max, initial=first_s))[::-1]
-        self._steps: dict[int, float] = {}
+        self._predicted: dict[tuple[str, int], Prediction] = {}
 
     def predict(self, policy: str, size: int) -> Prediction:
         """What ``policy`` would do on the ``size`` fastest of the ranks.
@@ -230,6 +239,11 @@ class Fleet:
         check_policy(policy)
         if check_int("size", size, 1) > len(self.ranks):
             raise ConfigError(f"size must be at most {len(self.ranks)}, got {size}")
+        if (policy, size) not in self._predicted:
+            self._predicted[policy, size] = self._newly(policy, size)
+        return self._predicted[policy, size]
+
+    def _newly(self, policy: str, size: int) -> Prediction:
         if size == 1:
             return self._prediction(policy, 1, 1, self.batch_s[0], 1.0, 0.0)
         if policy == "sync":
@@ -285,17 +299,20 @@ class Fleet:
         return anchor, wait_s
 
     def _async(self, size: int) -> Prediction:
-        """As short as the reduction allows; a longer one than the longest blocks."""
-        cluster, slow_s = self._cluster, self.batch_s[size - 1]
-        wanted = math.ceil(ROOM * cluster.sync_s / slow_s - 1e-9)
-        anchor = max(1, min(wanted, cluster.max_anchor))
-        work_s = anchor * slow_s
-        batches = work_s * self._speeds[size - 1] / cluster.batch_size
-        copying = 1.0 + cluster.copy_batches * size / batches
-        window_s = max(work_s * copying, cluster.sync_s)
+        """As long as the reduction needs, or as pays; both as ``Pacing`` decides."""
+        cluster, slow_s, fast_s = self._cluster, self.batch_s[size - 1], self.batch_s[0]
+        per_s = self._speeds[size - 1] / cluster.batch_size
+        times = BatchTimes(size, fast_s, slow_s, per_s)
+        held_s = cluster.copy_batches * size / per_s
         late_s = cluster.sync_s + LAST_CLOSER_BATCHES * slow_s
-        lag = min(late_s, work_s) / self.batch_s[0]
-        return self._prediction("async", size, anchor, window_s, batches, lag)
+        late_s += ADOPTION_BATCHES * fast_s
+        least, most = anchor_for(times, cluster.sync_s), cluster.max_anchor
+        anchor = best_anchor(times, held_s, late_s, most, least=least)
+        window = overlapped_window(times, anchor, held_s, late_s)
+        found = self._prediction(
+            "async", size, anchor, window.window_s, window.batches, window.lag_batches
+        )
+        return replace(found, first_anchor=min(least, most))
 
     def _prediction(
         self,
@@ -320,29 +337,27 @@ class Fleet:
             sample_efficiency=sample,
             samples_per_s=hardware * sample * alone,
             goodput=hardware * sample * alone / self._fastest,
+            first_anchor=anchor,
         )
 
     def _sync_step_s(self, size: int) -> float:
         """Seconds of a global batch, split as ``Balancer`` would."""
-        if size not in self._steps:
-            cluster = self._cluster
-            cost, fixed_s = cluster.seconds_per_sample, cluster.fixed_s
-            total = cluster.global_batch_size
-            least = min(cluster.min_share_samples, total)
-            by_start = sorted(self.ranks[:size], key=cluster.least_step_s)
-            served = by_start[: total // least]
-            parts = split_for_makespan(
-                total,
-                [cost[r] for r in served],
-                [min(fixed_s[r] / cost[r], MAX_FIXED_SAMPLES) for r in served],
-                least,
-            )
-            ends_s = [
-                fixed_s[r] + part * cost[r]
-                for r, part in zip(served, parts, strict=True)
-            ]
-            self._steps[size] = max(*ends_s, cluster.least_step_s(by_start[-1]))
-        return self._steps[size]
+        cluster = self._cluster
+        cost, fixed_s = cluster.seconds_per_sample, cluster.fixed_s
+        total = cluster.global_batch_size
+        least = min(cluster.min_share_samples, total)
+        by_start = sorted(self.ranks[:size], key=cluster.least_step_s)
+        served = by_start[: total // least]
+        parts = split_for_makespan(
+            total,
+            [cost[r] for r in served],
+            [min(fixed_s[r] / cost[r], MAX_FIXED_SAMPLES) for r in served],
+            least,
+        )
+        ends_s = [
+            fixed_s[r] + part * cost[r] for r, part in zip(served, parts, strict=True)
+        ]
+        return max(*ends_s, cluster.least_step_s(by_start[-1]))
 
 
 def predict(

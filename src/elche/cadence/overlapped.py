@@ -7,88 +7,131 @@ link and on the ranks, so the lengths are compared by what they bring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elche.cadence.convergence import sample_efficiency
+from elche.cadence.convergence import unchecked_efficiency
 from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
 
 FINE = 128
 """Up to this anchor all are compared; beyond it those about a hundredth apart."""
+ROOM = 1.2
+"""Overlapped windows are so many times as long as a reduction: in shorter ones ranks
+that do not end them together wait for each other."""
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
-    """What of ranks' times per batch the length of windows depends on."""
+class BatchTimes:
+    """What matters of the seconds that each rank's batches take, however many ranks.
 
-    count: int
-    fast_s: float
-    slow_s: float
-    batches_per_s: float
+    Attributes:
+        ranks: how many there are.
+        fastest_s: seconds of a batch of the fastest rank.
+        slowest_s: of the slowest.
+        per_s: batches of all of them in a second.
+    """
 
-    @staticmethod
-    def of(batch_s: Sequence[float]) -> _Ranks:
-        rate = sum(1.0 / each_s for each_s in batch_s)
-        return _Ranks(len(batch_s), min(batch_s), max(batch_s), rate)
+    ranks: int
+    fastest_s: float
+    slowest_s: float
+    per_s: float
+
+    @classmethod
+    def of(cls, batch_s: Sequence[float]) -> BatchTimes:
+        """Of the seconds of a batch of each rank.
+
+        Raises:
+            ConfigError: there are none, or one is not positive and finite.
+        """
+        if not batch_s or not all(check_measure("batch_s", s) > 0.0 for s in batch_s):
+            raise ConfigError(f"batch_s must be positive times, got {list(batch_s)}")
+        per_s = sum(1.0 / each_s for each_s in batch_s)
+        return cls(len(batch_s), min(batch_s), max(batch_s), per_s)
 
 
-def overlapped_goodput(
-    batch_s: Sequence[float], anchor: int, held_s: float, late_s: float
-) -> float:
-    """Hardware times sample efficiency of overlapped windows of one length.
+@dataclass(frozen=True, slots=True)
+class OverlappedWindow:
+    """What overlapped windows of one length are like.
+
+    Attributes:
+        window_s: seconds from the end of one to that of the next.
+        batches: of all ranks in a window.
+        lag_batches: batches of the fastest rank until it has the average.
+        work_share: part of ``window_s`` that batches take.
+    """
+
+    window_s: float
+    batches: float
+    lag_batches: float
+    work_share: float
+
+
+def overlapped_window(
+    times: BatchTimes, anchor: int, held_s: float, late_s: float
+) -> OverlappedWindow:
+    """Overlapped windows of ``anchor`` batches of the slowest rank.
 
     Args:
-        batch_s: seconds of a batch of each rank.
+        times: of the ranks' batches.
         anchor: batches of the slowest rank in a window.
         held_s: what a window costs its ranks beside their batches.
         late_s: from a rank's end of a window until it has the average; one that
             outlasts the next window holds that up.
-
-    Returns:
-        Above 0, at most 1.
     """
-    return _goodput(_Ranks.of(batch_s), anchor, held_s, late_s)
+    work_s = anchor * times.slowest_s
+    window_s = max(work_s + held_s, late_s)
+    lag_batches = min(late_s, work_s) / times.fastest_s
+    return OverlappedWindow(
+        window_s, work_s * times.per_s, lag_batches, work_s / window_s
+    )
+
+
+def overlapped_goodput(
+    times: BatchTimes, anchor: int, held_s: float, late_s: float
+) -> float:
+    """Hardware times sample efficiency of such windows: above 0, at most 1."""
+    window = overlapped_window(times, anchor, held_s, late_s)
+    efficiency = unchecked_efficiency(
+        "async", times.ranks, window.batches, window.lag_batches
+    )
+    return efficiency * window.work_share
 
 
 def best_anchor(
-    batch_s: Sequence[float], held_s: float, late_s: float, most: int
+    times: BatchTimes, held_s: float, late_s: float, most: int, *, least: int = 1
 ) -> int:
     """The anchor at which overlapped windows bring most; the least among equals.
 
     Args:
-        batch_s: seconds of a batch of each rank.
-        held_s: as in :func:`overlapped_goodput`.
+        times: of the ranks' batches.
+        held_s: as in :func:`overlapped_window`.
         late_s: likewise.
         most: upper limit of the anchor.
+        least: lower limit, ``most`` if that is less: :func:`anchor_for`, for example.
 
     Raises:
-        ConfigError: a time is negative or not finite, that of a batch 0, or ``most``
-            below 1.
+        ConfigError: a time is negative or not finite, or a limit below 1.
     """
     check_int("most", most, 1)
+    check_int("least", least, 1)
     check_measure("held_s", held_s)
     check_measure("late_s", late_s)
-    if not batch_s or not all(check_measure("batch_s", s) > 0.0 for s in batch_s):
-        raise ConfigError(f"batch_s must be positive times, got {list(batch_s)}")
-    ranks = _Ranks.of(batch_s)
-    best, found, anchor = 0.0, 1, 1
+    found = anchor = min(least, most)
+    best = 0.0
     while anchor <= most:
         # Longer windows learn no more per sample than this one would without a lag.
-        if anchor > 1 and _goodput(ranks, anchor, 0.0, 0.0) <= best:
+        if best > 0.0 and overlapped_goodput(times, anchor, 0.0, 0.0) <= best:
             break
-        brings = _goodput(ranks, anchor, held_s, late_s)
+        brings = overlapped_goodput(times, anchor, held_s, late_s)
         if brings > best:
             best, found = brings, anchor
         anchor += max(1, anchor // FINE)
     return found
 
 
-def _goodput(ranks: _Ranks, anchor: int, held_s: float, late_s: float) -> float:
-    """See :func:`overlapped_goodput`."""
-    work_s = anchor * ranks.slow_s
-    window_s = max(work_s + held_s, late_s)
-    batches = work_s * ranks.batches_per_s
-    lag_batches = min(late_s, work_s) / ranks.fast_s
-    efficiency = sample_efficiency("async", ranks.count, batches, lag_batches)
-    return efficiency * work_s / window_s
+def anchor_for(times: BatchTimes, reduction_s: float) -> int:
+    """The least anchor at which windows are as long as a reduction asks for."""
+    return max(1, math.ceil(ROOM * reduction_s / times.slowest_s - ROUNDING))

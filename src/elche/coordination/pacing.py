@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import Guard
 from elche.cadence.el_che import ElChe, ElCheConfig
-from elche.cadence.goodput import ROOM
-from elche.cadence.overlapped import best_anchor
+from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
 from elche.cadence.own_guard import guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.window_book import Part, Reduction
@@ -196,7 +195,7 @@ class Pacing:
         if taken_s is None or not self._may_grow:
             return ""
         needed_s, why = ROOM * taken_s, f"a reduction takes {taken_s:.3g} s"
-        if (best_s := self._best_s()) > needed_s:
+        if (best_s := self._best_s(taken_s)) > needed_s:
             needed_s = best_s
             why = (
                 f"each window costs {_typical(self._held_s) * 1e3:.1f} ms, and its "
@@ -219,15 +218,20 @@ class Pacing:
         late = [*self._late_batches, float(report.adopted_at)]
         self._late_batches = late[-REDUCTIONS_KEPT:]
 
-    def _best_s(self) -> float:
-        """The length of overlapped windows that pays best; 0 before all is known."""
+    def _best_s(self, taken_s: float) -> float:
+        """The length of overlapped windows that pays best.
+
+        0 before all is known, and where it is no longer than a reduction asks for.
+        """
         batch_s = [ms / 1e3 for ms in self.el_che.ms_per_batch if ms > 0.0]
         most = self.el_che.max_anchor
         if not self._late_batches or len(batch_s) < 2 or most < 1:
             return 0.0
         late_s = _typical(self._late_batches) * min(batch_s)
-        best = best_anchor(batch_s, _typical(self._held_s), late_s, most)
-        return best * self._slowest_s
+        times = BatchTimes.of(batch_s)
+        held_s, least = _typical(self._held_s), anchor_for(times, taken_s)
+        best = best_anchor(times, held_s, late_s, most, least=least)
+        return best * self._slowest_s if best > least else 0.0
 
     def watch(self, reduction: Reduction, batches: int) -> str:
         """Shows the guard what a reduction found; it acts before El Che may grow.

@@ -29,8 +29,9 @@ from elche.comm.finite import all_finite
 from elche.comm.fragments import fragments_of
 from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
 from elche.comm.outer import OuterStep
-from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
+from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
+from elche.comm.spread import Spread, SyncResult
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
 from elche.errors import ConfigError, ProtocolError

@@ -29,8 +29,9 @@ import torch
 
 from elche.comm.averaging import Averager
 from elche.comm.outer import OuterStep
-from elche.comm.parameter_group import ParameterGroup, Spread, SyncResult
+from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
+from elche.comm.spread import Spread, SyncResult
 from elche.coordination.messages import Reduce
 from elche.errors import ProtocolError
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from elche.comm.backward_end import at_backward_end
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.graph_capture import refuse_capture
-from elche.comm.parameter_group import SyncResult
+from elche.comm.spread import SyncResult
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.messages import Reduce
 from elche.errors import ConfigError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elche.comm.parameter_group import SyncResult
+from elche.comm.spread import SyncResult
 from elche.coordination.messages import (
     BatchesDone,
     CloseWindow,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from elche.comm.parameter_group import SyncResult
+from elche.comm.spread import SyncResult
 from elche.coordination.messages import Reduce
 from elche.errors import ConfigError, ProtocolError
 

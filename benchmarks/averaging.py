@@ -77,7 +77,7 @@ def contender(name: str, group: Group, numel: int) -> Callable[[int], None]:
         return lambda window: group.all_reduce(flat, "a benchmark")
     group.shares_host = "shared" in name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averager = ParameterAverager(list(model), model, optimizer, group)
+    averager = ParameterAverager(list(model), model, lambda: [optimizer], group)
     averager.build()
 
     def synchronise(window: int) -> None:

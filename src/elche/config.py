@@ -90,9 +90,9 @@ class RunConfig:
             ``"samples"`` or their root, ``"sqrt"``; or by what `elche.setup` is told
             that batches weigh. A rank that trained on nothing weighs nothing.
         optimizer_state: whether optimizer state is averaged with the parameters,
-            stays local, or is reset at each synchronisation; ``"auto"`` averages
-            it under ``cadence`` and leaves it local under ``async`` and with
-            ``fragments``.
+            stays local, or is reset at each synchronisation, of all optimizers that
+            step the model; ``"auto"`` averages it under ``cadence`` and leaves it local
+            under ``async`` and with ``fragments``.
         outer: outer optimizer of averaged parameters: ``"average"`` (none),
             ``"nesterov"``, or ``"slowmo"`` (heavy-ball momentum, arXiv:1910.00643);
             ``"auto"`` is Nesterov, or plain averaging in a run that is known to have

@@ -155,7 +155,7 @@ def test_buffers_are_the_mean_of_those_who_trained_in_this_window() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         parameters = list(model.parameters())
         averager = OverlappedAverager(
-            parameters, model, optimizer, bus.group(rank), fragments=2
+            parameters, model, lambda o=optimizer: [o], bus.group(rank), fragments=2
         )
         averager.build()
         ranks.append((model, averager))

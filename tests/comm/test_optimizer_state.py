@@ -32,7 +32,7 @@ def averaged(make: Make, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
     bus = Bus(2)
     ranks = [stepped(make, dtype, shape, steps) for steps in (1, 3)]
     averagers = [
-        OptimizerStateAverager([parameter], optimizer, bus.group(rank))
+        OptimizerStateAverager([parameter], lambda o=optimizer: [o], bus.group(rank))
         for rank, (parameter, optimizer) in enumerate(ranks)
     ]
     states = [optimizer.state[parameter] for parameter, optimizer in ranks]
@@ -116,3 +116,22 @@ def test_adagrad_forgets_beside_a_group_that_was_added(some: bool) -> None:
         optimizer.step()
         forget_state(optimizer, [first, added] if some else None)
         assert optimizer.state[added]["sum"].eq(0.5).all()
+
+
+def test_ranks_may_see_optimizers_in_another_order() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizers = [torch.optim.Adam([each], lr=0.1) for each in parameters]
+    both = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizers.append(both)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    layouts = []
+    for order in (optimizers, [optimizers[1], optimizers[0], both], optimizers[:2]):
+        group = Bus(1).group(0)
+        averager = OptimizerStateAverager(parameters, lambda o=order: o, group)
+        if not layouts:
+            assert averager.layout() == ""
+            for each in optimizers:
+                each.step()
+        layouts.append(averager.layout())
+    assert layouts[0] == layouts[1] != layouts[2]

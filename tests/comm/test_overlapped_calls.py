@@ -25,7 +25,7 @@ def made(
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     parameter = next(iter(model.parameters()))
     averager = OverlappedAverager(
-        [parameter], model, optimizer, group, reset_state=reset_state
+        [parameter], model, lambda: [optimizer], group, reset_state=reset_state
     )
     averager.build()
     return parameter, averager, optimizer
@@ -207,7 +207,7 @@ def test_parameters_on_a_cuda_device_meet_those_on_the_cpu() -> None:
         model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3)).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         averager = OverlappedAverager(
-            list(model.parameters()), model, optimizer, bus.group(rank)
+            list(model.parameters()), model, lambda o=optimizer: [o], bus.group(rank)
         )
         averager.build()
         ranks.append((model, averager))

@@ -113,7 +113,7 @@ def test_blocking_with_optimizer_state() -> None:
         torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)
     ]
     averager = ParameterAverager(
-        list(model.parameters()), model, optimizers[0], Bus(1).group(0)
+        list(model.parameters()), model, lambda: optimizers[:1], Bus(1).group(0)
     )
     averager.build()
     for window in range(3):

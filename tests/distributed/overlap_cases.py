@@ -342,7 +342,9 @@ def with_adamw(transport: str, include_state: bool) -> dict[str, Any]:
     nn.init.zeros_(model.bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with joined(transport) as group:
-        averager = ParameterAverager(list(model.parameters()), model, optimizer, group)
+        averager = ParameterAverager(
+            list(model.parameters()), model, lambda: [optimizer], group
+        )
         layouts = [averager.state_layout()]
         averager.build()
         for window in range(2):

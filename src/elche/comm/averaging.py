@@ -27,7 +27,11 @@ from torch import nn
 from elche.comm.averager_state import VERSION, blank, check_alike, misfit_of
 from elche.comm.finite import all_finite
 from elche.comm.fragments import fragments_of
-from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
+from elche.comm.optimizer_state import (
+    Optimizers,
+    OptimizerStateAverager,
+    forget_state,
+)
 from elche.comm.outer import OuterStep
 from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
@@ -45,9 +49,9 @@ class Averager:
     Args:
         parameters: the trainable parameters, each once.
         model: the model, for its buffers.
-        optimizer: the optimizer that steps the parameters locally.
+        optimizers: those that step the parameters locally.
         group: the process group.
-        reset_state: forget the optimizer's state at every synchronisation.
+        reset_state: forget the optimizers' state at every synchronisation.
         codec: how parameters travel; see :func:`open_coded_exchange`.
         fragments: in how many of them the parameters are synchronised in turn; see
             `fragments`.
@@ -59,7 +63,7 @@ class Averager:
         self,
         parameters: Sequence[nn.Parameter],
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         group: Group,
         *,
         reset_state: bool = False,
@@ -70,13 +74,13 @@ class Averager:
         self._num_fragments = fragments
         self._fragments: list[list[ParameterGroup]] = []
         self._parameters = list(parameters)
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._group = group
         self._reset_state = reset_state
         self._groups: list[ParameterGroup] = []
         self._model = model
         self._buffers = WindowBuffers(model, group)
-        self._state = OptimizerStateAverager(self._parameters, optimizer, group)
+        self._state = OptimizerStateAverager(self._parameters, optimizers, group)
 
     @property
     def extra_bytes(self) -> int:
@@ -268,8 +272,9 @@ class Averager:
         """What remains when parameters and state are written."""
         self._buffers.apply()
         if self._reset_state:
-            for group in groups:
-                forget_state(self._optimizer, group.tensors)
+            for optimizer in self._optimizers():
+                for group in groups:
+                    forget_state(optimizer, group.tensors)
         result = spread.result(weight)
         if len(groups) == len(self._groups):
             return result

@@ -7,7 +7,7 @@ moments, momentum buffers. Step counts stay each rank's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.flat import FlatImage, FlatLayout, wire_dtype
 from elche.comm.process_group import Group
 
+Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
+"""Those that step the model now: a loop may step with more than it began with."""
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """State that follows from a rank's own number of steps."""
 
@@ -62,22 +64,22 @@ class _StateGroup:
 
 
 class OptimizerStateAverager:
-    """Averages the state of one optimizer.
+    """Averages the state of all optimizers that step the parameters.
 
     Args:
         parameters: the trained parameters, in the same order on every rank.
-        optimizer: their optimizer.
+        optimizers: those that step them.
         group: the process group.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         group: Group,
     ) -> None:
         self._parameters = list(parameters)
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._group = group
         self._groups: dict[torch.dtype, _StateGroup] = {}
         self._sent: list[_StateGroup] = []
@@ -97,11 +99,7 @@ class OptimizerStateAverager:
 
         Ranks average state only when all of them name the same layout.
         """
-        names = [
-            f"{index}:{key}"
-            for index, parameter in enumerate(self._parameters)
-            for key in self._keys(parameter)
-        ]
+        names = [f"{index}:{name}" for index, name, _ in self._entries()]
         if not names:
             return ""
         return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
@@ -109,10 +107,8 @@ class OptimizerStateAverager:
     def begin(self, weight: float) -> None:
         """Begins the mean, with all ranks; a rank of weight 0 sends zeros."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self._parameters:
-            for key in self._keys(parameter):
-                state = self._optimizer.state[parameter][key]
-                by_dtype.setdefault(wire_dtype(state.dtype), []).append(state)
+        for _, _, state in self._entries():
+            by_dtype.setdefault(wire_dtype(state.dtype), []).append(state)
         self._sent = [
             self._group_of(dtype, tensors) for dtype, tensors in by_dtype.items()
         ]
@@ -143,17 +139,31 @@ class OptimizerStateAverager:
         made.layout.tensors = list(tensors)
         return made
 
-    def _keys(self, parameter: nn.Parameter) -> list[str]:
-        """Entries of a parameter's state that are shaped like it."""
-        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        return sorted(
-            key
-            for key, value in state.items()
-            if key not in COUNTERS
-            and isinstance(value, torch.Tensor)
-            and (value.is_floating_point() or value.is_complex())
-            and value.shape == parameter.shape
-        )
+    def _entries(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Entries of parameters' states that are shaped like them, by index and name.
+
+        In an order that does not depend on which of several optimizers stepped first,
+        unless they step the same parameter.
+        """
+        optimizers = self._optimizers()
+        for index, parameter in enumerate(self._parameters):
+            states = (each.state.get(parameter) for each in optimizers)
+            held: list[dict[str, Any]] = [state for state in states if state]
+            for place, state in enumerate(held):
+                for key in _keys(state, parameter):
+                    yield index, f"{key}/{place}" if place else key, state[key]
+
+
+def _keys(state: dict[str, Any], parameter: nn.Parameter) -> list[str]:
+    """What of a parameter's state is averaged."""
+    return sorted(
+        key
+        for key, value in state.items()
+        if key not in COUNTERS
+        and isinstance(value, torch.Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.shape == parameter.shape
+    )
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from elche.comm.finite import all_finite
 from elche.comm.optimizer_state import forget_state
 from elche.runtime.optimizers_seen import OptimizersSeen
 from elche.runtime.scaler_skips import ScalerSkips
@@ -64,15 +65,19 @@ class LocalSteps:
         self._batches += 1
         self._batches_with_step += self.has_stepped
 
-    def forget_states(self, *, of_first: bool) -> None:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that step the model, the one given to `elche.setup` first."""
+        return self._optimizers.all()
+
+    def forget_states(self, *, only_lost: bool = False) -> None:
         """Takes optimizers back to where they had taken no step.
 
         Args:
-            of_first: also the one given to `elche.setup`, whose state is not averaged.
+            only_lost: those whose state is not all numbers; False: all of them.
         """
-        first, *others = self._optimizers.all()
-        for optimizer in [first, *others] if of_first else others:
-            forget_state(optimizer)
+        for optimizer in self._optimizers.all():
+            if not only_lost or not _is_finite(optimizer):
+                forget_state(optimizer)
 
     @torch.no_grad()
     def keep(self, *, parameters: bool = True) -> None:
@@ -123,6 +128,13 @@ class LocalSteps:
                 yield name, parameter.detach()
         for name, buffer in self._model.named_buffers():
             yield name, buffer.detach()
+
+
+def _is_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all that it holds are numbers; waits for them."""
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value for value in held if isinstance(value, torch.Tensor)]
+    return all_finite([t for t in tensors if t.is_floating_point() or t.is_complex()])
 
 
 def _is_alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -189,7 +189,7 @@ class ParameterSync(AveragedSync):
             )
         self._drifts.synchronised(plan.fragment if self._was_finite else None)
         if not self._was_finite:
-            self._steps.forget_states(of_first=not plan.include_state)
+            self._steps.forget_states(only_lost=plan.include_state)
         return result
 
 
@@ -250,5 +250,5 @@ class OverlappedSync(AveragedSync):
         """See :meth:`WindowSync.finish`."""
         result = self._averager.adopt(plan, drained=is_drained)
         if not self._was_finite:
-            self._steps.forget_states(of_first=True)
+            self._steps.forget_states()
         return result

@@ -241,7 +241,7 @@ def make_window_sync(
     averager = form(
         parameters,
         model,
-        optimizer,
+        steps.optimizers,
         group,
         reset_state=config.optimizer_state == "reset",
         codec=codec,

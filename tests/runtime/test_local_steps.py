@@ -1,0 +1,34 @@
+"""Of which optimizers the state is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from elche.runtime.local_steps import LocalSteps
+from elche.runtime.optimizers_seen import OptimizersSeen
+from elche.runtime.scalars import ScalarLog
+from elche.runtime.scaler_skips import ScalerSkips
+
+
+@pytest.mark.parametrize("only_lost", [True, False])
+def test_those_that_hold_a_nan_begin_anew(only_lost: bool) -> None:
+    """Adafactor keeps factors, which are not averaged: a mean does not heal them."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    first = torch.optim.AdamW(model[0].parameters())
+    second = torch.optim.Adafactor(model[1].parameters())
+    seen = OptimizersSeen(model, first)
+    steps = LocalSteps(model, seen, ScalerSkips(first, ScalarLog()))
+    seen.attach()
+    model(torch.ones(4, 3)).sum().backward()
+    for parameter in model[1].parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    for each in (first, second):
+        each.step()
+    seen.detach()
+    assert steps.optimizers() == [first, second]
+    assert second.state
+    steps.forget_states(only_lost=only_lost)
+    assert not second.state
+    assert bool(first.state) == only_lost

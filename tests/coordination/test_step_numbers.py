@@ -50,12 +50,13 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
         for rank, own in enumerate(numbers):
             is_first = step == lost_at and rank in culprits
             is_none = step > lost_at or is_first or (rank, step) in skipped
-            own.gradients((step, 4 * rank, 4 * rank + 4), is_finite=not is_none)
+            part = (step, 0, 4 * rank, 4 * rank + 4)
+            own.gradients(part, 0, is_finite=not is_none)
             own.parameters(is_finite=step < stops_at)
             steps.take(report(rank, own, step))
         if step < stops_at:
             steps.check(0, range(ranks), is_last=False)
-    with pytest.raises(NonFiniteError, match="no numbers any more in epoch 0") as no:
+    with pytest.raises(NonFiniteError, match="have become NaN in epoch 0") as no:
         steps.check(0, range(ranks), is_last=False)
     assert no.value.batches == ((lost_at, lost_at + 1),)
     if len(culprits) == 1:
@@ -79,5 +80,5 @@ def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
     steps.clear()
     steps.check(0, (0, 1), is_last=True)
     steps.take(report(0, lost, 0))
-    with pytest.raises(NonFiniteError, match="no numbers any more"):
+    with pytest.raises(NonFiniteError, match="have become NaN"):
         steps.check(0, (0, 1), is_last=True)

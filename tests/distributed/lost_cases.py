@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import elche
 from elche import session
@@ -14,6 +15,52 @@ from elche.errors import NonFiniteError
 from tests.distributed.cases import Task, build
 
 Ended = tuple[str, int | None, tuple[tuple[int, int], ...], int]
+
+
+class TwoParts(nn.Module):
+    """Two networks that share nothing, as a generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.second = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def train_several_passes(task: Task, bad: int, loop: str) -> Ended:
+    """Steps of two losses, of which only the first is no number for a bad sample."""
+    _, _, loader = build(task)
+    model: nn.Module = TwoParts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    steps, ended = 0, ("", None, ())
+    try:
+        for x, y, index, _ in loader:
+            steps += 1
+            one, other = model(x)
+            if loop == "one pass, the part that is run last":
+                one, other = other, one
+            loss = F.cross_entropy(one, y)
+            if bad in index.tolist():
+                loss = loss * float("nan")
+            more = F.cross_entropy(other, y)
+            if loop.startswith("one pass"):
+                (loss + more).backward()
+            elif loop == "two passes through all":
+                loss.backward(retain_graph=True)
+                (more + one.square().mean()).backward()
+            else:
+                loss.backward()
+                more.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        elche.barrier()
+    except NonFiniteError as error:
+        ended = str(error), error.rank, error.batches
+    elche.shutdown()
+    return (*ended, steps)
 
 
 def train_to_the_end(task: Task, bad: int, loop: str) -> Ended:

@@ -11,6 +11,7 @@ from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, label_sum
 from tests.distributed.lost_cases import (
     leave_at_unequal_steps,
+    train_several_passes,
     train_to_the_end,
 )
 from tests.harness.rank_pool import RankPool
@@ -43,7 +44,7 @@ def test_the_run_stops_soon_and_names_whose_samples(
     ends = ranks2.run(train_to_the_end, task, BAD, loop, case_setup=serve_in_thread)
     at = BAD // BATCH
     for said, rank, batches, steps in ends:
-        assert "parameters are no numbers any more in epoch 0" in said
+        assert "parameters have become NaN in epoch 0" in said
         assert batches == ((at, at + 1),)
         assert rank is not None
         assert f"rank {rank}'s own, in step {at}" in said
@@ -53,6 +54,30 @@ def test_the_run_stops_soon_and_names_whose_samples(
         assert len(named) < BATCH
         assert steps < 250
     assert ends[0][:3] == ends[1][:3]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "one pass, the part that is run first",
+        "one pass, the part that is run last",
+        "two passes through all",
+        "two passes, each through its part",
+    ],
+)
+def test_one_rank_is_named_though_all_see_it_in_the_same_step(
+    ranks2: RankPool, loop: str
+) -> None:
+    """After the first pass gradients are none on all ranks, and the second adds."""
+    ends = ranks2.run(
+        train_several_passes, with_options(), BAD, loop, case_setup=serve_in_thread
+    )
+    at = BAD // BATCH
+    for said, rank, batches, steps in ends:
+        assert f"rank {rank}'s own, in step {at}" in said
+        assert batches == ((at, at + 1),)
+        assert str(BAD) in said.rpartition("samples [")[2]
+        assert steps < 250
 
 
 def test_what_a_scaler_skips_stops_nothing(ranks2: RankPool) -> None:

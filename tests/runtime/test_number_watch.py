@@ -29,12 +29,12 @@ class Slow:
 
 
 def model_of(kind: str) -> list[nn.Parameter]:
-    """Parameters of which the first that is looked at is not the first of all."""
+    """Parameters of which the second is looked at, but where all are large."""
     if kind == "large":
         return [nn.Parameter(torch.ones(100, 100)), nn.Parameter(torch.ones(5000))]
     dtype = {"half": torch.float16, "complex": torch.complex64}.get(kind)
-    unused = nn.Parameter(torch.full((3,), NAN))
-    return [unused, nn.Parameter(torch.ones(4, dtype=dtype))]
+    others = nn.Parameter(torch.full((5000,), NAN)), nn.Parameter(torch.ones(0))
+    return [others[0], nn.Parameter(torch.ones(4, dtype=dtype)), others[1]]
 
 
 @pytest.mark.parametrize("kind", ["plain", "large", "half", "complex"])
@@ -43,12 +43,13 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
     numbers, parameters = OwnNumbers(), model_of(kind)
     watch = NumberWatch(parameters, numbers, Slow if defers else None)
     used = parameters[0] if kind == "large" else parameters[1]
+    came = dict.fromkeys([0] if kind == "large" else [2, 1, 0], 1)
     Slow.come = False
 
     def step(number: int, value: float) -> None:
         watch.begin_step((number, 0, 4))
         used.grad = torch.full_like(used, value)
-        watch.look()
+        watch.look(came)
         watch.report(final=False)
 
     # In half precision a sum of large gradients overflows where none of them does.
@@ -60,11 +61,11 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
         used.fill_(NAN)
     step(4, NAN)
     assert (numbers.broken, numbers.is_finite) == (
-        ((), True) if defers else ((3, 0, 4), False)
+        ((), True) if defers else ((3, 0, 0, 4), False)
     )
     Slow.come = True
     watch.report(final=False)
-    assert (numbers.broken, numbers.is_finite) == ((3, 0, 4), False)
+    assert (numbers.broken, numbers.is_finite) == ((3, 0, 0, 4), False)
 
 
 def test_a_part_that_does_not_count_is_not_looked_at() -> None:
@@ -72,6 +73,45 @@ def test_a_part_that_does_not_count_is_not_looked_at() -> None:
     watch = NumberWatch([parameter], numbers)
     parameter.grad = torch.full((2,), NAN)
     watch.begin_step(())
-    watch.look()
+    watch.look({0: 1})
     watch.report(final=True)
     assert (numbers.broken, numbers.is_finite) == ((), True)
+
+
+def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
+    numbers, parameters = OwnNumbers(), [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    watch = NumberWatch(parameters, numbers)
+
+    def look(came: list[int], values: list[float]) -> None:
+        for index, value in zip(came, values, strict=True):
+            parameters[index].grad = torch.full((2,), value)
+        watch.look(dict.fromkeys(came, 1))
+
+    watch.begin_step((5, 0, 4))
+    look([1, 0], [1.0, 1.0])
+    look([3, 2], [1.0, NAN])
+    assert numbers.broken == (5, 1, 0, 4)
+    watch.begin_step((6, 0, 4))
+    look([1, 0], [NAN, 1.0])
+    assert numbers.broken == (5, 1, 0, 4)
+    look([3, 2], [1.0, 1.0])
+    assert numbers.broken == (6, 0, 0, 4)
+    with torch.no_grad():
+        parameters[1].fill_(NAN)
+    watch.report(final=False)
+    assert not numbers.is_finite
+    look([1, 0], [1.0, 1.0])
+    assert numbers.broken == ()
+
+
+def test_parameters_are_looked_at_again_where_no_pass_came_since() -> None:
+    numbers, (parameter,) = OwnNumbers(), [nn.Parameter(torch.ones(2))]
+    watch = NumberWatch([parameter], numbers)
+    watch.begin_step((0, 0, 4))
+    parameter.grad = torch.ones(2)
+    watch.look({0: 1})
+    watch.report(final=False)
+    with torch.no_grad():
+        parameter.fill_(NAN)
+    watch.report(final=False)
+    assert not numbers.is_finite

@@ -108,6 +108,11 @@ class BucketPass:
         """Memory of the buckets: what is sent and what is summed, twice each."""
         return 4 * sum(bucket.size_bytes for bucket in self.buckets)
 
+    @property
+    def came(self) -> dict[int, int]:
+        """Gradients of each parameter in the last pass, in order of the first."""
+        return self._counts.came
+
     def infos(self) -> tuple[BucketInfo, ...]:
         """What each bucket holds, in order of reduction."""
         names = {id(p): n for p, n in zip(self._parameters, self._names, strict=True)}
@@ -287,7 +292,7 @@ class BucketPass:
         bucket, place = self._place[id(self._parameters[index])]
         is_pending = place in bucket.pending
         is_sent = not is_pending and self._has_gone(bucket)
-        if self._counts.came(index, is_pending=is_pending, is_sent=is_sent):
+        if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
             bucket.pending.discard(place)
 
     def _has_gone(self, bucket: Bucket) -> bool:

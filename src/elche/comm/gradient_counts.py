@@ -46,6 +46,11 @@ class GradientCounts:
         """Whether nothing may be sent before the pass has ended."""
         return self._is_static and self._expected is None
 
+    @property
+    def came(self) -> dict[int, int]:
+        """How many gradients each parameter got in this pass, in order of the first."""
+        return self._seen
+
     def make_static(self) -> None:
         """Takes every pass for one like the first, which has not been yet."""
         self._is_static = True
@@ -64,7 +69,7 @@ class GradientCounts:
             return index in self._expected
         return self._unused is None or index not in self._unused
 
-    def came(self, index: int, *, is_pending: bool, is_sent: bool) -> bool:
+    def take(self, index: int, *, is_pending: bool, is_sent: bool) -> bool:
         """Takes note of a gradient.
 
         Args:

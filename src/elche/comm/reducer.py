@@ -67,7 +67,7 @@ class GradientReducer:
         self._passes_before = 0
         self._sends = False
         self._beneath: Callable[[], None] | None = None
-        self._look: Callable[[], None] | None = None
+        self._look: Callable[[dict[int, int]], None] | None = None
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
@@ -191,10 +191,14 @@ class GradientReducer:
         """
         self._beneath = work
 
-    def look_before(self, look: Callable[[], None] | None) -> None:
+    def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
         """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
 
         Not where it weighs nothing: zeros are sent then, whatever it is.
+
+        Args:
+            look: takes how many gradients each parameter got in the pass, by its index
+                and in order of the first; None: nobody looks any more.
         """
         self._look = look
 
@@ -246,7 +250,7 @@ class GradientReducer:
     def close_pass(self, side: int) -> Closed:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
         if self._look is not None and self._sends:
-            self._look()
+            self._look(self._pass.came)
         factor = 1.0 if self._weights is None else self._weights.close_pass()
         if self._buffers is not None:
             self._buffers.average(self._active_ranks, mine=self._scale != 0.0)

@@ -18,7 +18,8 @@ Scalars = tuple[tuple[str, float, float], ...]
 """What users logged: (name, weighted sum, weight)."""
 
 OwnPart = tuple[int, ...]
-"""A rank's part of a step: the step, its first sample and one past the last; or ()."""
+"""A rank's part of a step: the step, the backward pass in it, its first sample and one
+past the last; or ()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,11 @@
 All ranks take the same step, so parameters that are no numbers are so on all of them,
 and nothing says whose gradient it was: after the reduction everybody's is none. Each
 rank therefore looks at its own gradients before they are reduced, and says since which
-step they have not been numbers, without one in between that was. Under a GradScaler
-that happens often and means nothing: the next step's are numbers again. Only where the
-parameters are lost is anybody blamed: who was first.
+backward pass they have not been numbers, without one in between that was. Under a
+GradScaler that happens often and means nothing: the next step's are numbers again. Only
+where the parameters are lost is anybody blamed: who was first. A second pass of the
+same step adds to the reduced gradients of the first, so that all ranks' are none there:
+passes are told apart. So are parameters, for passes may be of other parts of the model.
 """
 
 from __future__ import annotations
@@ -26,25 +28,30 @@ class OwnNumbers:
 
     Attributes:
         is_finite: the parameters were numbers when they were last looked at.
-        broken: since when its own gradients are no numbers; () if they are.
     """
 
     def __init__(self) -> None:
         self.is_finite = True
-        self.broken: OwnPart = ()
+        self._broken: dict[int, OwnPart] = {}
 
-    def gradients(self, part: OwnPart, *, is_finite: bool) -> None:
-        """The rank's own gradients of a step.
+    @property
+    def broken(self) -> OwnPart:
+        """Since when its own gradients are no numbers; () if they are."""
+        return min(self._broken.values(), default=())
+
+    def gradients(self, part: OwnPart, parameter: int, *, is_finite: bool) -> None:
+        """The rank's own gradient of a parameter, in a backward pass.
 
         Args:
-            part: the step, and the samples of its batch (first, one past the last)
-                that they are of.
-            is_finite: they are numbers.
+            part: the step, the pass, and the samples of the step's batch (first, one
+                past the last) that it is of.
+            parameter: which one.
+            is_finite: it is numbers.
         """
         if is_finite:
-            self.broken = ()
-        elif not self.broken:
-            self.broken = part
+            self._broken.pop(parameter, None)
+        else:
+            self._broken.setdefault(parameter, part)
 
     def parameters(self, *, is_finite: bool) -> None:
         """The parameters, after a step."""
@@ -88,27 +95,28 @@ class StepNumbers:
 
     def _error(self, epoch: int) -> NonFiniteError:
         broken = {rank: part for rank, part in self._broken.items() if part}
-        first = min((part[0] for part in broken.values()), default=None)
-        ranks = sorted(rank for rank, part in broken.items() if part[0] == first)
-        batches = () if first is None else ((first, first + 1),)
+        first = min((part[:2] for part in broken.values()), default=())
+        ranks = sorted(rank for rank, part in broken.items() if part[:2] == first)
+        step = first[0] if first else -1
+        batches = ((step, step + 1),) if first else ()
         rank = ranks[0] if len(ranks) == 1 else None
         part: OwnPart = ()
         if rank is not None:
-            part = broken[rank][1:]
+            part = broken[rank][2:]
             who = (
-                f"the first gradient that was none was rank {rank}'s own, in step "
-                f"{first}, of samples {part[0]} to {part[1] - 1} of its batch"
+                f"the first gradient that was not finite was rank {rank}'s own, in "
+                f"step {step}, of samples {part[0]} to {part[1] - 1} of its batch"
             )
         elif ranks:
             who = (
-                f"ranks {ranks} first had gradients that were none in the "
-                f"same step {first}, so the learning rate may be at fault rather than "
+                f"ranks {ranks} first had gradients that were not finite in the "
+                f"same step {step}, so the learning rate may be at fault rather than "
                 "a sample"
             )
         else:
-            who = "no rank has seen a gradient of its own that was none"
+            who = "no rank has seen a gradient of its own that was not finite"
         return NonFiniteError(
-            f"the model's parameters are no numbers any more in epoch {epoch}; {who}. "
+            f"the model's parameters have become NaN in epoch {epoch}; {who}. "
             "A step under sync is one of all ranks, and nothing can be left out of it: "
             "look at the data, the loss and the learning rate, take a GradScaler, or "
             "choose a policy of windows ('cadence', 'async'), where "

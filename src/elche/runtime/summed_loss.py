@@ -93,7 +93,7 @@ class SummedReducer:
         """See :meth:`GradientReducer.run_beneath`."""
         self._reducer.run_beneath(work)
 
-    def look_before(self, look: Callable[[], None] | None) -> None:
+    def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
         """See :meth:`GradientReducer.look_before`."""
         self._reducer.look_before(look)
 

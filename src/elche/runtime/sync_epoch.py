@@ -12,7 +12,6 @@ from elche.coordination.messages import (
     EndEpoch,
     GrantSteps,
     Instruction,
-    OwnPart,
     SwitchPolicy,
 )
 from elche.coordination.step_reports import StepCost, StepReports
@@ -29,14 +28,15 @@ class Step(NamedTuple):
     """This rank's part of one global batch.
 
     A rank without samples gets some to run its loop body on (the same control flow, the
-    same optimizer step), but weighs nothing. ``part`` is what of the step is its own.
+    same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
+    the step, its first sample and one past the last, or ().
     """
 
     step: int
     samples: int
     scale: float
     active_ranks: int
-    part: OwnPart = ()
+    part: tuple[int, ...] = ()
 
 
 class SyncEpoch:

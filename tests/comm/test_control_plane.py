@@ -49,6 +49,14 @@ PAIR = Cluster(
 )
 
 
+def nested(depth: int) -> object:
+    """Lists in lists, deeper than what prints them may go."""
+    value: object = None
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 class Served:
     """A coordinator in a thread, and how to reach it."""
 
@@ -166,12 +174,17 @@ def test_a_hello_of_a_rank_that_cannot_be_is_dropped(
 
 @pytest.mark.parametrize(
     "message",
-    [{"type": "StoreSet", "key": "a"}, {"type": "StoreSet", "key": "a", "value": None}],
+    [
+        {"type": "StoreSet", "key": "a"},
+        {"type": "StoreSet", "key": "a", "value": None},
+        {"type": "BarrierReached", "rank": 0, "name": nested(1000)},
+    ],
+    ids=["no value", "no bytes", "deep"],
 )
-def test_a_store_message_that_cannot_be_read_drops_the_connection(
+def test_a_message_that_cannot_be_read_drops_the_connection(
     served: Served, message: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Once: KeyError or TypeError leaves data_received; asyncio logs a traceback.
+    # Once: KeyError, TypeError, RecursionError leave data_received, logged by asyncio.
     with closing(served.channel(0)) as channel:
         channel._send(message)
         with pytest.raises(CommunicationError, match="lost the coordinator"):
@@ -253,6 +266,13 @@ def test_a_wait_ends_at_its_deadline_and_names_what_for(
         assert time.monotonic() - began_s >= 0.2
         channel.wait_readable(0.05)
         assert next(channel.ready(), None) is None
+
+
+def test_a_deadline_of_months_is_waited_for(served: Served) -> None:
+    # Once: OverflowError, as a poll takes at most 2**31 milliseconds.
+    with closing(served.channel(0)) as channel, closing(served.channel(1)) as other:
+        other.send(Failed(rank=1, error="ValueError: x", traceback=""))
+        assert isinstance(channel.receive(1e7, "the end"), Abort)
 
 
 @contextmanager
@@ -347,6 +367,15 @@ def test_what_a_rank_is_told_in_one_breath_comes_in_one_piece(
             channel.send(Left(rank=rank))
     begun = [piece for piece in pieces if "BeginEpoch" in piece]
     assert [piece[:2] for piece in begun] == 2 * [["BeginEpoch", "GrantSteps"]]
+
+
+@pytest.mark.parametrize("value", [2**40, True, None, "text", [1, 2], {"a": 1}])
+def test_a_value_of_the_rendezvous_that_is_no_bytes_is_refused(value: object) -> None:
+    # Once: a number made as many zeros, anything else a TypeError.
+    with one_connection() as (channel, far, codec):
+        far.sendall(codec.encode({"type": "StoreValue", "key": "a", "value": value}))
+        with pytest.raises(ProtocolError, match="expected StoreValue with a key and"):
+            channel.store_get("a", WAIT_S)
 
 
 def test_what_the_coordinator_did_not_sign_is_refused_by_the_worker() -> None:

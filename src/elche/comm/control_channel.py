@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.coordination.field_checks import brief
 from elche.coordination.messages import (
     Abort,
     Event,
@@ -26,6 +27,7 @@ from elche.coordination.wire import FROM_COORDINATOR, from_wire, to_wire
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 
 _CHUNK_BYTES = 1 << 16
+_LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
 _NOTHING: Iterator[Instruction] = iter(())
 
 
@@ -195,7 +197,7 @@ class ControlChannel:
         """Reads what is there, waiting for the first byte at most ``timeout_s``."""
         if self._closed:
             raise CommunicationError("the control channel is closed")
-        ready = self._poll.poll(timeout_s * 1e3)
+        ready = self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1e3)
         while ready:
             failure: OSError | None = None
             try:
@@ -221,7 +223,12 @@ class ControlChannel:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, dict) and message.get("type") == "StoreValue":
-            self._stored[str(message.get("key"))] = bytes(message.get("value", b""))
+            key, value = message.get("key"), message.get("value")
+            if not isinstance(key, str) or not isinstance(value, bytes):
+                raise ProtocolError(
+                    f"expected StoreValue with a key and bytes, got {brief(message)}"
+                )
+            self._stored[key] = value
             return
         self._inbox.append(from_wire(message, FROM_COORDINATOR))
 

@@ -6,11 +6,16 @@ once, when the messages are defined.
 
 from __future__ import annotations
 
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Union
+
+_BRIEFLY = reprlib.Repr()
+_BRIEFLY.maxlist = _BRIEFLY.maxtuple = _BRIEFLY.maxdict = 20
+_BRIEFLY.maxstring = 80
 
 Check = Callable[[Any], Any]
 """Gives a value as its hint says, lists as tuples; ValueError says what is wrong."""
@@ -33,8 +38,9 @@ def check_for(hint: Any) -> Check:
 
 
 def brief(value: object) -> str:
-    """A value for a message to people, however large it is."""
-    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:80])
+    """A value for a message to people, however large and deep it is."""
+    is_text = isinstance(value, (str, bytes))
+    text = repr(value[:80]) if is_text else _BRIEFLY.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 

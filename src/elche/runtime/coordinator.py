@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.comm.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.coordination.field_checks import brief
 from elche.coordination.messages import (
     Abort,
     Disconnected,
@@ -264,7 +265,9 @@ class _Connection(asyncio.Protocol):
         if self._rank is None:
             rank = message.get("rank") if kind == "Hello" else None
             if type(rank) is not int or not self._server.admit(rank, self):
-                raise ProtocolError(f"expected a Hello of a new rank, got {message!r}")
+                raise ProtocolError(
+                    f"expected a Hello of a new rank, got {brief(message)}"
+                )
             self._rank = rank
         elif kind == "StoreSet":
             key, value = message.get("key"), message.get("value")

@@ -155,3 +155,15 @@ def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         reducer([])
+
+
+def test_a_hook_that_returns_something_is_refused_in_torchs_own_words(
+    chain: list[nn.Parameter],
+) -> None:
+    # Once: a KeyError here, as torch hands on what a hook returns before it refuses it.
+    for parameter in chain:
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    made = reducer(chain)
+    made.begin_step(0.5, 2)
+    with pytest.raises(RuntimeError, match="hooks should return None"):
+        loss_of(chain).backward()

@@ -150,6 +150,8 @@ def train_through_bad_samples(
     model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
     run = session.current_run()
     assert run is not None
+    scales = loop == "scaler"
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
     order: list[int] = []
     said: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
     try:
@@ -161,8 +163,13 @@ def train_through_bad_samples(
             loss = F.cross_entropy(model(x), y)
             if set(bad) & set(index.tolist()):
                 loss = loss * float("nan")
-            loss.backward()
+            scaler.scale(loss).backward()
             if at:
+                continue
+            if scales:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
                 continue
             for each in (optimizer, second):
                 if each is not None:

@@ -83,6 +83,21 @@ def test_a_gradient_that_waits_at_a_windows_end_is_found(
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_scaler_that_has_not_stepped_yet_skips_the_first_step(
+    ranks2: RankPool, policy: str
+) -> None:
+    """Eight batches a step in windows of two: gradients wait before any step came."""
+    options = {"policy": policy, "deterministic": True, "anchor": 2, "max_anchor": 2}
+    ranks = run(ranks2, {0, 1, 2, 3}, "scaler", 8, non_finite="stop", **options)
+    assert [rank.ended for rank in ranks] == [("", ())] * 2
+    assert is_finite(ranks)
+    assert discarded(ranks) == 0
+    metrics = ranks[0].metrics
+    assert metrics is not None
+    assert metrics.scalars["grad_scaler_skips"] > 0
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_the_batch_that_spoils_a_step_is_named(ranks2: RankPool, policy: str) -> None:
     options = {"policy": policy, "deterministic": True, "anchor": 2}
     ranks = run(ranks2, {17}, "plain", 4, non_finite="stop", **options)

@@ -241,6 +241,8 @@ class BucketPass:
         owner = self._owner()
         if owner is None or not owner.is_armed:
             return
+        if id(parameter) not in self._index:
+            return  # what a hook before returned, which torch refuses after all of them
         with self._lock:  # devices of one module have a thread each
             index = self._index[id(parameter)]
             is_final = self._runs_last(index)

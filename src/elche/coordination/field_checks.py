@@ -15,7 +15,7 @@ from typing import Any, Union
 
 _BRIEFLY = reprlib.Repr()
 _BRIEFLY.maxlist = _BRIEFLY.maxtuple = _BRIEFLY.maxdict = 20
-_BRIEFLY.maxstring = 80
+_BRIEFLY.maxstring = _BRIEFLY.maxother = 400
 
 Check = Callable[[Any], Any]
 """Gives a value as its hint says, lists as tuples; ValueError says what is wrong."""
@@ -39,8 +39,8 @@ def check_for(hint: Any) -> Check:
 
 def brief(value: object) -> str:
     """A value for a message to people, however large and deep it is."""
-    is_text = isinstance(value, (str, bytes))
-    text = repr(value[:80]) if is_text else _BRIEFLY.repr(value)
+    value = value[:80] if isinstance(value, (str, bytes)) else value
+    text = _BRIEFLY.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 

@@ -53,6 +53,8 @@ class LocalSteps:
         """Whether gradients wait for later steps, and no GradScaler skips those."""
         if self._skips.has_scaler:
             return False
+        if not self._batches_with_step and self._skips.may_scale:
+            return False
         return self._batches_with_step < ACCUMULATES_BELOW * self._batches
 
     def begin_batch(self) -> None:

@@ -8,6 +8,7 @@ is always called, and skips by itself where ``found_inf`` says so.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from typing import Any, final
@@ -45,6 +46,21 @@ class ScalerSkips:
         self._flag: _Flag | None = None
         self._handle: RemovableHandle | None = None
         self.has_scaler = False
+        self._may_scale: bool | None = None
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether a scaler may skip the first step, which has not come yet.
+
+        Then nothing says so but that there is one. Looked for once, when asked: that
+        goes through all objects there are.
+        """
+        if self._may_scale is None:
+            self._may_scale = any(
+                issubclass(type(each), torch.amp.GradScaler) and each.is_enabled()
+                for each in gc.get_objects()
+            )
+        return self.has_scaler or self._may_scale
 
     def attach(self) -> None:
         """Begins to watch the optimizer."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm import parameter_group
+from elche.comm import parameter_memory
 from elche.comm.codec import CODECS
 from elche.comm.driven_exchange import DrivenExchange
 from elche.comm.exchange import Exchange
@@ -122,7 +122,7 @@ def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(
         ends[0].drive()
         return others[0]
 
-    monkeypatch.setattr(parameter_group, "open_coded_exchange", open_next)
+    monkeypatch.setattr(parameter_memory, "open_coded_exchange", open_next)
     parameter = nn.Parameter(torch.zeros(NUMEL))
     group = ParameterGroup([parameter], torch.float32, is_overlapped=True, codec="int8")
     group.connect(Bus(2).group(0))

@@ -122,12 +122,12 @@ def best_anchor(
     found = anchor = min(least, most)
     best = 0.0
     while anchor <= most:
-        # Longer windows learn no more per sample than this one would without a lag.
-        if best > 0.0 and overlapped_goodput(times, anchor, 0.0, 0.0) <= best:
-            break
         brings = overlapped_goodput(times, anchor, held_s, late_s)
         if brings > best:
             best, found = brings, anchor
+        # Longer windows learn no more per sample than this one would without a lag.
+        elif overlapped_goodput(times, anchor, 0.0, 0.0) <= best:
+            break
         anchor += max(1, anchor // FINE)
     return found
 

@@ -26,7 +26,7 @@ def made(
     model = nn.ParameterList([torch.tensor([1.0, 2.0, last], dtype=dtype)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     parameter = next(iter(model.parameters()))
-    averager = kind([parameter], model, optimizer, Bus(1).group(0))
+    averager = kind([parameter], model, lambda: [optimizer], Bus(1).group(0))
     averager.build()
     return parameter, averager
 

@@ -76,7 +76,11 @@ def made(kind: type[Any], rank: int, bus: Bus) -> tuple[nn.ParameterList, Any]:
     model = nn.ParameterList([*values, torch.zeros(4, dtype=torch.float64)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     averager = kind(
-        list(model.parameters()), model, optimizer, bus.group(rank), fragments=2
+        list(model.parameters()),
+        model,
+        lambda: [optimizer],
+        bus.group(rank),
+        fragments=2,
     )
     averager.build()
     return model, averager

@@ -116,7 +116,9 @@ def averager_of(
 ) -> ParameterAverager | OverlappedAverager:
     kind = OverlappedAverager if work.is_overlapped else ParameterAverager
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averager = kind(list(model.parameters()), model, optimizer, group, codec=work.codec)
+    averager = kind(
+        list(model.parameters()), model, lambda: [optimizer], group, codec=work.codec
+    )
     averager.build()
     return averager
 

@@ -80,7 +80,7 @@ def train(turns: Turns) -> Seen:
         averager = kind(
             list(model.parameters()),
             model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda: [torch.optim.SGD(model.parameters(), lr=0.1)],
             group,
             fragments=turns.fragments,
         )

@@ -276,7 +276,7 @@ def averager_of(
 ) -> Any:
     """An averager of the model's trainable parameters, built."""
     optimizer = torch.optim.SGD(trainable(model), lr=0.1)
-    averager = kind(trainable(model), model, optimizer, group)
+    averager = kind(trainable(model), model, lambda: [optimizer], group)
     averager.build()
     return averager
 

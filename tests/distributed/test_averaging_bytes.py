@@ -43,7 +43,7 @@ def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int]
         group.all_reduce_async = counting  # type: ignore[method-assign]
         kind = OverlappedAverager if is_overlapped else ParameterAverager
         averager: Any = kind(
-            list(model.parameters()), model, optimizer, group, codec=codec
+            list(model.parameters()), model, lambda: [optimizer], group, codec=codec
         )
         averager.build()
         for window in range(WINDOWS):

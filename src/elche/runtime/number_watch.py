@@ -121,7 +121,6 @@ class NumberWatch:
                 self._take(of, value)
 
     @staticmethod
-    @torch.no_grad()
     def _sum(tensor: torch.Tensor) -> torch.Tensor:
         while tensor.numel() > SMALL_ELEMENTS and tensor.dim():
             tensor = tensor[0]

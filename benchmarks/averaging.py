@@ -30,7 +30,7 @@ from torch import nn
 
 from elche.comm.averaging import ParameterAverager
 from elche.comm.process_group import Group
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 
 TENSORS = 150
 RANK_TIMEOUT_S = 300.0

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.coordination.messages import Left
+from elche.coordination.events import Left
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
 from elche.runtime.agreement import check_shared, check_training

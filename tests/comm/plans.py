@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 
 
 def plan(rank: int = 0, **changes: Any) -> Reduce:

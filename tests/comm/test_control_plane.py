@@ -23,15 +23,12 @@ from elche.comm.frames import (
     FrameCodec,
     nonce_of,
 )
-from elche.coordination.messages import (
+from elche.coordination.events import BarrierReached, EpochOpened, Failed, Left
+from elche.coordination.instructions import (
     Abort,
     BarrierPassed,
-    BarrierReached,
     BeginEpoch,
-    EpochOpened,
-    Failed,
     GrantSteps,
-    Left,
     Welcome,
 )
 from elche.coordination.wire import to_wire

@@ -9,7 +9,8 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings, disagreement
-from elche.coordination.messages import PROTOCOL_VERSION, Join
+from elche.coordination.events import Join
+from elche.coordination.messages import PROTOCOL_VERSION
 
 OTHER: dict[str, Any] = {
     "policy": "async",

@@ -6,7 +6,7 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.auto_gauge import Gauge
-from elche.coordination.messages import BatchesDone, StepsDone, WindowReduced
+from elche.coordination.events import BatchesDone, StepsDone, WindowReduced
 
 BATCH = 32
 

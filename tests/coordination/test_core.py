@@ -8,32 +8,34 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    BarrierPassed,
+from elche.coordination.events import (
     BarrierReached,
     BatchesDone,
-    BeginEpoch,
-    CloseWindow,
-    EndEpoch,
     EpochLeft,
     EpochOpened,
     Event,
     Failed,
-    GrantBatches,
-    GrantSteps,
-    Instruction,
     Join,
     Left,
-    MetricsReported,
-    OpenWindow,
     StepsDone,
     Tick,
-    Welcome,
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.instructions import (
+    Abort,
+    BarrierPassed,
+    BeginEpoch,
+    CloseWindow,
+    EndEpoch,
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+    MetricsReported,
+    OpenWindow,
+    Welcome,
+)
+from elche.coordination.messages import PROTOCOL_VERSION
 from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, Run

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from elche.config import RunConfig
+from elche.coordination.events import StepsDone
+from elche.coordination.instructions import GrantSteps, Instruction
 from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import GrantSteps, Instruction, StepsDone
 from elche.coordination.policy import Member
 from elche.coordination.sync_policy import SyncPolicy
 

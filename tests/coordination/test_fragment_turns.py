@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.messages import EndEpoch, Instruction, Reduce
+from elche.coordination.instructions import EndEpoch, Instruction, Reduce
 from elche.sim.cluster import Break, Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
 

@@ -9,8 +9,9 @@ import pytest
 
 from elche.cadence.split import passes_of
 from elche.config import RunConfig
+from elche.coordination.events import StepsDone
+from elche.coordination.instructions import GrantSteps, Instruction
 from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import GrantSteps, Instruction, StepsDone
 from elche.coordination.policy import Member
 from elche.coordination.sync_policy import SyncPolicy
 

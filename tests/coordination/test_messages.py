@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.messages import (
-    Disconnected,
-    Tick,
-)
+from elche.coordination.events import Disconnected, Tick
 from elche.coordination.wire import FROM_COORDINATOR, FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
 

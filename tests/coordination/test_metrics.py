@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.exact_mean import ExactSum, WeightedMean
-from elche.coordination.messages import EndEpoch, MetricsReported
+from elche.coordination.instructions import EndEpoch, MetricsReported
 from elche.coordination.metrics import (
     EpochMetrics,
     MetricsBook,

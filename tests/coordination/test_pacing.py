@@ -14,7 +14,7 @@ from elche.cadence.goodput import (
 )
 from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
 from elche.config import RunConfig
-from elche.coordination.messages import WindowReduced
+from elche.coordination.events import WindowReduced
 from elche.coordination.pacing import Pacing
 from elche.coordination.window_book import Part, Reduction
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
-from elche.coordination.messages import WindowClosed
+from elche.coordination.events import WindowClosed
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Part, Reduction, WindowBook
 from elche.errors import ProtocolError

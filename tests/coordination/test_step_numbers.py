@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.messages import StepsDone
+from elche.coordination.events import StepsDone
 from elche.coordination.step_numbers import (
     PATIENCE_REPORTS,
     OwnNumbers,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.messages import OpenWindow, Reduce
+from elche.coordination.instructions import OpenWindow, Reduce
 from elche.coordination.window_loop import LINGER_S, LOOK_EVERY_S, Do, WindowLoop
 
 

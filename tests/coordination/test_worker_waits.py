@@ -12,17 +12,15 @@ from collections.abc import Callable
 import pytest
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import (
-    BatchesDone,
+from elche.coordination.events import BatchesDone, Event, WindowClosed
+from elche.coordination.instructions import (
     CloseWindow,
     EndEpoch,
-    Event,
     GrantBatches,
     Instruction,
     OpenWindow,
-    WindowClosed,
 )
+from elche.coordination.ledger import BatchSizes
 from elche.coordination.window_loop import WindowLoop
 from elche.runtime.positions import EpochPositions
 from elche.runtime.timeline import Timeline

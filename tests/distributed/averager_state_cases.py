@@ -15,7 +15,7 @@ from elche.comm.overlap import OverlappedAverager
 from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
 from elche.comm.residual_exchange import ResidualExchange
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import CommunicationError, MismatchError
 from tests.comm.plans import plan
 from tests.distributed.overlap_cases import (

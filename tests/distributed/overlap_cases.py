@@ -22,7 +22,7 @@ from elche.comm.averaging import Averager, ParameterAverager
 from elche.comm.exchange import GlooExchange, SharedExchange
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.process_group import Group
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import CommunicationError
 from tests.comm.plans import plan
 from tests.distributed.patience import all_here, lose_patience

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from elche.comm.control_channel import ControlChannel
-from elche.coordination.messages import Failed
+from elche.coordination.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
 from elche.pipeline.peers import Peers
 from elche.pipeline.rendezvous import Rendezvous

@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
+from elche.coordination.instructions import EndEpoch
 from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import EndEpoch
 from elche.runtime.news import RunNews
 from elche.runtime.positions import EpochPositions
 

@@ -11,13 +11,8 @@ from hypothesis import given, settings
 
 from elche.coordination.auto_policy import OBSERVED_WINDOWS
 from elche.coordination.auto_windows import ALONE_ANCHOR
-from elche.coordination.messages import (
-    BeginEpoch,
-    EpochOpened,
-    Event,
-    Instruction,
-    OpenWindow,
-)
+from elche.coordination.events import EpochOpened, Event
+from elche.coordination.instructions import BeginEpoch, Instruction, OpenWindow
 from elche.sim.cluster import (
     Break,
     Cluster,

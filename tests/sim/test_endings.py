@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.messages import Abort, EpochOpened, Left, Tick
+from elche.coordination.events import EpochOpened, Left, Tick
+from elche.coordination.instructions import Abort
 from elche.coordination.state import Coordinator
 from elche.coordination.sync_policy import BREAK_PATIENCE_S
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elche.coordination.messages import Event, Instruction, OpenWindow
+from elche.coordination.events import Event
+from elche.coordination.instructions import Instruction, OpenWindow
 from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
 from elche.sim.simulation import Simulation
 

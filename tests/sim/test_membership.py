@@ -7,20 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from elche.coordination.messages import (
+from elche.coordination.events import BatchesDone, Disconnected, Event, Join, Regrouped
+from elche.coordination.instructions import (
     Adopt,
-    BatchesDone,
     BeginEpoch,
-    Disconnected,
     EndEpoch,
-    Event,
     GrantSteps,
     Instruction,
-    Join,
     MetricsReported,
     Reduce,
     Regroup,
-    Regrouped,
     Welcome,
 )
 from elche.coordination.metrics import EpochMetrics

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.messages import (
-    BatchesDone,
-    EndEpoch,
-    Event,
-    GrantBatches,
-    WindowClosed,
-)
+from elche.coordination.events import BatchesDone, Event, WindowClosed
+from elche.coordination.instructions import EndEpoch, GrantBatches
 from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import WindowLoop
 from elche.sim.cluster import Cluster, Device, Link, Run

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from hypothesis import given, settings
 
-from elche.coordination.messages import Event, WindowClosed, WindowReduced
+from elche.coordination.events import Event, WindowClosed, WindowReduced
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import MOST_HAPPENINGS, check_all

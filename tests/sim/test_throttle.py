@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.messages import BatchesDone, Event
+from elche.coordination.events import BatchesDone, Event
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import MOST_HAPPENINGS, check_all

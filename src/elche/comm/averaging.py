@@ -37,7 +37,7 @@ from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
 from elche.comm.spread import Spread, SyncResult
 from elche.comm.window_buffers import WindowBuffers
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 
 WHAT = "averaging parameters"

@@ -17,12 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elche.comm.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.coordination.events import Event
 from elche.coordination.field_checks import brief
-from elche.coordination.messages import (
-    Abort,
-    Event,
-    Instruction,
-)
+from elche.coordination.instructions import Abort, Instruction
 from elche.coordination.wire import FROM_COORDINATOR, from_wire, to_wire
 from elche.errors import CommunicationError, DeadlineError, ProtocolError
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import ProtocolError
 
 KINDS = ("average", "nesterov", "slowmo")

@@ -32,7 +32,7 @@ from elche.comm.outer import OuterStep
 from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
 from elche.comm.spread import Spread, SyncResult
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import ProtocolError
 
 

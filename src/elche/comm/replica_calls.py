@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from elche.comm.process_group import Group, gather_texts
 from elche.comm.unshareable import why_unshareable
 from elche.coordination.agreement import what_differs
-from elche.coordination.messages import Join
+from elche.coordination.events import Join
 from elche.errors import ConfigError, MismatchError, ProtocolError
 
 HEAD = 3

@@ -29,7 +29,7 @@ from torch import nn
 from elche.comm.buffers import SNAPSHOT_ELEMENTS, BufferWatch
 from elche.comm.known_buffers import BufferKind, KnownBuffers
 from elche.comm.process_group import Group
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 
 WHAT = "averaging buffers"
 

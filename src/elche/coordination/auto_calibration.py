@@ -14,7 +14,7 @@ from typing import final
 from elche.cadence.chooser import Choice, Chooser
 from elche.cadence.goodput import predict
 from elche.coordination.auto_gauge import Gauge
-from elche.coordination.messages import StepsDone
+from elche.coordination.events import StepsDone
 from elche.coordination.sync_policy import SyncPolicy
 
 EARLY_GAIN = 1.5

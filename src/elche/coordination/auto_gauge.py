@@ -15,7 +15,7 @@ from statistics import median
 
 from elche.cadence.goodput import BACKWARD_SHARE, Cluster, expected_most
 from elche.config import RunConfig
-from elche.coordination.messages import BatchesDone, StepsDone, WindowReduced
+from elche.coordination.events import BatchesDone, StepsDone, WindowReduced
 
 MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be told from the rest of a step."""

@@ -26,18 +26,20 @@ from elche.coordination.auto_calibration import Calibration, Found
 from elche.coordination.auto_gauge import Gauge
 from elche.coordination.auto_trials import TRIAL_GRANTS, Trials
 from elche.coordination.auto_windows import is_outdated, windows_config
-from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import (
+from elche.coordination.events import (
     BatchesDone,
-    EndEpoch,
     EpochLeft,
     Event,
-    Instruction,
-    PolicyChosen,
     StepsDone,
-    SwitchPolicy,
     WindowReduced,
 )
+from elche.coordination.instructions import (
+    EndEpoch,
+    Instruction,
+    PolicyChosen,
+    SwitchPolicy,
+)
+from elche.coordination.ledger import BatchSizes
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync_policy import SyncPolicy
 from elche.coordination.window_policy import TakenOver, WindowPolicy

@@ -12,7 +12,7 @@ from typing import final
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
 from elche.coordination.auto_gauge import Gauge
-from elche.coordination.messages import Instruction
+from elche.coordination.instructions import Instruction
 from elche.coordination.window_policy import WindowPolicy
 
 TRIAL_COST = 0.01

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from elche.coordination.messages import (
-    BarrierPassed,
-    BarrierReached,
-    EpochOpened,
-    Event,
-    Instruction,
-    Left,
-)
+from elche.coordination.events import BarrierReached, EpochOpened, Event, Left
+from elche.coordination.instructions import BarrierPassed, Instruction
 
 
 class Barriers:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elche.coordination.messages import (
-    Disconnected,
-    Event,
-    Instruction,
-    Join,
-    Tick,
-    Welcome,
-)
+from elche.coordination.events import Disconnected, Event, Join, Tick
+from elche.coordination.instructions import Instruction, Welcome
 from elche.coordination.policy import Member
 from elche.coordination.roster import Roster
 from elche.errors import ProtocolError

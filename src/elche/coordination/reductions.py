@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.coordination.window_book import Part, Reduction
 
 SETTLED_WINDOWS = 8

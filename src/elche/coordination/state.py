@@ -22,23 +22,22 @@ from elche.cadence.own_guard import (
 from elche.config import RunConfig
 from elche.coordination.agreement import disagreement, settings_of
 from elche.coordination.epochs import Epochs
-from elche.coordination.gathering import Barriers
-from elche.coordination.ledger import Range
-from elche.coordination.membership import Membership, as_members
-from elche.coordination.messages import (
-    PROTOCOL_VERSION,
-    Abort,
+from elche.coordination.events import (
     BarrierReached,
     Disconnected,
     EpochOpened,
     Event,
     Failed,
-    Instruction,
     Join,
     Left,
     Regrouped,
     Tick,
 )
+from elche.coordination.gathering import Barriers
+from elche.coordination.instructions import Abort, Instruction
+from elche.coordination.ledger import Range
+from elche.coordination.membership import Membership, as_members
+from elche.coordination.messages import PROTOCOL_VERSION
 from elche.coordination.policies import build_policy
 from elche.coordination.story import Story
 from elche.errors import (

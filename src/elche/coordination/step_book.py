@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.messages import EpochLeft, StepsDone
+from elche.coordination.events import EpochLeft, StepsDone
 from elche.coordination.metrics import RankReport
 from elche.errors import ProtocolError
 

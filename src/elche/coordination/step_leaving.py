@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.messages import EpochLeft
+from elche.coordination.events import EpochLeft
 from elche.coordination.metrics import RankReport
 from elche.errors import ProtocolError
 

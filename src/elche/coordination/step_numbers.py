@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.messages import EpochLeft, OwnPart, StepsDone
+from elche.coordination.events import EpochLeft, StepsDone
+from elche.coordination.messages import OwnPart
 from elche.errors import NonFiniteError
 
 PATIENCE_REPORTS = 3

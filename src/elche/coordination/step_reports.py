@@ -13,7 +13,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
-from elche.coordination.messages import EpochLeft, GrantSteps, Scalars, StepsDone
+from elche.coordination.events import EpochLeft, StepsDone
+from elche.coordination.instructions import GrantSteps
+from elche.coordination.messages import Scalars
 from elche.coordination.step_numbers import OwnNumbers
 
 

@@ -8,7 +8,7 @@ from typing import final
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.cadence.throughput import SpeedHints
 from elche.config import RunConfig
-from elche.coordination.messages import StepsDone
+from elche.coordination.events import StepsDone
 
 
 @final

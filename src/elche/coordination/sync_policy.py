@@ -22,17 +22,14 @@ from dataclasses import replace
 
 from elche.config import RunConfig
 from elche.coordination.epoch_plan import EpochPlan
-from elche.coordination.ledger import BatchSizes, EpochLedger
-from elche.coordination.messages import (
+from elche.coordination.events import EpochLeft, Event, StepsDone, WindowReduced
+from elche.coordination.instructions import (
     Adopt,
-    EpochLeft,
-    Event,
     GrantSteps,
     Instruction,
     MetricsReported,
-    StepsDone,
-    WindowReduced,
 )
+from elche.coordination.ledger import BatchSizes, EpochLedger
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.step_book import Granted, StepBook
 from elche.coordination.step_leaving import EarlyEnd, report_of

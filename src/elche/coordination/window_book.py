@@ -10,12 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elche.coordination.messages import (
-    BatchesDone,
-    OpenWindow,
-    WindowClosed,
-    WindowReduced,
-)
+from elche.coordination.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.instructions import OpenWindow
 from elche.errors import ProtocolError
 
 

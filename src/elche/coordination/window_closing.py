@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.instructions import Instruction
 from elche.coordination.ledger import Range
-from elche.coordination.messages import Instruction
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.suspects import joined
 from elche.coordination.window_book import Reduction

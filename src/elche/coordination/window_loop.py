@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from elche.cadence.throughput import CostEstimate
 from elche.cadence.window import should_close
-from elche.coordination.messages import (
+from elche.coordination.instructions import (
     Adopt,
     CloseWindow,
     EndEpoch,

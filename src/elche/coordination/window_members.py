@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elche.coordination.messages import Adopt, Instruction
+from elche.coordination.instructions import Adopt, Instruction
 from elche.coordination.policy import Member
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Reduction

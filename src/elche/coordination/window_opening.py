@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from elche.coordination.epoch_plan import WindowPlan
-from elche.coordination.ledger import Range
-from elche.coordination.messages import (
+from elche.coordination.instructions import (
     CloseWindow,
     GrantBatches,
     Instruction,
     OpenWindow,
     Permit,
 )
+from elche.coordination.ledger import Range
 from elche.coordination.window_state import WindowState
 
 CALIBRATION_BATCHES = 32

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from elche.cadence.divergence import Guard
 from elche.config import RunConfig
-from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import (
+from elche.coordination.events import (
     BatchesDone,
     EpochLeft,
     Event,
-    Instruction,
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.instructions import Instruction
+from elche.coordination.ledger import BatchSizes
 from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.reductions import ReductionPlanner

@@ -6,8 +6,9 @@ import typing
 from dataclasses import fields
 from typing import Any
 
+from elche.coordination.events import Disconnected, Event, Tick
 from elche.coordination.field_checks import Check, brief, check_for
-from elche.coordination.messages import Disconnected, Event, Instruction, Tick
+from elche.coordination.instructions import Instruction
 from elche.errors import ProtocolError
 
 FROM_WORKERS: dict[str, type[Any]] = {

@@ -13,7 +13,7 @@ import torch
 
 from elche.comm.control_channel import ControlChannel
 from elche.comm.process_group import Group
-from elche.coordination.messages import Failed, Left
+from elche.coordination.events import Failed, Left
 from elche.errors import (
     CommunicationError,
     ConfigError,

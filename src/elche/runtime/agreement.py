@@ -13,7 +13,8 @@ from elche.comm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
 from elche.comm.unshareable import why_unshareable
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.messages import PROTOCOL_VERSION, Join
+from elche.coordination.events import Join
+from elche.coordination.messages import PROTOCOL_VERSION
 from elche.errors import ConfigError
 from elche.runtime.environment import Placement
 from elche.runtime.leased_data import horizon_batches

@@ -23,16 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from elche.comm.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.coordination.events import Disconnected, Event, Failed, Left, Tick
 from elche.coordination.field_checks import brief
-from elche.coordination.messages import (
-    Abort,
-    Disconnected,
-    Event,
-    Failed,
-    Instruction,
-    Left,
-    Tick,
-)
+from elche.coordination.instructions import Abort, Instruction
 from elche.coordination.state import Coordinator
 from elche.coordination.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError

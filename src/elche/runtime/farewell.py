@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from elche.coordination.messages import Failed
+from elche.coordination.events import Failed
 from elche.runtime.connect import stop_coordinator
 
 

@@ -14,7 +14,7 @@ from elche.comm.gradient_window import GradientWindow
 from elche.comm.graph_capture import refuse_capture
 from elche.comm.spread import SyncResult
 from elche.comm.window_buffers import WindowBuffers
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import ConfigError
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.loop_guard import LoopGuard

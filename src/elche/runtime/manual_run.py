@@ -14,15 +14,9 @@ import torch
 from elche.comm.process_group import Group
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.messages import (
-    PROTOCOL_VERSION,
-    BarrierPassed,
-    BarrierReached,
-    Event,
-    Join,
-    Left,
-    Welcome,
-)
+from elche.coordination.events import BarrierReached, Event, Join, Left
+from elche.coordination.instructions import BarrierPassed, Welcome
+from elche.coordination.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
 from elche.runtime.connect import connect
 from elche.runtime.environment import Placement, read_placement

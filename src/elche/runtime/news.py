@@ -7,11 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elche.coordination.messages import (
-    EndEpoch,
-    MetricsReported,
-    PolicyChosen,
-)
+from elche.coordination.instructions import EndEpoch, MetricsReported, PolicyChosen
 from elche.coordination.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
 from elche.errors import NonFiniteError
 from elche.runtime.positions import EpochPositions

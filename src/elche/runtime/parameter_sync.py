@@ -9,7 +9,7 @@ from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_factor import GradientFactor
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.spread import SyncResult
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.window_sync import WindowSync
 

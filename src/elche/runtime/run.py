@@ -9,12 +9,10 @@ from typing import Any
 
 from elche.comm.equal_tensors import make_equal
 from elche.comm.known_buffers import shared_tensors
-from elche.coordination.messages import (
+from elche.coordination.events import BarrierReached, Event, Failed
+from elche.coordination.instructions import (
     BarrierPassed,
-    BarrierReached,
     EndEpoch,
-    Event,
-    Failed,
     Instruction,
     Welcome,
 )

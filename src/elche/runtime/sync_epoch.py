@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from elche.comm.reducer import GradientReducer
-from elche.coordination.messages import (
+from elche.coordination.instructions import (
     EndEpoch,
     GrantSteps,
     Instruction,

@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.comm.spread import SyncResult
-from elche.coordination.messages import (
+from elche.coordination.events import (
     BatchesDone,
-    CloseWindow,
-    EndEpoch,
     EpochLeft,
     Event,
-    GrantBatches,
-    Instruction,
-    Reduce,
-    Runs,
-    Scalars,
     WindowClosed,
     WindowReduced,
 )
+from elche.coordination.instructions import (
+    CloseWindow,
+    EndEpoch,
+    GrantBatches,
+    Instruction,
+    Reduce,
+)
+from elche.coordination.messages import Runs, Scalars
 from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from elche.comm.spread import SyncResult
-from elche.coordination.messages import Reduce
+from elche.coordination.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 
 

@@ -18,9 +18,9 @@ from elche.comm.control_channel import ControlChannel
 from elche.comm.device_group import open_device_group
 from elche.comm.exchange import may_share
 from elche.comm.process_group import Group, late_error
-from elche.coordination.messages import (
+from elche.coordination.events import Event
+from elche.coordination.instructions import (
     Abort,
-    Event,
     GrantBatches,
     GrantSteps,
     Instruction,

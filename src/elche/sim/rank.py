@@ -9,22 +9,19 @@ from typing import Any
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.agreement import Settings
-from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import (
-    PROTOCOL_VERSION,
+from elche.coordination.events import EpochOpened, Join, Left, Regrouped
+from elche.coordination.instructions import (
     BeginEpoch,
-    EpochOpened,
     GrantBatches,
     GrantSteps,
     Instruction,
-    Join,
-    Left,
     MetricsReported,
     PolicyChosen,
     Regroup,
-    Regrouped,
     Welcome,
 )
+from elche.coordination.ledger import BatchSizes
+from elche.coordination.messages import PROTOCOL_VERSION
 from elche.sim.cluster import Cluster, Device
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import REGROUP, START, RankHistory

@@ -8,20 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elche.cadence.own_guard import FindGuard, no_own_guards
-from elche.coordination.ledger import BatchSizes
-from elche.coordination.messages import (
+from elche.coordination.events import Disconnected, Event, Failed, Tick
+from elche.coordination.instructions import (
     BeginEpoch,
-    Disconnected,
-    Event,
-    Failed,
     Instruction,
     PolicyChosen,
     Reduce,
     Regroup,
     SwitchPolicy,
-    Tick,
     Welcome,
 )
+from elche.coordination.ledger import BatchSizes
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.books import Books

@@ -12,7 +12,8 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from elche.coordination.messages import (
+from elche.coordination.events import WindowReduced
+from elche.coordination.instructions import (
     Adopt,
     BeginEpoch,
     EndEpoch,
@@ -22,7 +23,6 @@ from elche.coordination.messages import (
     PolicyChosen,
     Regroup,
     SwitchPolicy,
-    WindowReduced,
 )
 from elche.coordination.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script

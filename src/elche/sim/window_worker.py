@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from elche.coordination.messages import (
-    Adopt,
+from elche.coordination.events import (
     BatchesDone,
+    EpochLeft,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.instructions import (
+    Adopt,
     BeginEpoch,
     CloseWindow,
-    EpochLeft,
     GrantBatches,
     Instruction,
     MetricsReported,
@@ -22,8 +26,6 @@ from elche.coordination.messages import (
     PolicyChosen,
     Reduce,
     Regroup,
-    WindowClosed,
-    WindowReduced,
 )
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from elche.coordination.messages import Abort, Event, Instruction, Reduce
+from elche.coordination.events import Event
+from elche.coordination.instructions import Abort, Instruction, Reduce
 from elche.sim.books import Books
 from elche.sim.cluster import Break, Cluster
 from elche.sim.engine import AbortedError, Engine

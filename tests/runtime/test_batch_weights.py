@@ -98,9 +98,9 @@ def test_what_is_not_one_number_is_shown(said: Any, shown: str) -> None:
 @pytest.mark.parametrize(
     ("weight_of", "said"),
     [
-        (lambda: 1.0, r"of a batch alone, got one of \(\): too many"),
-        (lambda x, y: 1.0, r"got one of \(x, y\): missing a required argument: 'y'"),
-        (lambda *, batch: 1.0, r"got one of \(\*, batch\): "),
+        (lambda: 1.0, r"got one whose arguments are \(\): too many"),
+        (lambda x, y: 1.0, r"arguments are \(x, y\): missing a required argument: 'y'"),
+        (lambda *, batch: 1.0, r"arguments are \(\*, batch\): "),
         (16, "a function of a batch that returns what it weighs, got 16"),
     ],
 )

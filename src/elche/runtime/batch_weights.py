@@ -103,8 +103,8 @@ def check_weight_of(weight_of: object) -> None:
         signature.bind(None)
     except TypeError as error:
         raise ConfigError(
-            "expected weight_of to be a function of a batch alone, got one of "
-            f"{signature}: {error}"
+            "expected weight_of to be a function of a batch alone, got one whose "
+            f"arguments are {signature}: {error}"
         ) from None
 
 

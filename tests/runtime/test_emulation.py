@@ -201,13 +201,22 @@ def test_a_failed_backward_does_not_disturb_the_next() -> None:
     assert handle.steps == 1
 
 
+def ddp_step_times_s(model: nn.Module) -> list[float]:
+    """Times of steps of torch's DDP, of which nothing is left.
+
+    Its reducer must not be the last that holds the group: it joins the group's threads
+    with the interpreter locked, for which they may be waiting.
+    """
+    replica = nn.parallel.DistributedDataParallel(model)
+    return step_times_s(lambda: train_step(replica), steps=3)
+
+
 def test_ddp_around_an_emulated_model_keeps_time_and_gradients() -> None:
     plain, model = make_model(), make_model()
     handle = emulate(model, fast_config())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        replica = nn.parallel.DistributedDataParallel(model)
-        times = step_times_s(lambda: train_step(replica), steps=3)
+        times = ddp_step_times_s(model)
     finally:
         dist.destroy_process_group()
     for _ in times:

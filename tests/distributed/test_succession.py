@@ -49,9 +49,9 @@ class Scripted:
         assert update == "gradients"
 
     def observe(self, cluster: Cluster) -> Choice:
-        """The next choice: alone from the second to the fifth observation."""
+        """The next choice: alone at the second and third observation."""
         self.observed += 1
-        ranks = [1] if 2 <= self.observed <= 5 else [0, 1]
+        ranks = [1] if 2 <= self.observed <= 3 else [0, 1]
         return Choice(
             policy="sync",
             anchor=1,

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from elche.replica import init_group as init_group
     from elche.session import barrier as barrier
     from elche.session import device as device
-    from elche.session import epoch_metrics as epoch_metrics
     from elche.session import is_main_process as is_main_process
-    from elche.session import load_state_dict as load_state_dict
-    from elche.session import log_scalar as log_scalar
-    from elche.session import metrics as metrics
-    from elche.session import progress_samples as progress_samples
     from elche.session import rank as rank
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
-    from elche.session import state_dict as state_dict
     from elche.session import world_size as world_size
+    from elche.session_metrics import epoch_metrics as epoch_metrics
+    from elche.session_metrics import log_scalar as log_scalar
+    from elche.session_metrics import metrics as metrics
+    from elche.session_state import load_state_dict as load_state_dict
+    from elche.session_state import progress_samples as progress_samples
+    from elche.session_state import state_dict as state_dict
     from elche.trainer import Trainer as Trainer
     from elche.trainer_config import EpochRecord as EpochRecord
     from elche.trainer_config import RunReport as RunReport
@@ -87,18 +87,14 @@ _HOMES = {
     "elche.session": (
         "barrier",
         "device",
-        "epoch_metrics",
         "is_main_process",
-        "load_state_dict",
-        "log_scalar",
-        "metrics",
-        "progress_samples",
         "rank",
         "setup",
         "shutdown",
-        "state_dict",
         "world_size",
     ),
+    "elche.session_metrics": ("epoch_metrics", "log_scalar", "metrics"),
+    "elche.session_state": ("load_state_dict", "progress_samples", "state_dict"),
     "elche.trainer": ("Trainer",),
     "elche.trainer_config": (
         "EpochRecord",

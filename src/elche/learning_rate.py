@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elche import session
+from elche import session_state
 from elche.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ class ProgressLR:
         Raises:
             ConfigError: ``fn`` gave no finite number, or a negative one.
         """
-        progress = min(1.0, session.progress_samples() / self._total_samples)
+        progress = min(1.0, session_state.progress_samples() / self._total_samples)
         factor = self._fn(progress) * self._scale
         if not 0.0 <= factor < math.inf:
             raise ConfigError(

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
 from elche.coordination.events import Left
-from elche.coordination.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError, ElcheError
+from elche.process import process
 from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.batch_weights import BatchWeights, WeightOf
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -37,26 +37,8 @@ from elche.runtime.training import Training
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
-STATE_KEYS = {"version", "samples", "averaging"}
-
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
-
-class _Process:
-    """What this process has under way."""
-
-    run: Run | None = None
-    single: SingleRun | None = None
-    metrics: MetricsView | None = None
-    emulation: EmulationHandle | None = None
-    placement: Placement | None = None
-    hooked = False
-    barriers = 0
-
-
-_process = _Process()
 
 
 def setup(
@@ -128,13 +110,13 @@ def setup(
     check_training(model, optimizer, loader)
     shutdown()
     placement = read_placement()
-    _process.placement = placement
+    process.placement = placement
     weights = None if weight_of is None else BatchWeights(weight_of, placement.rank)
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
     if placement.speed is not None:
-        _process.emulation = emulate(
+        process.emulation = emulate(
             model,
             EmulationConfig(
                 speed=placement.speed,
@@ -153,7 +135,7 @@ def setup(
             positions, model, placement.device, config.seed, weights=weights
         )
         single.watch(optimizer)
-        _process.single, _process.metrics = single, MetricsView(single)
+        process.single, process.metrics = single, MetricsView(single)
         return model, optimizer, single
     check_shared(model, optimizer, positions, config)
     _watch_process()
@@ -165,7 +147,7 @@ def setup(
         weights=weights,
     )
     run = Run.start(placement, training, epochs)
-    _process.run, _process.metrics = run, MetricsView(run)
+    process.run, process.metrics = run, MetricsView(run)
     if isinstance(positions.dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
         positions.dataset.join(run.worker.group, seed)
@@ -208,7 +190,7 @@ def barrier() -> None:
     """
     if world_size() == 1:
         return
-    run, by_hand = _process.run, current_manual_run()
+    run, by_hand = process.run, current_manual_run()
     if run is None and by_hand is not None:
         by_hand.barrier()
         return
@@ -216,175 +198,18 @@ def barrier() -> None:
         raise ConfigError(
             "elche.barrier() needs a run: call elche.setup or elche.init_group first"
         )
-    _process.barriers += 1
-    run.barrier(f"barrier {_process.barriers}")
+    process.barriers += 1
+    run.barrier(f"barrier {process.barriers}")
 
 
 def current_run() -> Run | None:
     """The run under way on several ranks, None on one."""
-    return _process.run
+    return process.run
 
 
 def current_emulation() -> EmulationHandle | None:
     """The emulated device that `setup` attached, None for a real one."""
-    return _process.emulation
-
-
-def progress_samples() -> float:
-    """Samples that the run has trained on, plus this window's planned ones so far.
-
-    The same function of the run's progress on every rank, whatever its speed: what a
-    learning rate should follow. The batch in hand does not count yet.
-    """
-    if _process.run is not None:
-        return _process.run.progress_samples
-    return 0.0 if _process.single is None else float(_process.single.samples_done)
-
-
-def state_dict() -> dict[str, Any]:
-    """What a run goes on from, beside the model and the optimizer; each rank's own.
-
-    The run's progress, and where parameters are averaged the outer momentum and the
-    codec's residual. Call it between epochs, on every rank, save it beside the states
-    of the model and of the rank's optimizer (which ranks hold in common only under
-    ``sync``), and hand all three back after `setup`: the run then goes on as if it had
-    not been interrupted. The loader's own generator, and the module's and Python's
-    random numbers, are the script's to save. Tensors, numbers, strings, lists and None
-    only, which `torch.load(weights_only=True)` takes. With ``seed=`` augmentation
-    begins again with the draws of the first epoch (give `setup` another seed); speeds,
-    the anchor and, under ``auto``, policy and averaging are found anew.
-
-    Raises:
-        ConfigError: there is no run yet, or this is the inside of a loop.
-        ProtocolError: the parameters have changed since the epoch ended.
-    """
-    if _process.run is not None:
-        return {"version": STATE_VERSION, **_process.run.state_dict()}
-    if _process.single is None:
-        raise ConfigError("elche.state_dict() needs a run: call elche.setup first")
-    _expect_no_batch(_process.single)
-    samples = _process.single.samples_done
-    return {"version": STATE_VERSION, "samples": samples, "averaging": None}
-
-
-def load_state_dict(state: dict[str, Any]) -> None:
-    """Goes on from :func:`state_dict`; every rank from its own.
-
-    Call it between epochs, on every rank, when the model holds what it held then. Ranks
-    that were not there take the state of another one whose residuals are None; one of
-    another world size or codec is carried over. A run of one averages nothing: it takes
-    the progress alone.
-
-    Raises:
-        ConfigError: there is no run yet, this is the inside of a loop, or the state is
-            of averaged parameters and this run reduces gradients.
-        MismatchError: a rank's state does not fit its model, or ranks' states do not
-            belong together; nothing has changed on any of them.
-        CommunicationError: a rank is gone, or did not call it in time.
-    """
-    run, single = _process.run, _process.single
-    if run is None and single is None:
-        raise ConfigError("elche.load_state_dict() needs a run: call elche.setup first")
-    if not isinstance(state, dict) or set(state) != STATE_KEYS:
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ConfigError(
-            f"expected a state with entries {sorted(STATE_KEYS)}, got {found}"
-        )
-    if state["version"] != STATE_VERSION:
-        raise ConfigError(
-            f"expected a state of version {STATE_VERSION}, got {state['version']!r}"
-        )
-    samples = state["samples"]
-    if not isinstance(samples, int) or samples < 0:
-        raise ConfigError(f"expected samples from 0 on in the state, got {samples!r}")
-    if run is not None:
-        run.load_state_dict(state)
-    elif single is not None:
-        _expect_no_batch(single)
-        single.samples_done = samples
-
-
-def _expect_no_batch(single: SingleRun) -> None:
-    if single.samples_in_hand:
-        raise ConfigError(
-            "the state of a run is that between epochs, and this is the inside of a "
-            "loop; call it before or after the loop"
-        )
-
-
-def log_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Logs a number of the batch in hand; its means are in the metrics.
-
-    The value counts as often as this rank's batch has samples, so the mean over ranks
-    is that over samples; or as much as ``weight_of`` says that the batch weighs. A
-    tensor may be on any device and nothing waits for it: what the device has not
-    computed when a window ends counts in a later window of the epoch. Outside the loop
-    over the loader nothing is in hand and nothing counts, so a loss function that logs
-    may be used for evaluation as well.
-
-    Args:
-        name: of the scalar.
-        value: a real number, or a tensor that holds one.
-
-    Raises:
-        ConfigError: there is no run yet, the name is no name, or the value no real
-            scalar.
-    """
-    view = current_metrics()
-    if view is None:
-        raise ConfigError("elche.log_scalar() needs a run: call elche.setup first")
-    if name in view.reserved:
-        raise ConfigError(f"the Trainer itself logs {name!r}; choose another name")
-    view.log(name, value)
-
-
-def metrics() -> list[WindowMetrics]:
-    """Metrics of the windows that have ended since the last call; does not wait.
-
-    On rank 0, and in a run of one, where a window is about a second; the last ones stay
-    readable when the run has ended. On other ranks the list is empty. The newest 1000
-    windows are kept for whoever asks seldom.
-    """
-    return [] if _process.metrics is None else _process.metrics.windows()
-
-
-def epoch_metrics(
-    epoch: int | None = None, timeout_s: float | None = None
-) -> EpochMetrics:
-    """Metrics of an epoch, on any rank.
-
-    At once if the epoch has ended. Another thread than the one that trains waits for
-    its end, as long as the run lives. Of an epoch that was left by ``break`` they tell
-    of the part that was run; under ``sync`` the call then waits for the other ranks to
-    leave it as well.
-
-    The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
-    each of them did: on the others, tuples of numbers hold a single one for all ranks
-    together.
-
-    Args:
-        epoch: which, counted from 0; None for the last one that has ended, or the first
-            if none has.
-        timeout_s: most seconds to wait.
-
-    Raises:
-        ConfigError: there is no run, the training thread would wait for itself, or the
-            epoch is so old that its metrics are forgotten.
-        RemoteRankError: another rank failed meanwhile.
-        CommunicationError: the run ended before the epoch did.
-        DeadlineError: the epoch did not end within ``timeout_s``, or some rank did not
-            leave one that this rank has left.
-    """
-    if _process.metrics is None:
-        raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
-    return _process.metrics.epoch(epoch, timeout_s)
-
-
-def current_metrics() -> MetricsView | None:
-    """The view of the run under way, None if there is none."""
-    if _process.run is None and _process.single is None:
-        return None
-    return _process.metrics
+    return process.emulation
 
 
 def shutdown() -> None:
@@ -394,18 +219,18 @@ def shutdown() -> None:
     `elche.init_group` too.
     """
     end_manual_run()
-    run, _process.run = _process.run, None
+    run, process.run = process.run, None
     try:
         if run is not None:
             run.close(Left(rank=run.worker.rank))
     finally:
-        emulation, _process.emulation = _process.emulation, None
+        emulation, process.emulation = process.emulation, None
         if emulation is not None:
             emulation.remove()
-        if _process.metrics is not None:
-            _process.metrics.end()
-        _process.barriers = 0
-        single, _process.single = _process.single, None
+        if process.metrics is not None:
+            process.metrics.end()
+        process.barriers = 0
+        single, process.single = process.single, None
         if single is not None:
             single.close()
 
@@ -438,9 +263,9 @@ def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
 
 
 def _placement() -> Placement:
-    if _process.placement is None:
+    if process.placement is None:
         return read_placement()
-    return _process.placement
+    return process.placement
 
 
 def _single_line(placement: Placement) -> str:
@@ -461,16 +286,16 @@ def _say(line: str) -> None:
 
 def _watch_process() -> None:
     """Leaves cleanly at exit, and tells the others about an uncaught exception."""
-    if _process.hooked:
+    if process.hooked:
         return
-    _process.hooked = True
+    process.hooked = True
     watch_process(_tell_failure, shutdown)
 
 
 def _tell_failure(error: BaseException) -> None:
-    run, _process.run = _process.run, None
-    if _process.metrics is not None:
-        _process.metrics.end()
+    run, process.run = process.run, None
+    if process.metrics is not None:
+        process.metrics.end()
     if run is None:
         return
     hint = memory_hint(error, run.worker.rank, run.last_samples)

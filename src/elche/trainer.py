@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from elche import session
+from elche import session, session_metrics
 from elche.coordination.metrics import EpochMetrics
 from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
@@ -162,7 +162,7 @@ class _Fitting:
         self._weights = (
             None if weight_of is None else BatchWeights(weight_of, session.rank())
         )
-        metrics = session.current_metrics()
+        metrics = session_metrics.current_metrics()
         assert metrics is not None
         metrics.reserved = frozenset({"loss"})
         metrics.on_window = self._config.on_window_end

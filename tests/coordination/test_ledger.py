@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.ledger import BatchSizes, EpochLedger
+from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.ledger import EpochLedger
 from elche.errors import ProtocolError, TransitionError
 
 pytestmark = pytest.mark.hypothesis

@@ -9,9 +9,9 @@ import pytest
 
 from elche.cadence.split import passes_of
 from elche.config import RunConfig
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import StepsDone
 from elche.coordination.instructions import GrantSteps, Instruction
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.policy import Member
 from elche.coordination.sync_policy import SyncPolicy
 

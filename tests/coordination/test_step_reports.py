@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import Event, StepsDone
 from elche.coordination.instructions import EndEpoch, GrantSteps, Instruction
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.step_reports import StepCost, StepReports
 from elche.runtime.positions import EpochPositions
 from elche.runtime.sync_epoch import SyncEpoch

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from elche.cadence.throughput import CostEstimate
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import BatchesDone, Event, WindowClosed
 from elche.coordination.instructions import (
     CloseWindow,
@@ -20,7 +21,6 @@ from elche.coordination.instructions import (
     Instruction,
     OpenWindow,
 )
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.window_loop import WindowLoop
 from elche.runtime.positions import EpochPositions
 from elche.runtime.timeline import Timeline

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
-from elche import session
+from elche import session, session_state
 
 
 class Numbered(Dataset[Any]):
@@ -238,7 +238,7 @@ def _loop(
                 sizes.append(len(x))
                 for i, value in zip(index.tolist(), draw.tolist(), strict=True):
                     trace.draws[epoch, i] = value
-            trace.progress.append(session.progress_samples())
+            trace.progress.append(session_state.progress_samples())
             loss = loss_of(task.loop, model, x, y)
             is_bad = is_last and number == 1
             step_of(task.loop, number, loss, model, optimizer, scaler, is_bad=is_bad)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import elche
-from elche import session
+from elche import session, session_state
 from elche.errors import ElcheError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
@@ -59,7 +59,7 @@ def _train(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.generator.set_state(state["order"])
-        session.load_state_dict(
+        session_state.load_state_dict(
             {**state["run"], "averaging": None} if forgets else state["run"]
         )
     for _ in range(epochs):
@@ -72,7 +72,7 @@ def _train(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "order": loader.generator.get_state(),
-        "run": session.state_dict(),
+        "run": session_state.state_dict(),
     }
     torch.save(states, file)
     kept = {name: value.detach().clone() for name, value in states["model"].items()}
@@ -109,22 +109,24 @@ def _misuse(case: str) -> str:
     try:
         with session.failing_together():
             if case == "no run":
-                session.state_dict()
+                session_state.state_dict()
             if case == "gradients":
-                assert session.state_dict()["averaging"] is None
-                session.load_state_dict({"version": 1, "samples": 0, "averaging": {}})
-            state = session.state_dict()
+                assert session_state.state_dict()["averaging"] is None
+                session_state.load_state_dict(
+                    {"version": 1, "samples": 0, "averaging": {}}
+                )
+            state = session_state.state_dict()
             if case == "version":
-                session.load_state_dict({**state, "version": 7})
+                session_state.load_state_dict({**state, "version": 7})
             if case == "samples":
-                session.load_state_dict({**state, "samples": -1})
+                session_state.load_state_dict({**state, "samples": -1})
             if case == "entries":
-                session.load_state_dict({"model": state})
+                session_state.load_state_dict({"model": state})
             if case == "codec":
                 state["averaging"]["groups"][0]["dtype"] = "float16"
-                session.load_state_dict(state)
+                session_state.load_state_dict(state)
             for _ in loader:
-                session.state_dict()
+                session_state.state_dict()
     except ElcheError as error:
         return str(error)
     finally:

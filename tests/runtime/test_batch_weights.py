@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche.coordination.ledger import BatchSizes
+from elche.coordination.batch_ranges import BatchSizes
 from elche.errors import ConfigError
 from elche.runtime.batch_weights import SILENT_BATCHES, BatchWeights
 from elche.runtime.leased_batches import LeasedBatches

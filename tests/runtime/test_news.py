@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.instructions import EndEpoch
-from elche.coordination.ledger import BatchSizes
 from elche.runtime.news import RunNews
 from elche.runtime.positions import EpochPositions
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from elche.coordination.ledger import BatchSizes
+from elche.coordination.batch_ranges import BatchSizes
 from elche.errors import MismatchError
 from elche.runtime.positions import EpochPositions, check_length, enumerate_batches
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from elche.coordination.ledger import BatchSizes
+from elche.coordination.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
 from elche.sim.simulation import Simulation, Watch

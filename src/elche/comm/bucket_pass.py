@@ -20,8 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,12 +28,11 @@ from elche.comm.backward_end import at_backward_end
 from elche.comm.bucket_contract import Owner, PassOptions
 from elche.comm.buckets import Bucket, BucketInfo, make_buckets
 from elche.comm.gradient_counts import GradientCounts
+from elche.comm.gradient_hooks import GradientHooks
 from elche.comm.graph_capture import refuse_capture
 from elche.comm.handed_out import HandedOut
 from elche.comm.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
-
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 class BucketPass:
@@ -72,7 +69,7 @@ class BucketPass:
         self._index = {id(p): at for at, p in enumerate(self._parameters)}
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._place: dict[int, tuple[Bucket, int]] = {}
-        self._handles: list[Any] = []
+        self._hooks = GradientHooks(self._parameters)
         self._deferred: list[int] = []
         self._lock = threading.RLock()
         self._observed: dict[int, None] | None = {}
@@ -142,33 +139,15 @@ class BucketPass:
             if on_gradient is not None:
                 on_gradient(parameter)
 
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for parameter in self._parameters
-        ]
+        self._hooks.attach(hook)
 
     def keep_last(self) -> None:
         """Lets hooks of the user's own run first: what they make of it is reduced."""
-        hooked = filter(None, map(_HOOKS, self._parameters))
-        if set(map(len, hooked)) <= {1}:
-            return  # as in most models: there is none but the one here
-        for index in range(len(self._handles)):
-            self._runs_last(index)
-
-    def _runs_last(self, index: int) -> bool:
-        """Whether no hook of the user's own follows; the next time none will."""
-        parameter, handle = self._parameters[index], self._handles[index]
-        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks")  # noqa: B009
-        if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:
-            return True
-        hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
-        return False
+        self._hooks.keep_last()
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.detach()
 
     def _build(self, order: Sequence[int]) -> None:
         self.order = list(order)
@@ -245,7 +224,7 @@ class BucketPass:
             return  # what a hook before returned, which torch refuses after all of them
         with self._lock:  # devices of one module have a thread each
             index = self._index[id(parameter)]
-            is_final = self._runs_last(index)
+            is_final = self._hooks.runs_last(index)
             if is_final:
                 self._refuse_gradient(parameter, index)
             if not self._is_open:

@@ -26,6 +26,7 @@ from elche.coordination.auto_calibration import Calibration, Found
 from elche.coordination.auto_gauge import Gauge
 from elche.coordination.auto_trials import TRIAL_GRANTS, Trials
 from elche.coordination.auto_windows import is_outdated, windows_config
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import (
     BatchesDone,
     EpochLeft,
@@ -39,7 +40,6 @@ from elche.coordination.instructions import (
     PolicyChosen,
     SwitchPolicy,
 )
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync_policy import SyncPolicy
 from elche.coordination.window_policy import TakenOver, WindowPolicy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from elche.coordination.ledger import BatchSizes, Range
+from elche.coordination.batch_ranges import BatchSizes, Range
 from elche.errors import ConfigError
 
 PLAN_VERSION = 2

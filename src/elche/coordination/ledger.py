@@ -8,68 +8,19 @@ leaves the pool for the model exactly once. Pure.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
+from elche.coordination.batch_ranges import (
+    BatchSizes,
+    Range,
+    append_range,
+    count_batches,
+    without,
+)
 from elche.errors import ProtocolError, TransitionError
-
-Range = tuple[int, int]
-"""Batches ``start <= batch < stop``."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """Batch sizes of an epoch, as runs of (samples, number of batches)."""
-
-    runs: tuple[Range, ...]
-    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        ends = tuple(accumulate(count for _, count in self.runs))
-        object.__setattr__(self, "_ends", ends)
-        if any(samples < 1 or count < 1 for samples, count in self.runs):
-            raise ProtocolError(f"expected runs of at least 1 sample, got {self.runs}")
-
-    @staticmethod
-    def of(sizes: Sequence[int]) -> BatchSizes:
-        """Run-length encodes the sizes of consecutive batches."""
-        runs: list[Range] = []
-        for samples in sizes:
-            if runs and runs[-1][0] == samples:
-                runs[-1] = (samples, runs[-1][1] + 1)
-            else:
-                runs.append((samples, 1))
-        return BatchSizes(tuple(runs))
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of the epoch."""
-        return self._ends[-1] if self._ends else 0
-
-    @property
-    def num_samples(self) -> int:
-        """Samples (positions) of the epoch."""
-        return sum(samples * count for samples, count in self.runs)
-
-    def run_of(self, batch: int) -> tuple[int, int]:
-        """Size of a batch, and the first batch after its run of equal sizes."""
-        run = bisect_right(self._ends, batch)
-        if batch < 0 or run == len(self._ends):
-            raise ProtocolError(f"batch {batch} is outside 0..{self.num_batches - 1}")
-        return self.runs[run][0], self._ends[run]
-
-    def samples_in(self, start: int, stop: int) -> int:
-        """Samples of the batches ``start <= batch < stop``."""
-        total = 0
-        while start < stop:
-            samples, end = self.run_of(start)
-            total += samples * (min(end, stop) - start)
-            start = min(end, stop)
-        return total
 
 
 @dataclass(slots=True)
@@ -155,7 +106,7 @@ class EpochLedger:
 
     def trained(self, holder: int) -> int:
         """Batches that a holder has trained on since it last closed a window."""
-        return _count(self._holdings[holder].trained)
+        return count_batches(self._holdings[holder].trained)
 
     def parts(self, holder: int) -> tuple[Range, ...]:
         """What a holder has closed and not staged."""
@@ -268,7 +219,7 @@ class EpochLedger:
     def _granted(self, holder: int, part: Range) -> None:
         count = part[1] - part[0]
         holding = self._holdings[holder]
-        _append(holding.leased, part)
+        append_range(holding.leased, part)
         holding.leased_count += count
         self._pooled -= count
         self._leased += count
@@ -292,7 +243,7 @@ class EpochLedger:
             leases.appendleft((stop, end))
         holding.leased_count -= stop - start
         self._leased -= stop - start
-        _append(holding.trained, (start, stop))
+        append_range(holding.trained, (start, stop))
 
     def close(self, holder: int) -> None:
         """What a holder has trained on belongs to the window that it ends now."""
@@ -322,7 +273,7 @@ class EpochLedger:
             holding.staged.clear()
         self._committed = []
         for part in sorted(parts):
-            _append(self._committed, part)
+            append_range(self._committed, part)
         for holder in self._gone:
             del self._holdings[holder]
         self._gone.clear()
@@ -373,7 +324,7 @@ class EpochLedger:
         gone = tuple(holding.closed) if parts is None else tuple(parts)
         kept: Sequence[Range] = holding.closed
         for part in gone:
-            kept = _without(holder, kept, part)
+            kept = without(holder, kept, part)
         holding.closed = list(kept)
         self._return(gone)
         return gone
@@ -412,7 +363,7 @@ class EpochLedger:
         places = [*self._pool, *self._committed, *self._abandoned]
         leased = 0
         for holding in self._holdings.values():
-            assert _count(holding.leased) == holding.leased_count
+            assert count_batches(holding.leased) == holding.leased_count
             leased += holding.leased_count
             for part in (
                 holding.leased,
@@ -422,7 +373,7 @@ class EpochLedger:
             ):
                 places.extend(part)
         assert leased == self._leased, (leased, self._leased)
-        assert _count(self._pool) == self._pooled
+        assert count_batches(self._pool) == self._pooled
         at = 0
         for start, stop in sorted(places):
             assert start == at, f"batch {at}: expected once, in {sorted(places)}"
@@ -440,31 +391,5 @@ class EpochLedger:
         pooled = sorted([*parts, *self._pool])
         self._pool.clear()
         for part in pooled:
-            _append(self._pool, part)
-        self._pooled += _count(parts)
-
-
-def _count(ranges: Iterable[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _without(holder: int, ranges: Sequence[Range], part: Range) -> list[Range]:
-    """The ranges without a part of one of them."""
-    start, stop = part
-    for at, (begin, end) in enumerate(ranges):
-        if begin <= start < stop <= end:
-            rest = [(begin, start), (stop, end)]
-            left = [each for each in rest if each[0] < each[1]]
-            return [*ranges[:at], *left, *ranges[at + 1 :]]
-    raise ProtocolError(
-        f"{holder} takes back batches {start}..{stop - 1}, but has closed "
-        f"{list(ranges)[:4]}"
-    )
-
-
-def _append(ranges: deque[Range] | list[Range], part: Range) -> None:
-    """Appends a range, joined to the last one where they touch."""
-    if ranges and ranges[-1][1] == part[0]:
-        ranges[-1] = (ranges[-1][0], part[1])
-    else:
-        ranges.append(part)
+            append_range(self._pool, part)
+        self._pooled += count_batches(parts)

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import Event
 from elche.coordination.instructions import EndEpoch, Instruction, MetricsReported
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.metrics import MetricsBook, RankReport
 from elche.errors import TransitionError
 

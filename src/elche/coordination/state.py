@@ -21,6 +21,7 @@ from elche.cadence.own_guard import (
 )
 from elche.config import RunConfig
 from elche.coordination.agreement import disagreement, settings_of
+from elche.coordination.batch_ranges import Range
 from elche.coordination.epochs import Epochs
 from elche.coordination.events import (
     BarrierReached,
@@ -35,7 +36,6 @@ from elche.coordination.events import (
 )
 from elche.coordination.gathering import Barriers
 from elche.coordination.instructions import Abort, Instruction
-from elche.coordination.ledger import Range
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.messages import PROTOCOL_VERSION
 from elche.coordination.policies import build_policy

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elche.config import RunConfig
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.epoch_plan import EpochPlan
 from elche.coordination.events import EpochLeft, Event, StepsDone, WindowReduced
 from elche.coordination.instructions import (
@@ -29,7 +30,7 @@ from elche.coordination.instructions import (
     Instruction,
     MetricsReported,
 )
-from elche.coordination.ledger import BatchSizes, EpochLedger
+from elche.coordination.ledger import EpochLedger
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.step_book import Granted, StepBook
 from elche.coordination.step_leaving import EarlyEnd, report_of

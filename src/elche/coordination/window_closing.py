@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from elche.coordination.batch_ranges import Range
 from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.instructions import Instruction
-from elche.coordination.ledger import Range
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.suspects import joined
 from elche.coordination.window_book import Reduction

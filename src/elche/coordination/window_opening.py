@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from elche.coordination.batch_ranges import Range
 from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.instructions import (
     CloseWindow,
@@ -13,7 +14,6 @@ from elche.coordination.instructions import (
     OpenWindow,
     Permit,
 )
-from elche.coordination.ledger import Range
 from elche.coordination.window_state import WindowState
 
 CALIBRATION_BATCHES = 32

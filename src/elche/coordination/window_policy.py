@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from elche.cadence.divergence import Guard
 from elche.config import RunConfig
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import (
     BatchesDone,
     EpochLeft,
@@ -23,7 +24,6 @@ from elche.coordination.events import (
     WindowReduced,
 )
 from elche.coordination.instructions import Instruction
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.reductions import ReductionPlanner

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from elche.cadence.divergence import Guard
 from elche.config import RunConfig
+from elche.coordination.batch_ranges import BatchSizes, Range
 from elche.coordination.epoch_plan import (
     EpochPlan,
     FixedWindows,
@@ -14,7 +15,7 @@ from elche.coordination.epoch_plan import (
     WindowSource,
 )
 from elche.coordination.leasing import MAX_AHEAD, Leasing
-from elche.coordination.ledger import BatchSizes, EpochLedger, Range
+from elche.coordination.ledger import EpochLedger
 from elche.coordination.pacing import Pace, Pacing
 from elche.coordination.policy import EpochTotals, Member
 from elche.coordination.throttle import Throttle

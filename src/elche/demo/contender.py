@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from elche import session
+from elche import session, session_state
 from elche.demo.batches import SegmentSampler, SplitBatches
 from elche.demo.link import sent_bytes
 from elche.demo.models import Workload, build_workload, learning_rate_scale
@@ -280,7 +280,7 @@ class Contender:
     def _progress_samples(self) -> int:
         if session.current_run() is None:
             return self._done_samples
-        return round(session.progress_samples())
+        return round(session_state.progress_samples())
 
     def _follow_schedule(self) -> None:
         progress = min(1.0, self._progress_samples() / self.spec.samples)

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from elche.comm.process_group import Group
-from elche.coordination.ledger import BatchSizes
+from elche.coordination.batch_ranges import BatchSizes
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.leased_data import IndexBatch
 from elche.runtime.sample_seeds import position_seed

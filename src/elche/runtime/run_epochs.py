@@ -15,9 +15,9 @@ from elche.cadence.throughput import CostEstimate
 from elche.comm.equal_tensors import make_equal
 from elche.comm.known_buffers import shared_tensors
 from elche.comm.probe import probe_reduction_s
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import EpochOpened
 from elche.coordination.instructions import BeginEpoch, EndEpoch, Instruction
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import Scalars
 from elche.coordination.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError

@@ -9,6 +9,7 @@ from typing import Any
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.agreement import Settings
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import EpochOpened, Join, Left, Regrouped
 from elche.coordination.instructions import (
     BeginEpoch,
@@ -20,7 +21,6 @@ from elche.coordination.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.messages import PROTOCOL_VERSION
 from elche.sim.cluster import Cluster, Device
 from elche.sim.engine import Collective, Receive, Script

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elche.cadence.own_guard import FindGuard, no_own_guards
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import Disconnected, Event, Failed, Tick
 from elche.coordination.instructions import (
     BeginEpoch,
@@ -18,7 +19,6 @@ from elche.coordination.instructions import (
     SwitchPolicy,
     Welcome,
 )
-from elche.coordination.ledger import BatchSizes
 from elche.coordination.state import Coordinator
 from elche.errors import ElcheError
 from elche.sim.books import Books

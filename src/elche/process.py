@@ -1,0 +1,24 @@
+"""What this process has under way: at most one run."""
+
+from __future__ import annotations
+
+from elche.runtime.emulation import EmulationHandle
+from elche.runtime.environment import Placement
+from elche.runtime.metrics_view import MetricsView
+from elche.runtime.run import Run
+from elche.runtime.single import SingleRun
+
+
+class Process:
+    """What this process has under way."""
+
+    run: Run | None = None
+    single: SingleRun | None = None
+    metrics: MetricsView | None = None
+    emulation: EmulationHandle | None = None
+    placement: Placement | None = None
+    hooked = False
+    barriers = 0
+
+
+process = Process()

@@ -1,0 +1,85 @@
+"""Metrics of the run under way: what the user logs, and what is told."""
+
+from __future__ import annotations
+
+import torch
+
+from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.errors import ConfigError
+from elche.process import process
+from elche.runtime.metrics_view import MetricsView
+
+
+def log_scalar(name: str, value: float | torch.Tensor) -> None:
+    """Logs a number of the batch in hand; its means are in the metrics.
+
+    The value counts as often as this rank's batch has samples, so the mean over ranks
+    is that over samples; or as much as ``weight_of`` says that the batch weighs. A
+    tensor may be on any device and nothing waits for it: what the device has not
+    computed when a window ends counts in a later window of the epoch. Outside the loop
+    over the loader nothing is in hand and nothing counts, so a loss function that logs
+    may be used for evaluation as well.
+
+    Args:
+        name: of the scalar.
+        value: a real number, or a tensor that holds one.
+
+    Raises:
+        ConfigError: there is no run yet, the name is no name, or the value no real
+            scalar.
+    """
+    view = current_metrics()
+    if view is None:
+        raise ConfigError("elche.log_scalar() needs a run: call elche.setup first")
+    if name in view.reserved:
+        raise ConfigError(f"the Trainer itself logs {name!r}; choose another name")
+    view.log(name, value)
+
+
+def metrics() -> list[WindowMetrics]:
+    """Metrics of the windows that have ended since the last call; does not wait.
+
+    On rank 0, and in a run of one, where a window is about a second; the last ones stay
+    readable when the run has ended. On other ranks the list is empty. The newest 1000
+    windows are kept for whoever asks seldom.
+    """
+    return [] if process.metrics is None else process.metrics.windows()
+
+
+def epoch_metrics(
+    epoch: int | None = None, timeout_s: float | None = None
+) -> EpochMetrics:
+    """Metrics of an epoch, on any rank.
+
+    At once if the epoch has ended. Another thread than the one that trains waits for
+    its end, as long as the run lives. Of an epoch that was left by ``break`` they tell
+    of the part that was run; under ``sync`` the call then waits for the other ranks to
+    leave it as well.
+
+    The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
+    each of them did: on the others, tuples of numbers hold a single one for all ranks
+    together.
+
+    Args:
+        epoch: which, counted from 0; None for the last one that has ended, or the first
+            if none has.
+        timeout_s: most seconds to wait.
+
+    Raises:
+        ConfigError: there is no run, the training thread would wait for itself, or the
+            epoch is so old that its metrics are forgotten.
+        RemoteRankError: another rank failed meanwhile.
+        CommunicationError: the run ended before the epoch did.
+        DeadlineError: the epoch did not end within ``timeout_s``, or some rank did not
+            leave one that this rank has left.
+    """
+    if process.metrics is None:
+        raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
+    return process.metrics.epoch(epoch, timeout_s)
+
+
+def current_metrics() -> MetricsView | None:
+    """The view of the run under way, None if there is none."""
+    if process.run is None and process.single is None:
+        return None
+    return process.metrics

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.convergence.brief import LENGTHS as SHORT_LENGTHS
+from benchmarks.convergence.brief import STUDIES as BRIEF
 from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
 from benchmarks.convergence.frontier import LARGE, LARGE_WIDTH
@@ -42,7 +44,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
 }
 """What is learnt, by the name in the results."""
-STUDIES = SETTLED | FRONTIER
+STUDIES = SETTLED | FRONTIER | BRIEF
 
 
 def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
@@ -93,7 +95,7 @@ def lines(trials: Sequence[Trial], results: Results) -> list[Line]:
 def curve_of(results: Results, single: Setting) -> dict[int, float]:
     """Mean loss of one device by the length of its run, each at its best rate."""
     found = {}
-    for length in (*LENGTHS, TEXT_BATCHES, LONG * 3 // 4, LONG):
+    for length in (*SHORT_LENGTHS, *LENGTHS, TEXT_BATCHES, LONG * 3 // 4, LONG):
         setting = replace(single, batches=length)
         lr = results.best(setting, (0,))
         if length <= single.batches and lr is not None:

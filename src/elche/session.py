@@ -74,7 +74,8 @@ def setup(
             generators it must seed alike everywhere, and it must not divide itself
             by rank or in ``worker_init_fn``. The first samples are compared.
         config: the settings as one value; or give them as options.
-        epochs: how many epochs the loop will run, if known.
+        epochs: how many epochs the loop will run, if known. ``policy="auto"`` expects
+            ten otherwise: windows pay less the shorter the run.
         samples_per_epoch: samples of an epoch of an IterableDataset (whole batches
             with ``batch_size=None``); what it yields beyond is left. None for its
             ``len()``, which several ranks need.

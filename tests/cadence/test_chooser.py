@@ -65,7 +65,7 @@ def all_ranks(measured: Cluster) -> dict[str, float]:
     [
         ((1.0,), 0.5, "sync"),
         ((1.0, 0.25), 0.001, "sync"),
-        ((1.0, 0.25), 0.006, "cadence"),
+        ((1.0, 0.25), 0.006, "async"),
         ((1.0, 0.25), 0.317, "async"),
         ((1.0, 0.5), 0.1, "async"),
         ((1.0,) * 8, 0.001, "sync"),
@@ -92,7 +92,24 @@ def test_the_reason_holds_the_numbers() -> None:
     assert (choice.anchor, choice.prediction.anchor) == (3, 6)
     assert [found.policy for found in choice.alternatives] == ["sync", "cadence"]
     near = Chooser().observe(cluster(1.0, 0.25, sync_s=0.001))
-    assert near.reason.endswith("; cadence 1.24; async 1.22, not clearly better")
+    assert near.reason.endswith("; cadence 1.23; async 1.22, not clearly better")
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "run_batches", "expected", "ranks"),
+    [
+        (0.006, 600.0, "sync", 2),
+        (0.006, 20_000.0, "async", 2),
+        (0.317, 600.0, "sync", 1),
+        (0.317, 20_000.0, "async", 2),
+    ],
+)
+def test_windows_pay_where_the_run_is_long_enough(
+    sync_s: float, run_batches: float, expected: str, ranks: int
+) -> None:
+    measured = cluster(1.0, 0.25, sync_s=sync_s)
+    found = Chooser().observe(replace(measured, run_batches=run_batches)).prediction
+    assert (found.policy, found.world_size) == (expected, ranks)
 
 
 @given(clusters(most_ranks=40))

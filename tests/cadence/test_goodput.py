@@ -53,8 +53,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         ("sync", 2, 2, 1.0),
         ("sync", 4, 4, 0.97),
         ("sync", 8, 8, 0.88),
-        ("cadence", 2, 5, 1.0),
-        ("cadence", 2, 25, 1.0),
+        ("cadence", 2, 5, 0.99),
+        ("cadence", 2, 25, 0.98),
         ("cadence", 2, 100, 0.89),
         ("cadence", 2, 500, 0.79),
         ("cadence", 4, 50, 0.85),
@@ -78,6 +78,57 @@ def test_the_table_holds_what_was_measured(
     assert sample_efficiency(policy, ranks, window_batches, lag) == pytest.approx(
         expected
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "window_batches", "run_batches", "measured"),
+    [
+        ("sync", 8, 8, 1000, 0.474),
+        ("sync", 8, 8, 2000, 0.665),
+        ("cadence", 2, 5, 500, 0.833),
+        ("cadence", 2, 5, 1000, 0.918),
+        ("cadence", 2, 25, 500, 0.805),
+        ("cadence", 2, 25, 1000, 0.885),
+        ("async", 2, 5, 1000, 0.915),
+        ("async", 2, 25, 1000, 0.855),
+        ("async", 4, 11, 1000, 0.678),
+        ("async", 4, 11, 2000, 0.798),
+        ("async", 8, 22, 1000, 0.365),
+        ("async", 8, 22, 2000, 0.508),
+        ("async", 8, 22, 16_000, 0.85),
+        ("async", 8, 110, 16_000, 0.64),
+    ],
+)
+def test_runs_of_other_lengths_are_near_what_was_measured(
+    policy: str, ranks: int, window_batches: int, run_batches: int, measured: float
+) -> None:
+    found = sample_efficiency(policy, ranks, window_batches, run_batches=run_batches)
+    assert found == pytest.approx(measured, abs=0.1)
+    late = sample_efficiency(policy, ranks, window_batches, 1.0, run_batches=1e9)
+    assert late == pytest.approx(1.0, abs=0.01)
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    ranks=st.integers(1, 64),
+    window_batches=st.floats(0.5, 1e4),
+    shorter=st.floats(1.0, 1e6),
+    factor=st.floats(1.0, 1e3),
+)
+def test_a_longer_run_never_loses_more_of_its_samples(
+    policy: str, ranks: int, window_batches: float, shorter: float, factor: float
+) -> None:
+    few, many = (
+        sample_efficiency(policy, ranks, window_batches, run_batches=batches)
+        for batches in (shorter, shorter * factor)
+    )
+    assert 0.0 < few <= many * (1.0 + 1e-12) <= 1.0 + 1e-12
+
+
+@pytest.mark.parametrize("run_batches", [0.0, -1.0, math.inf, math.nan])
+def test_a_run_has_batches(run_batches: float) -> None:
+    with pytest.raises(ConfigError, match="run_batches"):
+        sample_efficiency("async", 2, 5, run_batches=run_batches)
 
 
 def test_a_global_batch_of_one_batch_costs_nothing_on_any_number_of_ranks() -> None:

@@ -26,23 +26,28 @@ def runs_with(
     cadence_rate: float = 950.0,
     cadence_losses: tuple[float, ...] = (4.0, 3.0, 2.1),
     sync_rate: float = 920.0,
+    auto_rate: float = 910.0,
     overrun_s: float = 0.0,
 ) -> dict[str, ContenderRun]:
     def both(rate: float, losses: tuple[float, ...] = (4.0, 3.0, 2.0)) -> list:
         return [rank_result(rate, losses, overrun_s=overrun_s)] * 2
+
+    def chose(policy: str, ranks: list) -> list:
+        return [rank | {"choices": [("sync", ""), (policy, "why")]} for rank in ranks]
 
     return {
         "solo": run_of("solo", rank_result(800.0), rank_result(200.0)),
         "ddp": run_of("ddp", *both(400.0)),
         "elche-cadence": run_of("elche-cadence", *both(cadence_rate, cadence_losses)),
         "elche-sync": run_of("elche-sync", *both(sync_rate)),
+        "elche-auto": run_of("elche-auto", *chose("async", both(auto_rate))),
     }
 
 
 def test_the_table_holds_both_efficiencies_and_the_gain() -> None:
     outcome = Outcome(EMULATED, runs_with())
     rows = {row.name: row for row in outcome.table}
-    names = ["solo-0", "solo-1", "ddp", "elche-cadence", "elche-sync"]
+    names = ["solo-0", "solo-1", "ddp", "elche-cadence", "elche-sync", "elche-auto"]
     assert list(rows) == names
     assert outcome.target_loss == 2.1
     assert rows["solo-0"].efficiency == pytest.approx(0.8)
@@ -51,6 +56,8 @@ def test_the_table_holds_both_efficiencies_and_the_gain() -> None:
     assert rows["elche-cadence"].time_to_loss_s == pytest.approx(1000 / 950)
     assert rows["elche-cadence"].gain == pytest.approx(0.95 * 950 / 800)
     assert rows["solo-1"].gain == pytest.approx(0.25)
+    assert rows["elche-sync"].note == "both devices"
+    assert rows["elche-auto"].note == "both devices, chose async"
 
 
 def test_the_words_follow_the_figures() -> None:
@@ -60,12 +67,16 @@ def test_the_words_follow_the_figures() -> None:
     assert "2.30 times as fast as DistributedDataParallel" in good
     assert "did not pay" not in good
     bad = " ".join(
-        Outcome(EMULATED, runs_with(cadence_rate=500, sync_rate=400)).sentences
+        Outcome(
+            EMULATED, runs_with(cadence_rate=500, sync_rate=400, auto_rate=450)
+        ).sentences
     )
     assert "only 0.59 times as fast as the fastest device alone" in bad
-    assert "elche-cadence and elche-sync did not pay" in bad
+    assert "elche-cadence, elche-sync, elche-auto did not pay" in bad
     same = " ".join(
-        Outcome(EMULATED, runs_with(sync_rate=800, cadence_rate=1)).sentences
+        Outcome(
+            EMULATED, runs_with(sync_rate=800, cadence_rate=1, auto_rate=1)
+        ).sentences
     )
     assert "just as fast as the fastest device alone" in same
 
@@ -152,7 +163,8 @@ def test_a_short_demo(tmp_path: Path) -> None:
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stderr
-    for name in ("solo-0", "solo-1", "ddp", "elche-cadence", "elche-sync"):
+    ours = ("elche-cadence", "elche-sync", "elche-auto")
+    for name in ("solo-0", "solo-1", "ddp", *ours):
         assert f"\n{name} " in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].startswith("Emulated: ")
     assert "elche cadence: finished" in done.stderr

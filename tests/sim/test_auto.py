@@ -150,7 +150,7 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out() -> None:
     device = Device(
         seconds_per_sample=0.00025, seconds_per_batch=0.032, jitter=0.05, count=2
     )
-    cluster = cluster_of(1.0, sync_batches=1.0)
+    cluster = cluster_of(1.0, sync_batches=1.0, epochs=4)
     link = Link(latency_s=1e-4, bytes_per_s=2e9)
     report = run(replace(cluster, devices=(device,), link=link))
     assert policies(report)[-1] == "async"
@@ -159,9 +159,16 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out() -> None:
 
 
 def test_a_bad_link_is_left_after_the_first_step() -> None:
-    report = run(cluster_of(1.0, 0.5, sync_batches=30.0))
+    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, epochs=4))
     assert report.phases[0].samples == BATCH_SAMPLES
     assert report.choices[0].reason.startswith("async on 2 ranks")
+    assert report.choices[0].reason.endswith("; in a run of 4000 batches")
+
+
+def test_a_short_run_pays_no_price_that_it_cannot_win_back() -> None:
+    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, samples=16_000))
+    assert "left out: rank 1" in report.choices[-1].reason
+    assert report.goodput > 0.9
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -316,7 +323,7 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     """A batch of its own now and then tells: for a hundredth of the time at most."""
     cluster = cluster_of(1.0, 1.0, sync_batches=2.0, samples=32_000, epochs=10)
     devices = list(cluster.devices)
-    drift = (Drift(at_s=2.0, factor=25.0), Drift(at_s=150.0, factor=1.0))
+    drift = (Drift(at_s=2.0, factor=50.0), Drift(at_s=150.0, factor=1.0))
     devices[1] = replace(devices[1], drift=drift)
     sim = simulate(replace(cluster, devices=tuple(devices)))
     check(sim)
@@ -325,8 +332,8 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     assert "left out: rank 1" in left.reason
     assert back.policy == "async"
     assert "left out" not in back.reason
-    # Once 1.0 s for a batch and 0.8 s for a window were a hundredth of the time.
-    assert back_s - 150.0 < 100 * 1.8 + 3 * OBSERVED_WINDOWS * ALONE_WINDOW_S
+    # Once 2.0 s for a batch and 0.8 s for a window were a hundredth of the time.
+    assert back_s - 150.0 < 100 * 2.8 + 3 * OBSERVED_WINDOWS * ALONE_WINDOW_S
     epoch_s = 32_000 / BATCH_SAMPLES * FAST_BATCH_S
     alone = [
         (since_s, until_s)
@@ -336,7 +343,7 @@ def test_a_rank_that_was_left_out_comes_back_when_it_is_fast_again() -> None:
     spent_s = sum(until_s - since_s for since_s, until_s in alone)
     assert spent_s > 0.97 * (alone[-1][1] - alone[0][0])
     last = [since_s for rank, since_s, _ in sim.history.busy if rank == 1]
-    assert sum(since_s > back_s + epoch_s for since_s in last) > 1_000
+    assert sum(since_s > back_s + epoch_s for since_s in last) > 400
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -18,7 +18,12 @@ from typing import final
 
 from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
-from elche.cadence.convergence import check_policy, sample_efficiency
+from elche.cadence.convergence import (
+    REFERENCE_BATCHES,
+    check_policy,
+    check_run_batches,
+    sample_efficiency,
+)
 from elche.cadence.overlapped import (
     BatchTimes,
     anchor_for,
@@ -70,6 +75,8 @@ class Cluster:
             share runs its loop on as many that do not count.
         sync_batch_size: global batch of ``sync`` if it is another one than
             ``batch_size``: ``world_size * batch_size``, for example.
+        run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
+            in samples weighs less in a longer one.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -86,6 +93,7 @@ class Cluster:
     copy_batches: float = 0.02
     min_share_samples: int = 1
     sync_batch_size: int | None = None
+    run_batches: float = REFERENCE_BATCHES
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
@@ -116,6 +124,7 @@ class Cluster:
         _check_range("hidden", self.hidden, 0.0, 1.0)
         check_measure("copy_batches", self.copy_batches)
         check_measure("jitter", self.jitter)
+        check_run_batches(self.run_batches)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
@@ -325,7 +334,8 @@ class Fleet:
     ) -> Prediction:
         alone = self._speeds[size - 1]
         hardware = batches * self._cluster.batch_size / window_s / alone
-        sample = sample_efficiency(policy, size, batches, lag)
+        length = self._cluster.run_batches
+        sample = sample_efficiency(policy, size, batches, lag, run_batches=length)
         return Prediction(
             policy=policy,
             world_size=size,

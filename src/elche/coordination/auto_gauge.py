@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from elche.cadence.convergence import REFERENCE_BATCHES
 from elche.cadence.goodput import BACKWARD_SHARE, Cluster, expected_most
 from elche.config import RunConfig
 from elche.coordination.events import BatchesDone, StepsDone, WindowReduced
@@ -86,6 +87,12 @@ class Gauge:
         config: the run's settings.
         world_size: ranks.
         min_share_samples: samples that a rank without a share runs its loop on.
+
+    Attributes:
+        sync_s: what a reduction takes.
+        grants: of steps that were measured.
+        windows: that were measured.
+        run_batches: that the run is expected to have; set by who knows.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class Gauge:
         self.sync_s = 0.0
         self.grants = 0
         self.windows = 0
+        self.run_batches = REFERENCE_BATCHES
 
     def took_steps(self, reports: Sequence[StepsDone]) -> None:
         """All ranks have run a grant of ``sync``; one that was not warm is no measure.
@@ -183,6 +191,7 @@ class Gauge:
             probe_s: what one reduction takes.
         """
         other = Gauge(self._config, len(reports), self._few)
+        other.run_batches = self.run_batches
         other.took_steps([replace(report, warm=True) for report in reports])
         other.learn(probe_s)
         return other
@@ -255,6 +264,7 @@ class Gauge:
             overhead_target=self._config.overhead_target,
             max_anchor=max(1, self._config.max_anchor),
             min_share_samples=self._few,
+            run_batches=self.run_batches,
         )
 
 

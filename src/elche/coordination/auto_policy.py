@@ -44,6 +44,8 @@ from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync_policy import SyncPolicy
 from elche.coordination.window_policy import TakenOver, WindowPolicy
 
+USUAL_EPOCHS = 10
+"""How many a run is taken to have where nobody says."""
 OBSERVED_GRANTS = 16
 OBSERVED_WINDOWS = 8
 """Measured anew so often, the choice is looked at again."""
@@ -148,6 +150,7 @@ class AutoPolicy(Policy):
     ) -> Outcome:
         """See :meth:`Policy.begin_epoch`."""
         self._epoch, self._sizes = epoch, sizes
+        self._gauge.run_batches = float(self.expected_batches)
         self._is_broken_off = False
         self._reports.clear()
         return self._current.begin_epoch(epoch, sizes, now_s)
@@ -218,6 +221,19 @@ class AutoPolicy(Policy):
     @property
     def _batch_size(self) -> int:
         return self._sizes.runs[0][0]
+
+    @property
+    def expected_batches(self) -> int:
+        """Batches of the whole run, if epochs stay as long as the one under way."""
+        return self._expected_epochs * self._sizes.num_batches
+
+    @property
+    def _expected_epochs(self) -> int:
+        """What was said, if it still holds; or as many again as it has begun."""
+        begun = self._epoch + 1
+        if self._epochs is not None and self._epochs >= begun:
+            return self._epochs
+        return max(USUAL_EPOCHS, 2 * begun)
 
     @property
     def _wants_windows(self) -> bool:
@@ -351,7 +367,7 @@ class AutoPolicy(Policy):
     def _say(self, told: Outcome) -> None:
         choice = self._choice
         assert choice is not None
-        reason = choice.reason
+        reason = f"{choice.reason}; {self._length_in_words}"
         if self._windows is not None:
             reason += "; from the next epoch on"
         elif self._wants_windows:
@@ -362,6 +378,15 @@ class AutoPolicy(Policy):
                 rank=min(self._members), policy=choice.carried_out_by, reason=reason
             )
         )
+
+    @property
+    def _length_in_words(self) -> str:
+        """What a choice rests on: windows pay less in short runs."""
+        said = f"in a run of {self.expected_batches} batches"
+        if self._epochs is None:
+            said += f", taking {self._expected_epochs} epochs for granted (epochs= says"
+            said += " how many)"
+        return said
 
     def _build_windows(self) -> WindowPolicy:
         """Windows under the chosen policy, with the speeds that were measured."""

@@ -147,6 +147,7 @@ def run_contenders(
         ("ddp", ["PyTorch's DDP"], {"kind": "ddp"}),
         ("elche-cadence", ["elche cadence"], {"kind": "elche", "policy": "cadence"}),
         ("elche-sync", ["elche sync"], {"kind": "elche", "policy": "sync"}),
+        ("elche-auto", ["elche auto"], {"kind": "elche", "policy": "auto"}),
     ]
     runs = {}
     for name, tasks, settings in plan:

@@ -145,10 +145,16 @@ def _table(
                 eval_loss=curve[-1][2],
                 time_to_loss_s=time_s,
                 gain=_ratio(best_s, time_s),
-                note=solo.devices[index] if alone else "both devices",
+                note=solo.devices[index] if alone else _note(runs[name]),
             )
         )
     return tuple(rows)
+
+
+def _note(run: ContenderRun) -> str:
+    """On what it ran, and what ``auto`` went on with."""
+    choices = run.ranks[0]["choices"]
+    return f"both devices, chose {choices[-1][0]}" if choices else "both devices"
 
 
 def _reached(curve: Curve, target_loss: float | None, axis: int) -> float | None:

@@ -40,7 +40,7 @@ def sentences(table: Sequence[ContenderResult], target_loss: float | None) -> li
     )
     worse = [row for row in ours if (row.gain or 0.0) < 1 - EQUAL_WITHIN]
     if worse:
-        names = " and ".join(row.name for row in worse)
+        names = devices_in_words([row.name for row in worse])
         said.append(f"Here {names} did not pay: slower to that loss than one device.")
     return said
 

@@ -13,6 +13,9 @@ from elche.cadence.convergence import sample_efficiency
 from elche.sim.history import Phase
 from elche.sim.simulation import Simulation
 
+TRIALS = 0.01
+"""Who trained less than this part of what the busiest rank did was only timed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
@@ -84,6 +87,12 @@ def effective_samples(phases: tuple[PhaseReport, ...]) -> float:
     return sum(phase.samples * phase.sample_efficiency for phase in phases)
 
 
+def run_batches(sim: Simulation) -> float:
+    """Batches of all ranks in the whole run, as it was meant to be."""
+    run = sim.cluster.run
+    return float(run.epochs * sum(count for _, count in run.sizes))
+
+
 def fastest_alone(sim: Simulation) -> float:
     """Samples per second of the fastest device of the start, without changes of speed.
 
@@ -105,13 +114,16 @@ def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
         )
         for rank, sums in end.ranks.items()
     }
-    ranks = sum(counts[0] > 0 for counts in done.values())
+    most = max((counts[0] for counts in done.values()), default=0)
+    ranks = sum(counts[0] > TRIALS * most for counts in done.values())
     batches = samples / sim.cluster.run.sizes[0][0] / max(1, windows)
     _, adoptions, late = max(done.values(), default=(0, 0, 0))
     lag = late / max(1, adoptions)
     efficiency = 1.0
     if samples and ranks:
-        efficiency = sample_efficiency(began.policy, ranks, batches, lag)
+        efficiency = sample_efficiency(
+            began.policy, ranks, batches, lag, run_batches=run_batches(sim)
+        )
     return PhaseReport(
         policy=began.policy,
         began_s=began.began_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -167,3 +168,17 @@ def test_a_hook_that_returns_something_is_refused_in_torchs_own_words(
     made.begin_step(0.5, 2)
     with pytest.raises(RuntimeError, match="hooks should return None"):
         loss_of(chain).backward()
+
+
+def test_hooks_go_with_who_set_them(chain: list[nn.Parameter]) -> None:
+    for _ in range(2):
+        made = reducer(chain)
+        assert [len(_hooks_of(parameter)) for parameter in chain] == [1, 1, 1]
+        del made
+        gc.collect()
+        assert [len(_hooks_of(parameter)) for parameter in chain] == [0, 0, 0]
+
+
+def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return hooks or {}

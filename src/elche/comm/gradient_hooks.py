@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,6 +16,8 @@ _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 class GradientHooks:
     """One hook per parameter, called when its gradient has been accumulated.
 
+    The hooks go with this object: parameters outlive a wrapper that is dropped.
+
     Args:
         parameters: trainable, each once.
     """
@@ -25,16 +28,15 @@ class GradientHooks:
 
     def attach(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Hooks every parameter."""
-        self._handles = [
+        self._handles += [
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter in self._parameters
         ]
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
 
     def keep_last(self) -> None:
         """Lets hooks of the user's own run first: what they make of it is reduced."""
@@ -52,3 +54,9 @@ class GradientHooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted
         return False
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -22,7 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import final
 
 import torch
@@ -274,9 +275,10 @@ class Replica:
         what, rows = self._announce(call, counts)
         known = _agreed_counts(what, rows)
         total = sum(known)
-        if total <= 0:
+        if total <= 0 or math.isinf(total):
             raise ConfigError(
-                f"{what}: expected a count above 0 on at least one rank, got {known}"
+                f"{what}: expected a count above 0 on at least one rank, got {known}, "
+                f"whose sum is {total}"
             )
         if self.world_size > 1:
             self._gradients.reduce(known[self.rank] / total, what)
@@ -311,10 +313,15 @@ def _checked_counts(
 ) -> list[float]:
     if isinstance(batch_counts, torch.Tensor):
         batch_counts = batch_counts.tolist()
-    if isinstance(batch_counts, (int, float)):
+    if isinstance(batch_counts, str) or not isinstance(batch_counts, Real | Iterable):
+        raise ConfigError(
+            "expected a batch count per rank, or this rank's own as one number, got "
+            f"{batch_counts!r}"
+        )
+    if not isinstance(batch_counts, Iterable):
         counts = [UNKNOWN] * world_size
-        given: list[float] = [batch_counts]
-        counts[rank] = float(batch_counts)
+        given = [float(batch_counts)]
+        counts[rank] = given[0]
     else:
         given = list(batch_counts)
         if len(given) != world_size:

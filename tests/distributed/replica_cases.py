@@ -217,11 +217,21 @@ def _wrong(wrong: str, group: Any) -> None:
         (one.sync_buffers if last else one.sync_params)()
     elif wrong == "counts":
         one.weighted_all_reduce_gradients([1, 2, 3 + last][-group.world_size :])
+    elif wrong == "no sum":
+        one.weighted_all_reduce_gradients(1.7e308)
     elif wrong == "own zero":
         one.weighted_all_reduce_gradients(0)
     elif wrong == "frozen":
         model[0].bias.requires_grad_(not last)
         one.all_reduce_gradients()
+    elif wrong == "converted":
+        model.to(torch.float32 if last else torch.float64)
+        one.sync_params()
+    elif wrong == "converted buffer":
+        model.register_buffer("mean", torch.zeros(4))
+        one.sync_buffers()
+        model.mean = torch.zeros(4, dtype=torch.float64 if last else torch.float32)
+        one.sync_buffers()
     elif wrong == "values":
         with torch.no_grad():
             model[2].bias += float(last)

@@ -38,7 +38,7 @@ def test_two_models_train_as_in_one_process(
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "complex128"])
 def test_means(ranks3: RankPool, dtype: str, transport: str) -> None:
     found = ranks3.run(
         cases.plain_and_weighted_means, dtype, transport, case_setup=serve_in_thread
@@ -89,6 +89,8 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
         ("dtype", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float32"),
         ("missing", r"rank {last} has (absent)"),
         ("frozen", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float64 (fro"),
+        ("converted", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float32"),
+        ("converted buffer", r"mean: rank 0 has [4] float32 (buffer), rank {last} has"),
         (
             "order",
             "rank 0 calls all_reduce_gradients of 'one', rank {last} calls "
@@ -100,6 +102,7 @@ def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
             "sync_buffers('mean') of 'one'",
         ),
         ("counts", "rank 0 gives the counts ["),
+        ("no sum", "1.7e+308], whose sum is inf"),
         ("own zero", "expected a count above 0 on at least one rank, got [0.0, 0.0"),
         ("values", "rank {last} holds other values than rank 0 in 2.bias;"),
         ("second name", "RuntimeError: passed"),

@@ -27,7 +27,7 @@ from elche.errors import ConfigError, MismatchError, ProtocolError
 HEAD = 3
 """Numbers of a rank before the values: what it calls, on what, whether that is new."""
 
-Signature = list[tuple[int, bool, tuple[int, ...]]]
+Signature = list[tuple[int, bool, torch.dtype, tuple[int, ...]]]
 
 
 @final
@@ -51,14 +51,11 @@ class Structure:
             ConfigError: a tensor cannot be shared between ranks.
         """
         model = self._model
-        # A buffer may be another object after every forward: its shape counts.
         signature = [
-            (id(p), p.requires_grad, () if is_lazy(p) else tuple(p.shape))
-            for p in model.parameters()
+            (id(p), p.requires_grad, p.dtype, _shape_of(p)) for p in model.parameters()
         ]
-        signature += [
-            (0, False, () if is_lazy(b) else tuple(b.shape)) for b in model.buffers()
-        ]
+        # A buffer may be another object after every forward.
+        signature += [(0, False, b.dtype, _shape_of(b)) for b in model.buffers()]
         if signature == self._signature:
             return False
         self.text = json.dumps(_described(model))
@@ -158,6 +155,10 @@ def broadcast_bits(group: Group, tensors: Sequence[torch.Tensor], what: str) -> 
             part = message[at : at + size].clone().view(tensor.dtype)
             tensor.copy_(part.view(tensor.shape))
             at += size
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,15 @@ class _Message:
         flat, at = self.exchange.contribution(side), 0
         flags = [0.0] * len(self.parameters)
         for index, parameter in enumerate(self.parameters):
-            part = flat[at : at + parameter.numel()]
+            part = flat[at : at + _numel(parameter)]
             if weight and parameter.grad is not None:
-                part.view(parameter.shape).copy_(parameter.grad)
+                gradient = _as_real(parameter.grad.resolve_conj())
+                part.view(gradient.shape).copy_(gradient)
                 part.mul_(weight)
                 flags[index] = 1.0
             else:
                 part.zero_()
-            at += parameter.numel()
+            at += part.numel()
         flat[at:].copy_(torch.tensor(flags, dtype=flat.dtype, device="cpu"))
 
     def hand_out(self, total: torch.Tensor) -> None:
@@ -44,14 +45,15 @@ class _Message:
         at = 0
         flags = total[total.numel() - len(self.parameters) :].tolist()
         for flag, parameter in zip(flags, self.parameters, strict=True):
-            mean = total[at : at + parameter.numel()].view(parameter.shape)
-            at += parameter.numel()
+            mean = total[at : at + _numel(parameter)]
+            at += mean.numel()
             if not flag:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(mean)
-            else:
-                parameter.grad.copy_(mean)
+                continue
+            if parameter.grad is None or parameter.grad.is_conj():
+                parameter.grad = torch.empty_like(parameter)
+            gradient = _as_real(parameter.grad)
+            gradient.copy_(mean.view(gradient.shape))
 
 
 @final
@@ -84,7 +86,7 @@ class GradientExchange:
         for parameter in parameters:
             by_dtype.setdefault(_sum_dtype(parameter), []).append(parameter)
         for dtype, members in by_dtype.items():
-            numel = sum(p.numel() for p in members) + len(members)
+            numel = sum(_numel(p) for p in members) + len(members)
             exchange = open_exchange(
                 self._group, numel, dtype, torch.device("cpu"), sides=2
             )
@@ -124,9 +126,17 @@ def check_gradients(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
             raise ConfigError(
                 f"{name}: sparse gradients cannot be reduced; use sparse=False"
             )
-        if parameter.is_complex():
-            raise ConfigError(f"{name}: complex gradients cannot be reduced")
 
 
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    is_double = parameter.dtype in (torch.float64, torch.complex128)
+    return torch.float64 if is_double else torch.float32
+
+
+def _numel(parameter: torch.Tensor) -> int:
+    """Real numbers in it: a complex one is two."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _as_real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -45,7 +45,8 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: the model; the same on every rank. ``state_dict`` has its keys behind
-            ``module.``, as torch's wrapper has.
+            ``module.``, as torch's wrapper has. Hand ``.module`` to what looks for
+            torch's class (``torch.distributed.checkpoint.state_dict`` does).
         device_ids: None, or the one CUDA device of the module: inputs are moved there.
         output_device: accepted and unused, as in torch for one device per process.
         dim: the dimension of a batch along which its samples lie.
@@ -69,8 +70,9 @@ class DistributedDataParallel(nn.Module):
         loss_reduction: ``"mean"``: a rank's loss is the mean over its samples, and
             gradients are those of the mean over the union of all batches; ``"sum"``: a
             rank's loss is a sum, and gradients are those of the sum over the union.
-        weight_by: ``"samples"`` weighs a rank by its batch (:meth:`set_weight`
-            overrides it); ``"ranks"`` weighs all alike, as torch does.
+        weight_by: ``"samples"`` weighs a rank by its batch, the first tensor's size
+            along ``dim`` (:meth:`set_weight` overrides it: for lists of samples, say);
+            ``"ranks"`` weighs all alike, as torch does.
         strategy: ``"overlapped"`` sends buckets during backward, ``"synchronous"`` at
             its end; with ``"none"`` nothing is reduced.
         timeout_s: deadline of each wait; None: the process group's.

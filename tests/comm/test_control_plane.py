@@ -32,7 +32,13 @@ from elche.coordination.instructions import (
     Welcome,
 )
 from elche.coordination.wire import to_wire
-from elche.errors import CommunicationError, DeadlineError, ProtocolError
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ProtocolError,
+    RemoteRankError,
+)
+from elche.pipeline.rendezvous import Rendezvous
 from elche.runtime import coordinator
 from elche.runtime.coordinator import CoordinatorServer, serve_in_thread
 from elche.sim.cluster import Cluster, Device, Run
@@ -312,6 +318,65 @@ def test_the_last_word_is_heard_although_the_coordinator_has_gone(how: str) -> N
             channel.receive(WAIT_S, "anything")
 
 
+def test_the_last_word_is_heard_although_nonsense_came_with_it() -> None:
+    # Once: what had come in the same piece as the bad frame was lost.
+    with one_connection() as (channel, far, codec):
+        stranger = FrameCodec(b"j" * 32, b"n" * NONCE_BYTES, is_server=True)
+        nonsense = stranger.encode(to_wire(ABORT))
+        far.sendall(codec.encode(to_wire(ABORT)) + nonsense)
+        assert channel.receive(WAIT_S, "anything") == ABORT
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="not authentic"):
+                channel.receive(WAIT_S, "anything")
+        channel.send(Left(rank=0))  # this direction is whole
+
+
+def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
+    # Once: passed over for good, as something had come that was not read yet; and the
+    # part of it that had gone out made nonsense of what was sent next.
+    with one_connection() as (channel, far, codec):
+        channel._timeout_s = 0.05
+        far.sendall(codec.encode(to_wire(ABORT)))
+        channel.wait_readable(WAIT_S)
+        channel.store_set("large", bytes(32 << 20))
+        channel.send(Left(rank=0))
+        assert channel.find_abort() == ABORT
+        assert channel.receive(WAIT_S, "anything") == ABORT
+        why = r"lost the coordinator: timed out \(StoreSet was not sent\)"
+        for wait in (
+            lambda: channel.receive(WAIT_S, "anything"),
+            channel.ready,
+            lambda: channel.send(Left(rank=0)),
+        ):
+            with pytest.raises(CommunicationError, match=why):
+                wait()
+
+
+def test_a_wait_for_a_value_ends_with_the_connection() -> None:
+    # Once: with something unread, it went round and round until its deadline.
+    with one_connection() as (channel, far, codec):
+        far.sendall(codec.encode(to_wire(ABORT)))
+        far.shutdown(socket.SHUT_WR)
+        channel.wait_readable(WAIT_S)
+        with pytest.raises(CommunicationError, match="lost the coordinator") as caught:
+            channel.store_get("a", WAIT_S)
+        assert not isinstance(caught.value, DeadlineError)
+        assert channel.store_published(["a"], WAIT_S) == set()
+        with pytest.raises(RemoteRankError, match="rank 1 failed"):
+            Rendezvous(channel, 0, WAIT_S).store_get("a", WAIT_S)
+
+
+def test_what_a_rank_said_before_nonsense_is_heard(served: Served) -> None:
+    # Once: its farewell was lost with the bad frame, and it counted as lost.
+    with closing(served.channel(0)) as channel:
+        stranger = FrameCodec(b"j" * 32, b"n" * NONCE_BYTES, is_server=False)
+        failed = to_wire(Failed(rank=0, error="ValueError: x", traceback=""))
+        channel._put(channel._codec.encode(failed) + stranger.encode(failed))
+        abort = channel.receive(WAIT_S, "the end")
+        assert isinstance(abort, Abort)
+        assert "ValueError: x" in abort.reason
+
+
 def test_what_the_system_takes_in_parts_arrives_whole() -> None:
     value = bytes(range(256)) * (1 << 15)
     read: list[bytes] = []
@@ -326,7 +391,7 @@ def test_what_the_system_takes_in_parts_arrives_whole() -> None:
         channel.close()
         reader.join(WAIT_S)
     codec = FrameCodec(KEY, b"n" * NONCE_BYTES, is_server=True)
-    said = codec.feed(read[0])
+    said = list(codec.feed(read[0]))
     assert [message.get("value") for message in said] == [None, b"1", value, b"2"]
 
 

@@ -21,7 +21,12 @@ from elche.coordination.events import Event
 from elche.coordination.field_checks import brief
 from elche.coordination.instructions import Abort, Instruction
 from elche.coordination.wire import FROM_COORDINATOR, from_wire, to_wire
-from elche.errors import CommunicationError, DeadlineError, ProtocolError
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    ProtocolError,
+)
 
 _CHUNK_BYTES = 1 << 16
 _LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
@@ -45,6 +50,8 @@ class ControlChannel:
         self._inbox: deque[Instruction] = deque()
         self._stored: dict[str, bytes] = {}
         self._closed = False
+        self._failure: ElcheError | None = None  # raised once the inbox is empty
+        self._cut: CommunicationError | None = None  # the failure, if it was to send
         self._timeout_s = connection.gettimeout()
         connection.setblocking(False)
         self._poll = select.poll()
@@ -84,7 +91,13 @@ class ControlChannel:
         return channel
 
     def send(self, *events: Event) -> None:
-        """Sends events at once; does not wait for anything."""
+        """Sends events at once; does not wait for anything.
+
+        Raises:
+            CommunicationError: the coordinator is gone, and nothing that came from it
+                is left to be read. If something is (the reason, say), the next wait
+                with nothing left raises it.
+        """
         self._send(*(to_wire(event) for event in events))
 
     def ready(self) -> Iterator[Instruction]:
@@ -129,6 +142,7 @@ class ControlChannel:
 
         Raises:
             DeadlineError: it was not published in time.
+            CommunicationError: the coordinator is gone.
         """
         if key not in self._stored:
             self._send({"type": "StoreGet", "key": key})
@@ -141,6 +155,8 @@ class ControlChannel:
                     f"value {key!r} of another rank"
                 )
             self._read(left_s)
+            if self._failure is not None and key not in self._stored:
+                raise self._failure
         return self._stored[key]
 
     def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
@@ -152,6 +168,8 @@ class ControlChannel:
             if left_s <= 0:
                 break
             self._read(left_s)
+            if self._failure is not None:
+                break
         return self._stored.keys() & set(keys)
 
     def close(self) -> None:
@@ -170,12 +188,25 @@ class ControlChannel:
     def _send(self, *messages: dict[str, Any]) -> None:
         if self._closed or not messages:
             return
-        try:
-            self._put(b"".join(map(self._codec.encode, messages)))
-        except OSError as error:
-            self._read_quietly()
-            if not self._inbox:
-                raise self._gone(error) from error
+        if self._cut is None:
+            try:
+                self._put(b"".join(map(self._codec.encode, messages)))
+                return
+            except OSError as error:
+                # After a frame that went out in part no other can be read there.
+                self._failure = self._cut = self._unsent(messages, error)
+        if not self._inbox:
+            raise self._cut
+
+    def _unsent(
+        self, messages: Sequence[dict[str, Any]], error: OSError
+    ) -> CommunicationError:
+        with contextlib.suppress(CommunicationError, ProtocolError):
+            self._fill(0.5)  # what it said last
+        kinds = ", ".join(str(message["type"]) for message in messages)
+        failure = self._gone(error, f" ({kinds} was not sent)")
+        failure.__cause__ = error
+        return failure
 
     def _put(self, data: bytes) -> None:
         """Hands bytes to the system; waits only where it has no room for them."""
@@ -191,9 +222,21 @@ class ControlChannel:
             self._socket.setblocking(False)
 
     def _read(self, timeout_s: float) -> None:
-        """Reads what is there, waiting for the first byte at most ``timeout_s``."""
+        """Reads what is there, waiting for the first byte at most ``timeout_s``.
+
+        What came before the end (the reason of it, say) counts first.
+        """
         if self._closed:
             raise CommunicationError("the control channel is closed")
+        if self._failure is None:
+            try:
+                self._fill(timeout_s)
+            except (CommunicationError, ProtocolError) as error:
+                self._failure = error
+        if self._failure is not None and not self._inbox:
+            raise self._failure
+
+    def _fill(self, timeout_s: float) -> None:
         ready = self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1e3)
         while ready:
             failure: OSError | None = None
@@ -204,19 +247,10 @@ class ControlChannel:
             except OSError as error:
                 data, failure = b"", error
             if not data:
-                # What came before the end (the reason of it, say) counts first.
-                if self._inbox:
-                    return
                 raise self._gone(failure) from failure
             for message in self._codec.feed(data):
                 self._take(message)
             ready = self._poll.poll(0.0) if len(data) == _CHUNK_BYTES else []
-
-    def _read_quietly(self) -> None:
-        try:
-            self._read(0.5)
-        except CommunicationError:
-            return
 
     def _take(self, message: Any) -> None:
         if isinstance(message, dict) and message.get("type") == "StoreValue":
@@ -229,10 +263,10 @@ class ControlChannel:
             return
         self._inbox.append(from_wire(message, FROM_COORDINATOR))
 
-    def _gone(self, error: OSError | None) -> CommunicationError:
+    def _gone(self, error: OSError | None, lost: str = "") -> CommunicationError:
         why = f": {error}" if error else ""
         return CommunicationError(
-            f"rank {self._rank} lost the coordinator{why}; the launcher has ended or "
-            "was stopped, or it did not take this rank (a wrong ELCHE_KEY, or a rank "
-            "that is there already)"
+            f"rank {self._rank} lost the coordinator{why}{lost}; the launcher has "
+            "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
+            "or a rank that is there already)"
         )

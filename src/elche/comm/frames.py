@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -62,15 +63,14 @@ class FrameCodec:
         self._sent += 1
         return _LENGTH.pack(len(payload)) + tag + payload
 
-    def feed(self, data: bytes) -> list[Any]:
-        """Takes received bytes; returns the messages that are now complete.
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Takes received bytes; gives the messages that are now complete, one by one.
 
         Raises:
-            ProtocolError: a frame is not authentic or not msgpack; the connection
-                cannot be used any more.
+            ProtocolError: a frame is not authentic or not msgpack, and the connection
+                cannot be used any more; the messages before it have been given.
         """
         self._buffer += data
-        messages = []
         head = _LENGTH.size + TAG_BYTES
         while len(self._buffer) >= head:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -86,10 +86,10 @@ class FrameCodec:
                 raise ProtocolError("a frame is not authentic (another key or run?)")
             self._received += 1
             try:
-                messages.append(msgpack.unpackb(payload, raw=False))
+                message = msgpack.unpackb(payload, raw=False)
             except (ValueError, msgpack.exceptions.UnpackException) as error:
                 raise ProtocolError(f"a frame is not msgpack: {error}") from error
-        return messages
+            yield message
 
     def _tag(self, direction: bytes, sequence: int, payload: bytes) -> bytes:
         what = self._nonce + direction + _SEQUENCE.pack(sequence) + payload

@@ -6,7 +6,7 @@ import time
 from typing import final
 
 from elche.comm.control_channel import ControlChannel
-from elche.errors import DeadlineError, RemoteRankError
+from elche.errors import CommunicationError, DeadlineError, RemoteRankError
 
 LOOK_EVERY_S = 0.1
 
@@ -47,7 +47,10 @@ class Rendezvous:
             left_s = until_s - time.monotonic()
             try:
                 return self._channel.store_get(key, min(LOOK_EVERY_S, max(0.0, left_s)))
-            except DeadlineError as error:
+            except CommunicationError as error:
+                if not isinstance(error, DeadlineError):
+                    check_for_abort(self._channel)  # it may have said why
+                    raise
                 if left_s <= 0:
                     raise DeadlineError(
                         f"rank {self._rank} waited {timeout_s:g} s for the other ranks "

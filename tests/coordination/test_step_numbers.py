@@ -50,7 +50,7 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
         for rank, own in enumerate(numbers):
             is_first = step == lost_at and rank in culprits
             is_none = step > lost_at or is_first or (rank, step) in skipped
-            part = (step, 0, 4 * rank, 4 * rank + 4)
+            part = (0, step, 0, 4 * rank, 4 * rank + 4)
             own.gradients(part, 0, is_finite=not is_none)
             own.parameters(is_finite=step < stops_at)
             steps.take(report(rank, own, step))
@@ -66,6 +66,22 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
     else:
         assert (no.value.rank, no.value.part) == (None, ())
         assert f"ranks {sorted(culprits)} first had" in str(no.value)
+
+
+def test_what_an_epoch_leaves_to_the_next_is_the_fault_of_who_began_it() -> None:
+    # Once: counted anew in each epoch, in whose first pass all ranks' are none.
+    steps, numbers = StepNumbers(), [OwnNumbers(), OwnNumbers()]
+    numbers[1].gradients((2, 7, 0, 4, 8), 0, is_finite=False)
+    for rank, own in enumerate(numbers):
+        own.gradients((3, 0, 0, 4 * rank, 4 * rank + 4), 0, is_finite=False)
+        own.parameters(is_finite=False)
+        steps.take(report(rank, own, 0))
+    with pytest.raises(
+        NonFiniteError, match="rank 1's own, in step 7 of epoch 2"
+    ) as no:
+        steps.check(3, (0, 1), is_last=False)
+    # Batches are named by their number in the epoch that ends.
+    assert (no.value.rank, no.value.batches, no.value.part) == (1, (), ())
 
 
 def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:

@@ -11,6 +11,7 @@ import pytest
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import Event, StepsDone
 from elche.coordination.instructions import EndEpoch, GrantSteps, Instruction
+from elche.coordination.step_numbers import OwnNumbers
 from elche.coordination.step_reports import StepCost, StepReports
 from elche.runtime.positions import EpochPositions
 from elche.runtime.sync_epoch import SyncEpoch
@@ -39,7 +40,7 @@ def cost(busy_s: float, *, warm: bool = True) -> StepCost:
 
 
 def test_a_report_sums_what_its_steps_took() -> None:
-    reports = StepReports(0, 3)
+    reports = StepReports(0, 3, OwnNumbers())
     reports.granted(grant(0, 2))
     reports.granted(grant(2, 3))
     assert not reports.step_done(0, cost(1.0, warm=False))
@@ -71,7 +72,7 @@ def test_a_report_sums_what_its_steps_took() -> None:
 
 
 def test_a_change_of_the_group_voids_grants_and_what_was_measured() -> None:
-    reports = StepReports(0, 0)
+    reports = StepReports(0, 0, OwnNumbers())
     reports.granted(grant(0, 2))
     assert not reports.step_done(0, cost(1.0))
     reports.void()

@@ -47,7 +47,7 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
     Slow.come = False
 
     def step(number: int, value: float) -> None:
-        watch.begin_step((number, 0, 4))
+        watch.begin_step((2, number, 0, 4))
         used.grad = torch.full_like(used, value)
         watch.look(came)
         watch.report(final=False)
@@ -61,11 +61,11 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
         used.fill_(NAN)
     step(4, NAN)
     assert (numbers.broken, numbers.is_finite) == (
-        ((), True) if defers else ((3, 0, 0, 4), False)
+        ((), True) if defers else ((2, 3, 0, 0, 4), False)
     )
     Slow.come = True
     watch.report(final=False)
-    assert (numbers.broken, numbers.is_finite) == ((3, 0, 0, 4), False)
+    assert (numbers.broken, numbers.is_finite) == ((2, 3, 0, 0, 4), False)
 
 
 def test_a_part_that_does_not_count_is_not_looked_at() -> None:
@@ -87,15 +87,15 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
             parameters[index].grad = torch.full((2,), value)
         watch.look(dict.fromkeys(came, 1))
 
-    watch.begin_step((5, 0, 4))
+    watch.begin_step((2, 5, 0, 4))
     look([1, 0], [1.0, 1.0])
     look([3, 2], [1.0, NAN])
-    assert numbers.broken == (5, 1, 0, 4)
-    watch.begin_step((6, 0, 4))
+    assert numbers.broken == (2, 5, 1, 0, 4)
+    watch.begin_step((2, 6, 0, 4))
     look([1, 0], [NAN, 1.0])
-    assert numbers.broken == (5, 1, 0, 4)
+    assert numbers.broken == (2, 5, 1, 0, 4)
     look([3, 2], [1.0, 1.0])
-    assert numbers.broken == (6, 0, 0, 4)
+    assert numbers.broken == (2, 6, 0, 0, 4)
     with torch.no_grad():
         parameters[1].fill_(NAN)
     watch.report(final=False)
@@ -107,7 +107,7 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
 def test_parameters_are_looked_at_again_where_no_pass_came_since() -> None:
     numbers, (parameter,) = OwnNumbers(), [nn.Parameter(torch.ones(2))]
     watch = NumberWatch([parameter], numbers)
-    watch.begin_step((0, 0, 4))
+    watch.begin_step((2, 0, 0, 4))
     parameter.grad = torch.ones(2)
     watch.look({0: 1})
     watch.report(final=False)

@@ -7,7 +7,7 @@ an event, the addressee of an instruction. Times are seconds, sizes are samples.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
@@ -16,5 +16,5 @@ Scalars = tuple[tuple[str, float, float], ...]
 """What users logged: (name, weighted sum, weight)."""
 
 OwnPart = tuple[int, ...]
-"""A rank's part of a step: the step, the backward pass in it, its first sample and one
+"""A rank's part of a step: epoch, step, backward pass in it, its first sample and one
 past the last; or ()."""

@@ -25,7 +25,10 @@ PATIENCE_REPORTS = 3
 
 @final
 class OwnNumbers:
-    """What one rank has seen, in the order in which it happened.
+    """What one rank has seen, in the order in which it happened, over all epochs.
+
+    A gradient that an epoch leaves to the first step of the next is the reduced one,
+    the same on all ranks, when the next pass adds to it.
 
     Attributes:
         is_finite: the parameters were numbers when they were last looked at.
@@ -44,7 +47,7 @@ class OwnNumbers:
         """The rank's own gradient of a parameter, in a backward pass.
 
         Args:
-            part: the step, the pass, and the samples of the step's batch (first, one
+            part: epoch, step, pass, and the samples of the step's batch (first, one
                 past the last) that it is of.
             parameter: which one.
             is_finite: it is numbers.
@@ -96,22 +99,24 @@ class StepNumbers:
 
     def _error(self, epoch: int) -> NonFiniteError:
         broken = {rank: part for rank, part in self._broken.items() if part}
-        first = min((part[:2] for part in broken.values()), default=())
-        ranks = sorted(rank for rank, part in broken.items() if part[:2] == first)
-        step = first[0] if first else -1
-        batches = ((step, step + 1),) if first else ()
+        first = min((part[:3] for part in broken.values()), default=())
+        ranks = sorted(rank for rank, part in broken.items() if part[:3] == first)
+        began, step = first[:2] if first else (epoch, -1)
+        where = f"step {step}" if began == epoch else f"step {step} of epoch {began}"
+        batches = ((step, step + 1),) if first and began == epoch else ()
         rank = ranks[0] if len(ranks) == 1 else None
         part: OwnPart = ()
         if rank is not None:
-            part = broken[rank][2:]
+            start, stop = broken[rank][3:]
+            part = (start, stop) if batches else ()
             who = (
                 f"the first gradient that was not finite was rank {rank}'s own, in "
-                f"step {step}, of samples {part[0]} to {part[1] - 1} of its batch"
+                f"{where}, of samples {start} to {stop - 1} of its batch"
             )
         elif ranks:
             who = (
                 f"ranks {ranks} first had gradients that were not finite in the "
-                f"same step {step}, so the learning rate may be at fault rather than "
+                f"same {where}, so the learning rate may be at fault rather than "
                 "a sample"
             )
         else:

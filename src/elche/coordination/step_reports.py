@@ -59,18 +59,16 @@ class StepReports:
     Args:
         rank: whose.
         epoch: the epoch.
-
-    Attributes:
         numbers: whether they were numbers; the shell keeps it up to date.
     """
 
-    def __init__(self, rank: int, epoch: int) -> None:
+    def __init__(self, rank: int, epoch: int, numbers: OwnNumbers) -> None:
         self._rank = rank
         self._epoch = epoch
         self._grants: deque[GrantSteps] = deque()
         self._measured = _Measured()
         self._due: StepsDone | None = None
-        self.numbers = OwnNumbers()
+        self._numbers = numbers
 
     @property
     def under_way(self) -> GrantSteps | None:
@@ -118,8 +116,8 @@ class StepReports:
             transfer_s=measured.transfer_s,
             parameter_norm=parameter_norm,
             scalars=scalars,
-            is_finite=self.numbers.is_finite and not math.isnan(parameter_norm),
-            broken=self.numbers.broken,
+            is_finite=self._numbers.is_finite and not math.isnan(parameter_norm),
+            broken=self._numbers.broken,
         )
 
     def take(self) -> StepsDone | None:
@@ -148,8 +146,8 @@ class StepReports:
             sync_wait_s=measured.sync_wait_s,
             transfer_s=measured.transfer_s,
             scalars=scalars,
-            is_finite=self.numbers.is_finite,
-            broken=self.numbers.broken,
+            is_finite=self._numbers.is_finite,
+            broken=self._numbers.broken,
         )
 
     def _add(self, cost: StepCost) -> None:

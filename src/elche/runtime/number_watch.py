@@ -69,8 +69,8 @@ class NumberWatch:
         """A step begins.
 
         Args:
-            part: its number, and which samples of its batch are this rank's (first, one
-                past the last); () where it has none.
+            part: epoch and step, and which samples of its batch are this rank's (first,
+                one past the last); () where it has none.
         """
         self._part, self._passes = part, 0
 
@@ -82,8 +82,8 @@ class NumberWatch:
         """
         if not self._part or not came:
             return
-        step, *samples = self._part
-        part = step, self._passes, *samples
+        epoch, step, *samples = self._part
+        part = epoch, step, self._passes, *samples
         self._passes += 1
         if self._is_told:
             self._looked_at.clear()

@@ -19,6 +19,7 @@ from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import EpochOpened
 from elche.coordination.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.coordination.messages import Scalars
+from elche.coordination.step_numbers import OwnNumbers
 from elche.coordination.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.agreement import checksum, min_share_samples
@@ -103,6 +104,7 @@ class RunEpochs:
         self._trailing = TrailingSteps(training.model)
         self._skips, self._optimizers = watch.skips, watch.optimizers
         self._left_epoch: int | None = None
+        self._numbers = OwnNumbers()
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.reports: list[EndEpoch] = []
@@ -276,6 +278,7 @@ class RunEpochs:
             make_equal(worker.group, named, "sharing a changed model")
         if changed or begin.policy != self._synchroniser.policy:
             self._synchroniser.build(begin.policy)
+            self._numbers = OwnNumbers()  # it counts the parameters that are trained
         if begin.state_from is not None:
             optimizers = self._optimizers.all()
             take_over(worker.group, model, optimizers, begin.state_from)
@@ -329,6 +332,7 @@ class RunEpochs:
             self._check_training,
             self._drain_scalars,
             self._synchroniser.parameter_norm,
+            self._numbers,
         )
 
     def _drain_scalars(self, final: bool) -> Scalars:

@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
     A rank without samples gets some to run its loop body on (the same control flow, the
     same optimizer step), but weighs nothing. ``part`` is what of the step is its own:
-    the step, its first sample and one past the last, or ().
+    epoch and step, its first sample and one past the last, or ().
     """
 
     step: int
@@ -69,8 +69,9 @@ class SyncEpoch:
         self._reducer = reducer
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        self._reports = StepReports(worker.rank, positions.epoch)
-        self._numbers = NumberWatch(reducer.parameters, self._reports.numbers)
+        numbers = hooks.numbers
+        self._reports = StepReports(worker.rank, positions.epoch, numbers)
+        self._numbers = NumberWatch(reducer.parameters, numbers)
         reducer.look_before(self._numbers.look)
         self._granted_until = 0
         self.end: EndEpoch | None = None
@@ -188,7 +189,8 @@ class SyncEpoch:
         total = sum(shares)
         active = sum(share > 0 for share in shares)
         for number in range(instruction.start, instruction.stop):
-            part = (number, start, start + samples) if samples else ()
+            own = (self._positions.epoch, number, start, start + samples)
+            part = own if samples else ()
             step = Step(number, samples, samples / total, active, part)
             if samples:
                 batch = self._positions.index_batch(number, start, start + samples)

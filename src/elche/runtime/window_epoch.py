@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elche.comm.spread import SyncResult
@@ -25,6 +25,7 @@ from elche.coordination.instructions import (
     Reduce,
 )
 from elche.coordination.messages import Runs, Scalars
+from elche.coordination.step_numbers import OwnNumbers
 from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
@@ -46,12 +47,15 @@ class EpochHooks:
         check: called at the end of every window; raises if the run cannot go on.
         scalars: what the user logged since it was last asked; True waits for all.
         parameter_norm: the L2 norm of what is trained; waits for the device.
+        numbers: whether this rank's own gradients were numbers, in this epoch and
+            before.
     """
 
     on_error: Callable[[ElcheError], None]
     check: Callable[[], None]
     scalars: Callable[[bool], Scalars]
     parameter_norm: Callable[[], float]
+    numbers: OwnNumbers = field(default_factory=OwnNumbers)
 
 
 @dataclass(slots=True)

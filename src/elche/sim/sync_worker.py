@@ -24,6 +24,7 @@ from elche.coordination.instructions import (
     Regroup,
     SwitchPolicy,
 )
+from elche.coordination.step_numbers import OwnNumbers
 from elche.coordination.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
@@ -52,7 +53,7 @@ class SyncEpoch:
         self._sim = rank.sim
         self._epoch = begin.epoch
         self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
-        self._reports = StepReports(rank.rank, begin.epoch)
+        self._reports = StepReports(rank.rank, begin.epoch, OwnNumbers())
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None

@@ -18,7 +18,16 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=20).map(BatchSizes.of)
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(
-            ["lease", "train", "close", "stage", "commit", "leave out", "reject"]
+            [
+                "lease",
+                "train",
+                "close",
+                "stage",
+                "commit",
+                "leave out",
+                "reject",
+                "revoke",
+            ]
         ),
         st.integers(0, 2),
         st.integers(1, 4),
@@ -43,6 +52,12 @@ def _move(ledger: EpochLedger, what: str, holder: int, most: int) -> None:
     elif what == "reject" and ledger.parts(holder):
         start, stop = ledger.parts(holder)[most % len(ledger.parts(holder))]
         ledger.reject(holder, [(start + (most > 2 and stop > start + 1), stop)])
+        ledger.check()
+    elif what == "revoke" and ledger._committed:
+        start, stop = ledger._committed[most % len(ledger._committed)]
+        before = ledger.committed_samples
+        gone = ledger.revoke(holder, [(start + (most > 2 and stop > start + 1), stop)])
+        assert ledger.committed_samples == before - gone
         ledger.check()
     elif what == "leave out" and ledger.pooled:
         start, _ = ledger.pooled_ranges()[0]
@@ -103,4 +118,6 @@ def test_nobody_takes_back_what_it_has_not_closed() -> None:
         ProtocolError, match=r"takes back batches 1\.\.2, but has closed"
     ):
         ledger.reject(0, [(1, 3)])
+    with pytest.raises(ProtocolError, match=r"back batches 0\.\.1, but committed are"):
+        ledger.revoke(0, [(0, 2)])
     ledger.check()

@@ -70,8 +70,10 @@ def count_batches(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def without(holder: int, ranges: Sequence[Range], part: Range) -> list[Range]:
-    """The ranges without a part of one of them."""
+def without(
+    holder: int, ranges: Sequence[Range], part: Range, are: str = "has closed"
+) -> list[Range]:
+    """The ranges without a part of one of them, which ``holder`` takes back."""
     start, stop = part
     for at, (begin, end) in enumerate(ranges):
         if begin <= start < stop <= end:
@@ -79,8 +81,7 @@ def without(holder: int, ranges: Sequence[Range], part: Range) -> list[Range]:
             left = [each for each in rest if each[0] < each[1]]
             return [*ranges[:at], *left, *ranges[at + 1 :]]
     raise ProtocolError(
-        f"{holder} takes back batches {start}..{stop - 1}, but has closed "
-        f"{list(ranges)[:4]}"
+        f"{holder} takes back batches {start}..{stop - 1}, but {are} {list(ranges)[:4]}"
     )
 
 

@@ -108,9 +108,10 @@ class WindowClosed:
     ``changed_buffers`` are indices of float buffers written since the last reduction,
     ``is_finite`` is False when its drift cannot be used. ``rejected`` are batches
     (start, stop) that are not in it, as the rank has taken them back, and ``culprits``
-    those that were found to be at fault. ``scalars`` are (name, weighted sum, weight)
-    of what the user logged. ``weight`` is what the user says that its batches weigh in
-    the mean over ranks, None where their samples do.
+    those that were found to be at fault. ``lost`` are batches of earlier windows whose
+    gradients waited for a step, which this one took back. ``scalars`` are (name,
+    weighted sum, weight) of what the user logged. ``weight`` is what the user says that
+    its batches weigh in the mean over ranks, None where their samples do.
     """
 
     rank: int
@@ -121,6 +122,7 @@ class WindowClosed:
     is_finite: bool = True
     culprits: tuple[int, ...] = ()
     rejected: Runs = ()
+    lost: Runs = ()
     scalars: Scalars = ()
     weight: float | None = None
 

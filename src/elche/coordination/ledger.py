@@ -329,6 +329,27 @@ class EpochLedger:
         self._return(gone)
         return gone
 
+    def revoke(self, holder: int, parts: Sequence[Range]) -> int:
+        """Returns committed batches to the pool: they are in no model after all.
+
+        Args:
+            holder: who says so.
+            parts: the batches (start, stop).
+
+        Returns:
+            Their samples.
+
+        Raises:
+            ProtocolError: they are not committed.
+        """
+        for part in parts:
+            are = "committed are"
+            self._committed = without(holder, self._committed, part, are)
+        self._return(parts)
+        samples = self._samples_in(parts)
+        self._committed_samples -= samples
+        return samples
+
     def remove(self, holder: int) -> None:
         """A holder is gone: what it had returns to the pool.
 

@@ -214,7 +214,9 @@ class WindowMetrics(Metrics):
     """What a window brought; see `Metrics` for the other attributes.
 
     Under ``sync``, where every step is a synchronisation, it covers the steps that the
-    ranks reported together.
+    ranks reported together. Samples of earlier windows that this one lost (their
+    gradients waited for a step that was taken back) are subtracted here, so that
+    windows add up to their epoch: a rank's may be negative.
 
     Attributes:
         window: its number; under ``sync`` that of the last step in the epoch.

@@ -6,7 +6,8 @@ fault. They are leased again as *suspects*, and from the first suspect of a wind
 or from its first batch where the rank's last window was spoilt, whoever trains on them
 asks after every batch. It keeps what it has learned where no gradient waits for a step;
 a batch that leaves no number takes the rank back there, and it goes on. Batches whose
-gradients were to make one step stand or fall together. Pure.
+gradients were to make one step stand or fall together, also those of earlier windows,
+which count already: they are *lost*, and given back as well. Pure.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class Suspects:
         self._watches = self._is_wary = self._is_lost = False
         self._must_keep = False
         self._waiting: list[int] = []
+        self._carried: list[int] = []  # of earlier windows, and wait for a step
+        self._applied: list[int] = []  # of earlier windows, in a step of this one
+        self._lost: list[int] = []
         self._since: int | None = None
         self._culprits: list[int] = []
         self._rejected: list[int] = []
@@ -108,6 +112,8 @@ class Suspects:
                 self._since = batch
         if learned.has_stepped:
             self._waiting.clear()
+            self._applied += self._carried
+            self._carried = []
 
     def window_ends(self) -> tuple[tuple[int, ...], Runs]:
         """Batches at fault, and all that are not in what the rank has learned.
@@ -118,16 +124,29 @@ class Suspects:
             self._drop_waiting()
         culprits, rejected = tuple(self._culprits), joined(sorted(self._rejected))
         self._culprits, self._rejected = [], []
-        self._waiting, self._since = [], None
+        self._since = None
         self._watches = self._is_lost = False
         self._is_wary = bool(rejected)
         return culprits, rejected
 
-    def closed(self, *, is_finite: bool) -> None:
-        """The window has been looked at as a whole."""
+    def closed(self, *, is_finite: bool) -> Runs:
+        """The window has been looked at as a whole.
+
+        Returns:
+            Batches of earlier windows that are in no step, and will not be.
+        """
+        lost, self._lost = self._lost, []
+        if not is_finite:
+            lost += [*self._applied, *self._carried]
+            self._carried = []
+        elif self._waiting or self._carried:
+            waits = self._learned.accumulates
+            self._carried = [*self._carried, *self._waiting] if waits else []
+        self._applied, self._waiting = [], []
         self._is_wary |= not is_finite
         if not self._is_wary:
             self._learned.forget()
+        return joined(sorted(lost))
 
     def _drop_waiting(self) -> None:
         """Gradients that wait for a step would spoil what comes after them."""
@@ -138,6 +157,8 @@ class Suspects:
 
     def _reject(self, culprit: int | None) -> None:
         self._rejected += self._waiting
+        self._lost += self._carried
+        self._carried = []
         if culprit is not None:
             self._culprits.append(culprit)
         self._waiting, self._since = [], None

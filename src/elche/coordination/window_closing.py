@@ -51,6 +51,7 @@ def reject_unusable(state: WindowState) -> None:
             state.unusable[rank] = state.unusable.get(rank, 0) + 1
         if batches:
             spoilt += _failed(state, rank, batches, closed.culprits)
+        spoilt += _lost(state, rank, closed.lost)
     if spoilt and state.source is not None:
         state.source.try_again(
             state.book.window - state.first_window + (2 if state.is_overlapped else 1),
@@ -92,6 +93,32 @@ def _failed(
         state.ledger.leave_out(batch, batch + 1)
         state.left_out.append((batch, batch + 1))
     return [batch for batch in batches if batch not in gone]
+
+
+def _lost(state: WindowState, rank: int, parts: Sequence[Range]) -> list[int]:
+    """Batches of earlier windows are in no step: they count no more.
+
+    Their gradients waited, and the step that they came to was taken back.
+
+    Returns:
+        What is to be trained on again.
+    """
+    batches = _batches(parts)
+    if not batches:
+        return []
+    samples = state.ledger.revoke(rank, parts)
+    state.progress_samples -= samples
+    state.totals.discard(state.book.window, rank, samples)
+    state.note(
+        f"rank {rank}: batches {_named(batches)} of earlier windows waited for a step "
+        "that was taken back, and count no more"
+    )
+    if not state.is_draining:
+        return batches
+    for batch in batches:
+        state.ledger.leave_out(batch, batch + 1)
+        state.left_out.append((batch, batch + 1))
+    return []
 
 
 def _batches(parts: Sequence[Range]) -> list[int]:

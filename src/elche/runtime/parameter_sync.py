@@ -140,8 +140,13 @@ class AveragedSync(WindowSync):
         return weight > 0
 
     def _go_back(self) -> None:
-        """What this rank has learned is none: gradients that wait are of that."""
-        if not self._was_finite and not self.has_finite_gradients:
+        """What this rank has learned is none: gradients that wait are of that.
+
+        Those that are numbers go too: their batches are trained on again.
+        """
+        if self._was_finite:
+            return
+        if self._steps.accumulates or not self.has_finite_gradients:
             self._steps.drop_gradients()
 
 

@@ -274,7 +274,7 @@ class WindowEpoch:
         began_s = time.monotonic()
         culprits, rejected = self._suspects.window_ends()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
-        self._suspects.closed(is_finite=is_finite)
+        lost = self._suspects.closed(is_finite=is_finite)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             *self._done(),
@@ -287,6 +287,7 @@ class WindowEpoch:
                 is_finite=is_finite,
                 culprits=culprits,
                 rejected=rejected,
+                lost=lost,
                 scalars=self._hooks.scalars(waits),
                 weight=self._weight_without(rejected),
             ),

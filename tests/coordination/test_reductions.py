@@ -118,3 +118,28 @@ def test_a_turn_names_its_fragment_until_nothing_is_left() -> None:
         plans = planner.plan(parts, settings, 0, Reduction(0, parts))
         assert [plan.fragment for plan in plans] == [fragment] * 2
         assert planner.is_owed is (fragment is not None)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "options", "apart"),
+    [
+        (("a", "a", "a"), {}, ()),
+        (("", "", ""), {}, ()),
+        (("a", "", "a"), {}, (1,)),
+        (("", "", "a"), {}, (0, 1)),
+        (("a", "b", "b"), {}, (0,)),
+        (("a", "", "a"), {"optimizer_state": "local"}, ()),
+    ],
+)
+def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
+    layouts: tuple[str, ...], options: dict[str, Any], apart: tuple[int, ...]
+) -> None:
+    parts = parts_of((8, 8, 8))
+    for part, layout in zip(parts.values(), layouts, strict=True):
+        assert part.closed is not None
+        part.closed = dataclasses.replace(part.closed, state=layout)
+    planner = ReductionPlanner(RunConfig(policy="cadence", **options), None)
+    settings = planner.settings(parts, 1000, 10)
+    plans = planner.plan(parts, settings, 0, Reduction(0, parts))
+    assert {plan.state_apart for plan in plans} == {apart}
+    assert settings["include_state"] == (layouts == ("a", "a", "a"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -188,3 +189,47 @@ def train_through_bad_samples(
     metrics = None if said[0] else elche.epoch_metrics()
     elche.shutdown()
     return Survived(said, left_out, order, metrics, values)
+
+
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_with_a_late_optimizer(
+    task: Task, batches: int
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """A second optimizer steps after so many batches on rank 1, and at once elsewhere.
+
+    Returns:
+        What was logged of optimizer state, and that of the second optimizer.
+    """
+    model, _, loader = build(task)
+    first, last = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(last, lr=1e-2)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    begins = batches if os.environ["RANK"] == "1" else 0
+    kept, log = _Lines(), logging.getLogger("elche")
+    log.addHandler(kept)
+    try:
+        for number, (x, y, *_) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if number >= begins:
+                second.step()
+            for each in (optimizer, second):
+                each.zero_grad()
+    finally:
+        log.removeHandler(kept)
+    elche.shutdown()
+    states = {
+        f"{n} {k}": v for n, p in enumerate(last) for k, v in second.state[p].items()
+    }
+    return [line for line in kept.lines if "optimizer state" in line], states

@@ -9,7 +9,10 @@ import torch
 
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task
-from tests.distributed.lost_cases import train_through_bad_samples
+from tests.distributed.lost_cases import (
+    train_through_bad_samples,
+    train_with_a_late_optimizer,
+)
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -49,6 +52,28 @@ def test_both_are_averaged(ranks2: RankPool) -> None:
     assert {name[0] for name in moments} == {"0", "1"}
     for name in moments:
         assert torch.equal(one[name], other[name]), name
+
+
+def test_state_that_one_rank_has_not_yet_is_said_once(ranks2: RankPool) -> None:
+    """It is averaged from the window on in which both have it."""
+    options = {"policy": "cadence", "deterministic": True, "anchor": 2}
+    task = Task(samples=320, batch_size=8, epochs=1, options=options)
+    (said, state), (said_late, late) = ranks2.run(
+        train_with_a_late_optimizer, task, 6, case_setup=serve_in_thread
+    )
+    here = "no optimizer state is averaged while ranks [1] hold other state"
+    sgd, adamw = (f"{each} holds state for 2 of 2" for each in ("SGD", "AdamW"))
+    assert [(here in line, sgd in line, adamw in line) for line in said] == [
+        (True,) * 3
+    ]
+    assert [(line[:6], here in line, sgd in line) for line in said_late] == [
+        ("rank 1", True, True)
+    ]
+    assert "AdamW" not in said_late[0]
+    moments = [name for name in state if name.endswith(MOMENTS)]
+    assert moments
+    for name in moments:
+        assert torch.equal(state[name], late[name]), name
 
 
 def test_both_stay_local(ranks2: RankPool) -> None:

@@ -81,9 +81,10 @@ class Metrics:
             several; infinite where a rank's parameters were not finite; empty unless
             every rank has said it.
         parameter_norm: L2 norm of the consensus, None if it was not measured.
-        means: (name, weighted mean) of what users logged, in the order of names. Where
-            a GradScaler steps the optimizer, ``grad_scaler_skips`` is the part of its
-            steps that it skipped; their samples count as done.
+        means: (name, weighted mean) of what users logged, in the order of names, on
+            samples that were discarded too. Where a GradScaler steps the optimizer,
+            ``grad_scaler_skips`` is the part of its steps that it skipped; their
+            samples count as done.
         left_out: (name, count) of logged values that were not finite and are in no
             mean.
     """

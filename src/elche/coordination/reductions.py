@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,16 @@ def drift_weight(kind: str, samples: float) -> float:
     if kind == "equal":
         return float(samples > 0)
     return float(samples) if kind == "samples" else math.sqrt(samples)
+
+
+def _apart(parts: Mapping[int, Part]) -> tuple[int, ...]:
+    """Ranks whose optimizers hold other state than most of those that hold any."""
+    layouts = {r: part.closed.state for r, part in parts.items() if part.closed}
+    counts = Counter(layouts.values())
+    if len(counts) < 2:
+        return ()
+    usual = max(counts, key=lambda layout: (layout != "", counts[layout]))
+    return tuple(rank for rank, layout in layouts.items() if layout != usual)
 
 
 class ReductionPlanner:
@@ -113,6 +124,8 @@ class ReductionPlanner:
         active = sum(count > 0 for count in counts)
         shared: dict[str, Any] = dict(settings)
         self.is_owed = shared.get("fragment") is not None
+        if self._config.averages_state:
+            shared["state_apart"] = _apart(parts)
         return [
             Reduce(
                 rank=rank,

@@ -71,6 +71,16 @@ class LocalSteps:
         """Those that step the model, the one given to `elche.setup` first."""
         return self._optimizers.all()
 
+    def states_in_words(self) -> str:
+        """Which optimizers have stepped the model, and for what they hold state."""
+        words = []
+        for optimizer in self._optimizers.all():
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            count = sum(bool(optimizer.state.get(p)) for p in held)
+            name = type(optimizer).__name__
+            words.append(f"{name} holds state for {count} of {len(held)} parameters")
+        return ", ".join(words)
+
     def forget_states(self, *, only_lost: bool = False) -> None:
         """Takes optimizers back to where they had taken no step.
 

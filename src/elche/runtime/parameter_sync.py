@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, final
 
 from elche.comm.averaging import Averager, ParameterAverager
@@ -12,6 +13,8 @@ from elche.comm.spread import SyncResult
 from elche.coordination.instructions import Reduce
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.window_sync import WindowSync
+
+logger = logging.getLogger(__name__)
 
 
 class AveragedSync(WindowSync):
@@ -172,6 +175,7 @@ class ParameterSync(AveragedSync):
         own_factor: GradientFactor | None,
     ) -> None:
         super().__init__(averager, steps, drifts, own_factor)
+        self._has_told = False
 
     def state_layout(self) -> str:
         """See :meth:`WindowSync.state_layout`."""
@@ -186,6 +190,16 @@ class ParameterSync(AveragedSync):
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
+        if plan.state_apart and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "rank %d: no optimizer state is averaged while ranks %s hold other "
+                "state than most (where an optimizer has not stepped yet, say); here "
+                "%s",
+                plan.rank,
+                list(plan.state_apart),
+                self._steps.states_in_words(),
+            )
         if self._drifts.fragments == 1:
             result = self._averager.synchronise(plan)
         else:

@@ -235,11 +235,12 @@ class Peers:
             self._waits.end()
 
     def _is_through(self, work: Any, what: str) -> bool:
+        was_over = work.is_completed()  # else it may end as the wait gives up
         try:
             work.wait(timedelta(seconds=LOOK_EVERY_S))
         except RuntimeError as error:
-            if not work.is_completed():
-                return False  # the moment has passed, nothing else
+            if not was_over:
+                return False  # the next look tells how it ended
             until_s = time.monotonic() + REASON_WITHIN_S
             while time.monotonic() < until_s:
                 self._check()  # the reason may be on its way

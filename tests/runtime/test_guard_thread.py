@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
@@ -63,7 +64,7 @@ class LateToNotice(Future[object]):
     def result(self, timeout: float | None = None) -> object:
         if timeout is not None:
             self.exception()
-            raise TimeoutError
+            raise FutureTimeoutError  # before Python 3.11 not the builtin
         return super().result()
 
 

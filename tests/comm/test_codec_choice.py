@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elche.comm.codec_choice import (
-    CLEAR_GAIN,
     CODING_S,
-    WORTH_S,
     choose_codec,
+    clearly_beats,
     predicted_s,
 )
 
@@ -43,16 +42,20 @@ def test_between_them_lies_half_precision() -> None:
     numel=st.integers(1, 10**9),
     world_size=st.integers(2, 16),
 )
-def test_the_choice_beats_what_is_more_exact_and_no_other_clearly_beats_it(
+@example(seconds=1.5, numel=30_714_247, world_size=2)
+@example(seconds=0.05, numel=10_000, world_size=2)
+def test_what_is_more_exact_is_clearly_beaten_and_the_choice_is_not(
     seconds: float, numel: int, world_size: int
 ) -> None:
     chosen = choose_codec(seconds, numel, world_size)
     times = {name: predicted_s(name, seconds, numel, world_size) for name in CODING_S}
     names = list(CODING_S)
-    for name in names[: names.index(chosen)]:
-        assert times[chosen] * CLEAR_GAIN <= times[name] - WORTH_S
-    for name in names[names.index(chosen) + 1 :]:
-        assert times[name] * CLEAR_GAIN > times[chosen] - WORTH_S
+    beaten = {
+        name: any(clearly_beats(times[less], times[name]) for less in names[at + 1 :])
+        for at, name in enumerate(names)
+    }
+    assert not beaten[chosen]
+    assert all(beaten[name] for name in names[: names.index(chosen)])
 
 
 def test_small_messages_are_left_alone_on_any_link() -> None:

@@ -1,8 +1,8 @@
 """Which codec pays on this link: ``codec="auto"``.
 
 Encoding costs the training core time that a fast link does not give back, and takes
-something off every message. A less exact codec is therefore chosen only where it makes
-a sum clearly shorter than a more exact one would, on the link as it was measured.
+something off every message. A less exact codec is therefore chosen only where every
+more exact one is clearly beaten, on the link as it was measured.
 """
 
 from __future__ import annotations
@@ -61,11 +61,22 @@ def choose_codec(transfer_s: float, numel: int, world_size: int) -> str:
     times = {
         name: predicted_s(name, transfer_s, numel, world_size) for name in CODING_S
     }
-    best, *less_exact = times
-    for name in less_exact:
-        if times[name] * CLEAR_GAIN <= times[best] - WORTH_S:
-            best = name
-    return best
+    names = list(times)
+    return next(
+        name
+        for at, name in enumerate(names)
+        if not any(clearly_beats(times[less], times[name]) for less in names[at + 1 :])
+    )
+
+
+def clearly_beats(less_exact_s: float, more_exact_s: float) -> bool:
+    """Whether a less exact codec is worth what it takes off.
+
+    Args:
+        less_exact_s: seconds of a sum in it.
+        more_exact_s: seconds in the one that it is compared with.
+    """
+    return less_exact_s * CLEAR_GAIN <= more_exact_s - WORTH_S
 
 
 def measured_codec(group: Group, numel: int) -> str:

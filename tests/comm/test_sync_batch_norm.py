@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -145,12 +145,14 @@ def test_unequal_shares_are_the_union_batch(kind: str, options: dict[str, Any]) 
     ),
     exponent=st.integers(-3, 3),
 )
+@example(sizes=[0, 3], exponent=-3)
 def test_any_division_of_a_batch(sizes: list[int], exponent: int) -> None:
     batch = _batch(sum(sizes), "1d", 10.0**exponent)
     layer = _layer("1d", eps=1e-12)
     whole = _alone(copy.deepcopy(layer), batch)
     ranks = on_ranks(len(sizes), _shared, batch.split(sizes), [layer] * len(sizes))
-    scale = float(whole.of_input.abs().max()) + 1.0
+    # Terms this large cancel in the gradient, here and in torch alike.
+    scale = 1.0 / float(batch.std(0, correction=0).min())
     for result in (*ranks, whole):
         result.of_input = result.of_input / scale
     _compare(ranks, whole, sizes)

@@ -121,3 +121,19 @@ def test_nobody_takes_back_what_it_has_not_closed() -> None:
     with pytest.raises(ProtocolError, match=r"back batches 0\.\.1, but committed are"):
         ledger.revoke(0, [(0, 2)])
     ledger.check()
+
+
+def test_neighbours_are_taken_back_whatever_order_they_were_trained_in() -> None:
+    """A batch that another rank gave back is trained on after the next one."""
+    ledger = EpochLedger(BatchSizes(((4, 4),)), [0, 1])
+    ledger.lease(1, 1)
+    ledger.lease(0, 2)
+    ledger.give_back(1)
+    ledger.lease(0, 1)
+    ledger.train(0, 1, 3)
+    ledger.train(0, 0, 1)
+    ledger.close(0)
+    assert ledger.reject(0, [(0, 2)]) == ((0, 2),)
+    assert ledger.parts(0) == ((2, 3),)
+    assert ledger.pooled == 3
+    ledger.check()

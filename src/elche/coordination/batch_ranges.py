@@ -73,13 +73,23 @@ def count_batches(ranges: Iterable[Range]) -> int:
 def without(
     holder: int, ranges: Sequence[Range], part: Range, are: str = "has closed"
 ) -> list[Range]:
-    """The ranges without a part of one of them, which ``holder`` takes back."""
+    """The ranges without a part of them, which ``holder`` takes back.
+
+    It may lie in several: neighbours are not always trained on one after the other.
+    """
     start, stop = part
-    for at, (begin, end) in enumerate(ranges):
-        if begin <= start < stop <= end:
-            rest = [(begin, start), (stop, end)]
-            left = [each for each in rest if each[0] < each[1]]
-            return [*ranges[:at], *left, *ranges[at + 1 :]]
+    kept: list[Range] = []
+    found = 0
+    for begin, end in ranges:
+        low, high = max(begin, start), min(end, stop)
+        if low >= high:
+            kept.append((begin, end))
+            continue
+        found += high - low
+        rest = [(begin, low), (high, end)]
+        kept += [each for each in rest if each[0] < each[1]]
+    if start < stop and found == stop - start:
+        return kept
     raise ProtocolError(
         f"{holder} takes back batches {start}..{stop - 1}, but {are} {list(ranges)[:4]}"
     )

@@ -352,6 +352,21 @@ def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
                 wait()
 
 
+def test_a_failed_send_does_not_hide_why_reading_ended() -> None:
+    with one_connection() as (channel, far, codec):
+        channel._timeout_s = 0.05
+        stranger = FrameCodec(b"j" * 32, b"n" * NONCE_BYTES, is_server=True)
+        nonsense = stranger.encode(to_wire(ABORT))
+        far.sendall(codec.encode(to_wire(ABORT)) + nonsense)
+        channel.wait_readable(WAIT_S)
+        channel.store_set("large", bytes(32 << 20))
+        assert channel.receive(WAIT_S, "anything") == ABORT
+        with pytest.raises(ProtocolError, match="not authentic"):
+            channel.receive(WAIT_S, "anything")
+        with pytest.raises(CommunicationError, match="StoreSet was not sent"):
+            channel.send(Left(rank=0))
+
+
 def test_a_wait_for_a_value_ends_with_the_connection() -> None:
     # Once: with something unread, it went round and round until its deadline.
     with one_connection() as (channel, far, codec):

@@ -51,7 +51,7 @@ class ControlChannel:
         self._stored: dict[str, bytes] = {}
         self._closed = False
         self._failure: ElcheError | None = None  # raised once the inbox is empty
-        self._cut: CommunicationError | None = None  # the failure, if it was to send
+        self._cut: CommunicationError | None = None  # of sending; waits raise the first
         self._timeout_s = connection.gettimeout()
         connection.setblocking(False)
         self._poll = select.poll()
@@ -194,7 +194,8 @@ class ControlChannel:
                 return
             except OSError as error:
                 # After a frame that went out in part no other can be read there.
-                self._failure = self._cut = self._unsent(messages, error)
+                self._cut = self._unsent(messages, error)
+                self._failure = self._failure or self._cut
         if not self._inbox:
             raise self._cut
 
@@ -202,7 +203,8 @@ class ControlChannel:
         self, messages: Sequence[dict[str, Any]], error: OSError
     ) -> CommunicationError:
         with contextlib.suppress(CommunicationError, ProtocolError):
-            self._fill(0.5)  # what it said last
+            if self._failure is None:
+                self._fill(0.5)  # what it said last
         kinds = ", ".join(str(message["type"]) for message in messages)
         failure = self._gone(error, f" ({kinds} was not sent)")
         failure.__cause__ = error

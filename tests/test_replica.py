@@ -91,6 +91,8 @@ def test_alone_sync_batch_norm_is_batch_norm() -> None:
         (float("inf"), "expected batch counts of at least 0, got inf"),
         (None, "expected a batch count per rank, or .* as one number, got None"),
         ("4", "expected a batch count per rank, or .* as one number, got '4'"),
+        ([None], r"a batch count per rank, or .* as one number, got \[None\]"),
+        (["4"], r"a batch count per rank, or .* as one number, got \['4'\]"),
     ],
 )
 def test_wrong_counts_are_refused(counts: Any, says: str) -> None:

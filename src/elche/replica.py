@@ -22,9 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -313,26 +313,28 @@ def _checked_counts(
 ) -> list[float]:
     if isinstance(batch_counts, torch.Tensor):
         batch_counts = batch_counts.tolist()
-    if isinstance(batch_counts, str) or not isinstance(batch_counts, Real | Iterable):
+    is_own = isinstance(batch_counts, Real)
+    listed: Any = [batch_counts] if is_own else batch_counts
+    try:
+        given = [math.fsum((count,)) for count in listed]  # takes numbers, no text
+    except TypeError as error:
         raise ConfigError(
             "expected a batch count per rank, or this rank's own as one number, got "
             f"{batch_counts!r}"
-        )
-    if not isinstance(batch_counts, Iterable):
+        ) from error
+    counts = given
+    if is_own:
         counts = [UNKNOWN] * world_size
-        given = [float(batch_counts)]
         counts[rank] = given[0]
-    else:
-        given = list(batch_counts)
-        if len(given) != world_size:
-            raise ConfigError(
-                f"expected a batch count per rank ({world_size}), got {len(given)}"
-            )
-        counts = [float(count) for count in given]
-        if not sum(counts):
-            raise ConfigError(
-                f"expected a batch count above 0 for at least one rank, got {given}"
-            )
+    elif len(given) != world_size:
+        raise ConfigError(
+            f"expected a batch count per rank ({world_size}), got {len(given)}"
+        )
+    elif not sum(given):
+        raise ConfigError(
+            "expected a batch count above 0 for at least one rank, got "
+            f"{batch_counts!r}"
+        )
     if any(not math.isfinite(count) or count < 0 for count in given):
         raise ConfigError(f"expected batch counts of at least 0, got {batch_counts!r}")
     return counts

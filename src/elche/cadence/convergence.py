@@ -5,7 +5,7 @@ windows, of the prototypes that the design rests on: character models of 64 k an
 parameters, AdamW, global batches or equal drift weights with a Nesterov outer step, one
 to eight seeds, runs of 8000 batches. They rank policies and promise nothing about a
 given model. What is lost is mostly lost early, as if the run were shorter by so many
-batches; in a run of other length it is nearly as many (`PRICE_GROWTH`).
+batches; in a run of other length it is nearly as many (`_PRICE_GROWTH`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ UPDATES = {"sync": "gradients", "cadence": "parameters", "async": "parameters"}
 """The policies, first the one preferred among equals, and what each averages."""
 REFERENCE_BATCHES = 8000.0
 """Batches of all ranks in a run that the table is of."""
-PRICE_GROWTH = 0.25
-"""With what power of a run's length the batches grow that windows cost: 0 to 0.4 from
-1000 to 16 000 batches (`docs/convergence.md`, short runs). Larger global batches cost
-the same number of batches in any run."""
 FREE_LAG = 1.0 / 3.0
 """Up to this part of a window a late average costs nothing beyond the table."""
 
@@ -36,6 +32,11 @@ FREE_LAG = 1.0 / 3.0
 # at 2 ranks was 0.99 to 1.02 (two seeds); short runs say 0.98 to 0.99. The last column
 # is of runs of four (8 ranks) to sixteen windows.
 _WINDOW_KNOTS = (2.5, 12.5, 50.0, 250.0)
+_PRICE_GROWTH = (0.15, 0.4, 0.45, 0.45)
+"""With what power of a run's length the batches grow that such windows cost, measured
+in runs of 500 to 16 000 (`docs/convergence.md`, short runs); larger global batches cost
+the same number in any run."""
+_MEASURED_LENGTHS = (500.0, 16_000.0)
 _RANK_KNOTS = (2, 4, 8)
 _GLOBAL_BATCH_EFFICIENCY = (1.0, 0.97, 0.88)  # of as many batches in one
 _WINDOW_EFFICIENCY = {
@@ -108,9 +109,19 @@ def sample_efficiency(
         raise ConfigError(f"window_batches must be positive, got {window_batches!r}")
     check_run_batches(run_batches)
     found = unchecked_efficiency(policy, world_size, window_batches, lag_batches)
-    length = run_batches / REFERENCE_BATCHES
-    growth = 0.0 if policy == "sync" else PRICE_GROWTH
-    return 1.0 / (1.0 + (1.0 / found - 1.0) * math.pow(length, growth - 1.0))
+    lost = (1.0 / found - 1.0) * REFERENCE_BATCHES / run_batches
+    if policy != "sync":
+        lost *= _price_growth(window_batches / world_size, run_batches)
+    return 1.0 / (1.0 + lost)
+
+
+def _price_growth(batches_per_rank: float, run_batches: float) -> float:
+    """How many more batches windows cost in such a run than in one of the table."""
+    least, most = _MEASURED_LENGTHS
+    length = min(max(run_batches, least), most) / REFERENCE_BATCHES
+    place = math.log2(batches_per_rank)
+    power = _interpolated(min(place, _LOG2_WINDOWS[-1]), _LOG2_WINDOWS, _PRICE_GROWTH)
+    return math.pow(length, power)
 
 
 def check_run_batches(run_batches: float) -> float:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.chooser import MARGIN, Choice, Chooser
+from elche.cadence.chooser import MARGIN, UNSURE, Choice, Chooser
 from elche.cadence.convergence import UPDATES
-from elche.cadence.goodput import Cluster, Fleet, predict
+from elche.cadence.goodput import Cluster, Fleet, Prediction, predict
 from elche.errors import ConfigError
 from tests.harness.work import lines_run
 
@@ -58,6 +58,14 @@ def jittered(measured: Cluster, rng: random.Random) -> Cluster:
 
 def all_ranks(measured: Cluster) -> dict[str, float]:
     return {policy: predict(policy, measured).goodput for policy in POLICIES}
+
+
+def at_worst(found: Prediction) -> float:
+    """Goodput where windows cost twice the samples that the table says."""
+    if found.policy == "sync":
+        return found.goodput
+    worst = 1.0 / (1.0 + UNSURE * (1.0 / found.sample_efficiency - 1.0))
+    return found.goodput * worst / found.sample_efficiency
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,9 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
     found = choice.prediction
     assert found.policy == choice.policy
     assert found.goodput >= 1.0 - 1e-9
-    assert found.goodput * (1.0 + MARGIN) ** 2 >= max(all_ranks(measured).values())
+    best = max((predict(p, measured) for p in POLICIES), key=lambda each: each.goodput)
+    least = best.goodput if found.policy != "sync" else at_worst(best)
+    assert found.goodput * (1.0 + MARGIN) ** 2 >= least
     kept = [r for r in range(measured.world_size) if r not in choice.left_out]
     assert found == predict(choice.policy, measured, kept)
     slowest_kept = max(measured.batch_s(rank) for rank in kept)
@@ -131,13 +141,17 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
 @given(clusters())
 def test_sync_is_preferred_unless_another_is_clearly_better(measured: Cluster) -> None:
     choice = Chooser().observe(measured)
-    others = [found.goodput for found in choice.alternatives]
     if choice.policy == "sync":
-        assert max(others) < (1.0 + MARGIN) * choice.prediction.goodput
+        mine = choice.prediction
+        best = max(choice.alternatives, key=lambda found: found.goodput)
+        is_unsure = mine.world_size > 1 and at_worst(best) < mine.goodput
+        assert best.goodput < (1.0 + MARGIN) * mine.goodput or is_unsure
     else:
         sync = choice.alternatives[0]
         assert sync.policy == "sync"
         assert choice.prediction.goodput >= (1.0 + MARGIN) * sync.goodput
+        if sync.world_size > 1:
+            assert at_worst(choice.prediction) >= sync.goodput * (1.0 - 1e-12)
 
 
 @given(clusters(most_ranks=4), st.integers(0, 2**32))

@@ -20,6 +20,9 @@ from elche.errors import ConfigError
 
 MARGIN = 0.025
 """What is better by this part is clearly better."""
+UNSURE = 2.0
+"""Models differ by so much and more in what windows cost them: the GPT of `elche demo`
+loses three times the samples of the study's network. Steps of ``sync`` cost none."""
 PATIENCE = 2
 """Observations in a row that a change takes."""
 NEWS = 1.1
@@ -88,6 +91,14 @@ class _Option:
     @property
     def goodput(self) -> float:
         return self.prediction.goodput
+
+    @property
+    def goodput_at_worst(self) -> float:
+        """If windows cost `UNSURE` times the samples that the table says."""
+        known = self.prediction.sample_efficiency
+        if self.policy == "sync":
+            return self.goodput
+        return self.goodput / (known + UNSURE * (1.0 - known))
 
     @property
     def policy(self) -> str:
@@ -260,6 +271,10 @@ class Chooser:
         return best
 
     def _clearly(self, option: _Option, other: _Option) -> bool:
+        """Better by the margin, and than steps of several ranks even at worst."""
+        is_shared = other.policy == "sync" and len(other.ranks) > 1
+        if is_shared and option.goodput_at_worst < other.goodput:
+            return False
         return option.goodput >= (1.0 + self._margin) * other.goodput
 
     def _beats(self, option: _Option, present: _Option) -> bool:

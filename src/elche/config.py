@@ -36,11 +36,12 @@ class RunConfig:
     """What every rank of a run must agree on.
 
     Attributes:
-        policy: ``"sync"`` (gradients reduced at every batch, shares of the
-            global batch by delivered speed), ``"cadence"`` (local steps in El
-            Che windows, parameters averaged at their end), ``"async"`` (as
-            cadence, the averaging overlapped with the next window) or ``"auto"``
-            (begins as sync, measures, goes on by predicted goodput, and says so).
+        policy: ``"sync"``, the default (gradients reduced at every batch, shares of
+            the global batch by delivered speed; the result is one device's), or by
+            name what changes the optimisation: ``"cadence"`` (local steps in El Che
+            windows, parameters averaged at their end), ``"async"`` (as cadence, the
+            averaging overlapped with the next window) or ``"auto"`` (begins as sync,
+            measures, goes on by predicted goodput, with windows too, and says so).
         update: what a window of ``cadence`` reduces: ``"parameters"``, or
             ``"gradients"`` (summed over the window, one common optimizer step at
             its end). ``"auto"`` is what the policy usually does.
@@ -118,7 +119,7 @@ class RunConfig:
         timeout_s: deadline of every wait for another rank.
     """
 
-    policy: str = "auto"
+    policy: str = "sync"
     update: str = "auto"
     loss_reduction: str = "mean"
     max_grad_norm: float | None = None

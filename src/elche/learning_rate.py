@@ -10,6 +10,7 @@ import torch
 
 from elche import session_state
 from elche.errors import ConfigError
+from elche.runtime.rate_watch import follows_progress
 
 
 class ProgressLR:
@@ -59,6 +60,7 @@ class ProgressLR:
         self._scale = scale
         for group in optimizer.param_groups:
             _keep_initial(group)
+        follows_progress(optimizer)
 
     def step(self) -> float:
         """Sets the rates for the batch in hand.

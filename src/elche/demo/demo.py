@@ -145,9 +145,9 @@ def run_contenders(
     plan: list[tuple[str, list[str], dict[str, Any]]] = [
         ("solo", alone, {"kind": "solo"}),
         ("ddp", ["PyTorch's DDP"], {"kind": "ddp"}),
-        ("elche-cadence", ["elche cadence"], {"kind": "elche", "policy": "cadence"}),
         ("elche-sync", ["elche sync"], {"kind": "elche", "policy": "sync"}),
         ("elche-auto", ["elche auto"], {"kind": "elche", "policy": "auto"}),
+        ("elche-cadence", ["elche cadence"], {"kind": "elche", "policy": "cadence"}),
     ]
     runs = {}
     for name, tasks, settings in plan:

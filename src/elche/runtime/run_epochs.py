@@ -29,6 +29,7 @@ from elche.runtime.news import RunNews, with_samples
 from elche.runtime.optimizers_seen import OptimizersSeen
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.rate_watch import RateWatch
 from elche.runtime.scaler_skips import ScalerSkips
 from elche.runtime.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.succession import rates, take_over
@@ -105,6 +106,7 @@ class RunEpochs:
         self._skips, self._optimizers = watch.skips, watch.optimizers
         self._left_epoch: int | None = None
         self._numbers = OwnNumbers()
+        self._rates = RateWatch()
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.reports: list[EndEpoch] = []
@@ -320,6 +322,7 @@ class RunEpochs:
         batches = self._batches
         assert batches is not None
         sync.rebase()
+        self._rates.begin(self._optimizers.all())
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )
@@ -343,6 +346,8 @@ class RunEpochs:
         """Refuses what elche cannot see, or cannot follow, inside an epoch."""
         self._synchroniser.check()
         reducer = self._synchroniser.reducer
+        if reducer is None and self._worker.rank == 0:
+            self._rates.check(self._optimizers.all(), self._synchroniser.policy)
         if reducer is not None and reducer.backward_passes == 0:
             self._steps_without_backward += 1
             if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:

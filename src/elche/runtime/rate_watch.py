@@ -1,0 +1,79 @@
+"""Learning rates that a loop moves inside an epoch of windows."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_follow_progress: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def follows_progress(optimizer: torch.optim.Optimizer) -> None:
+    """Marks an optimizer whose rates are set from the run's progress."""
+    _follow_progress.add(optimizer)
+
+
+@final
+class RateWatch:
+    """Warns once of a schedule that counts one rank's batches.
+
+    In windows each rank runs other numbers of batches, so a schedule that moves with
+    them ends elsewhere than on one device, and on each rank elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[int, list[float]] = {}
+        self._has_warned = False
+
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """An epoch of windows begins with these rates."""
+        self._rates = {
+            id(optimizer): _rates(optimizer)
+            for optimizer in optimizers
+            if optimizer not in _follow_progress
+        }
+
+    def check(self, optimizers: Iterable[torch.optim.Optimizer], policy: str) -> None:
+        """A window has ended; the epoch has not."""
+        if self._has_warned:
+            return
+        for optimizer in optimizers:
+            before = self._rates.get(id(optimizer))
+            if before is None or optimizer in _follow_progress:
+                continue
+            now = _rates(optimizer)
+            if now != before:
+                self._warn(optimizer, before, now, policy)
+                return
+
+    def _warn(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: list[float],
+        now: list[float],
+        policy: str,
+    ) -> None:
+        self._has_warned = True
+        moved = [(b, n) for b, n in zip(before, now, strict=False) if b != n]
+        old, new = moved[0] if moved else (before[:1], now[:1])
+        logger.warning(
+            "the learning rate of %s moved inside an epoch (%s to %s) under policy %r, "
+            "where each rank runs its own number of batches: a schedule that is "
+            "stepped per batch ends elsewhere than on one device, and on each rank "
+            "elsewhere. Let it follow the run's progress: elche.ProgressLR(optimizer, "
+            "fn, total_samples), or choose policy 'sync'",
+            type(optimizer).__name__,
+            old,
+            new,
+            policy,
+        )
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Iterable
 from typing import final
@@ -48,7 +49,7 @@ class RateWatch:
             if before is None or optimizer in _follow_progress:
                 continue
             now = _rates(optimizer)
-            if now != before:
+            if any(map(operator.ne, before, now)):
                 self._warn(optimizer, before, now, policy)
                 return
 
@@ -60,10 +61,11 @@ class RateWatch:
         policy: str,
     ) -> None:
         self._has_warned = True
-        moved = [(b, n) for b, n in zip(before, now, strict=False) if b != n]
-        old, new = moved[0] if moved else (before[:1], now[:1])
+        old, new = next(
+            pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]
+        )
         logger.warning(
-            "the learning rate of %s moved inside an epoch (%s to %s) under policy %r, "
+            "the learning rate of %s moved inside an epoch (%.3g to %.3g) under policy %r, "
             "where each rank runs its own number of batches: a schedule that is "
             "stepped per batch ends elsewhere than on one device, and on each rank "
             "elsewhere. Let it follow the run's progress: elche.ProgressLR(optimizer, "

@@ -65,11 +65,11 @@ class RateWatch:
             pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]
         )
         logger.warning(
-            "the learning rate of %s moved inside an epoch (%.3g to %.3g) under policy %r, "
-            "where each rank runs its own number of batches: a schedule that is "
+            "the learning rate of %s moved inside an epoch (%.3g to %.3g) under policy "
+            "%r, where each rank runs its own number of batches: a schedule that is "
             "stepped per batch ends elsewhere than on one device, and on each rank "
-            "elsewhere. Let it follow the run's progress: elche.ProgressLR(optimizer, "
-            "fn, total_samples), or choose policy 'sync'",
+            "elsewhere. Let it follow the run's progress with elche.ProgressLR("
+            "optimizer, fn, total_samples), or choose policy 'sync'",
             type(optimizer).__name__,
             old,
             new,

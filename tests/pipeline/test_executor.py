@@ -18,6 +18,7 @@ from elche.pipeline.guard import ContributionGuard
 from elche.pipeline.planning import PipelinePlan, make_plan
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.step_io import PeerFailedError, StepInput, StepResults
+from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
 from tests.pipeline.thread_link import transports
 
@@ -28,14 +29,14 @@ TIMEOUT_S = 30.0
 
 
 class Several(nn.Module):
-    """Hands two tensors on, one of which needs no gradient, and a plain value."""
+    """Hands on what gets a gradient, what needs none, what gets none, and a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return torch.tanh(self.body(x)), x.detach() > 0, 0.5
+        return torch.tanh(self.body(x)), x.detach() > 0, x * 2, 0.5
 
 
 class Joined(nn.Module):
@@ -46,9 +47,9 @@ class Joined(nn.Module):
         self.body = nn.Linear(WIDTH, WIDTH)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor, share: float, *, shift: float
+        self, x: torch.Tensor, mask: torch.Tensor, _: Any, share: float, *, shift: float
     ) -> torch.Tensor:
-        return self.body(torch.where(mask, x, share * x)) + shift
+        return torch.tanh(self.body(torch.where(mask, x, share * x)) + shift)
 
 
 class Whole(nn.Module):
@@ -176,9 +177,11 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
     def run(group: Any, transport: Any) -> Ended:
         executor = executor_for(group.rank, plan, list(model.layers), transport)
         steps = [executor.train(each.given(group.rank, plan)) for each in batches]
-        assert [one for one, _, _ in executor.trace] == list(
-            plan.schedule.actions[group.rank]
-        )
+        actions = plan.schedule.actions[group.rank]
+        assert [one for one, _, _ in executor.trace] == list(actions)
+        for index in plan.schedule.stages_of(group.rank):
+            splits = any(one.kind is Kind.BACKWARD_INPUT for one in actions)
+            assert (executor.stage(index).profile.deferred_flops > 0) is splits
         evaluated = executor.evaluate(batches[0].given(group.rank, plan))
         return Ended(steps, evaluated, len(transport.arrived))
 

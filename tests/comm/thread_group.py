@@ -5,47 +5,88 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from elche.comm.exchange import wait_until
 from elche.errors import CommunicationError
 
 DEADLINE_S = 60.0
 T = TypeVar("T")
 
 
+@dataclass
+class Collective:
+    """A sum that some ranks have begun."""
+
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    total: torch.Tensor | None = None
+
+
+@dataclass
+class Work:
+    """One rank's part in a sum; as with gloo the result is in the tensor it gave."""
+
+    collective: Collective
+    tensor: torch.Tensor
+
+    def is_completed(self) -> bool:
+        return self.collective.total is not None
+
+
+class Shared:
+    """What the ranks of one group share: their collectives in order."""
+
+    def __init__(self, world_size: int, deadline_s: float) -> None:
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.changed = threading.Condition()
+        self.collectives: list[Collective] = []
+        self.has_failed = False
+
+    def fail(self) -> None:
+        """A rank is gone: nobody is to wait for it."""
+        with self.changed:
+            self.has_failed = True
+            self.changed.notify_all()
+
+
 class ThreadGroup:
-    """One rank's end, with the methods that an exchange uses."""
+    """One rank's end, with the methods of `Group` that exchanges and averaging use."""
 
-    shares_host = False
-
-    def __init__(
-        self, rank: int, barrier: threading.Barrier, slots: list[torch.Tensor | None]
-    ) -> None:
+    def __init__(self, rank: int, shared: Shared, shares_host: bool) -> None:
         self.rank = rank
-        self.world_size = barrier.parties
+        self.world_size = shared.world_size
+        self.shares_host = shares_host
         self.reductions = 0
-        self._barrier = barrier
-        self._slots = slots
+        self._begun = 0
+        self._shared = shared
 
-    def all_reduce_async(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def hosts(self) -> tuple[str, ...]:
+        return ()
 
-    def wait(self, work: torch.Tensor, what: str) -> None:
-        self.all_reduce(work, what)
+    def all_reduce_async(self, tensor: torch.Tensor) -> Work:
+        self.reductions += 1
+        return self._begin(tensor, tensor.clone())
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        self.reductions += 1
-        self._slots[self.rank] = tensor.clone()
-        self._meet(what)
-        parts = [part for part in self._slots if part is not None]
-        total = sum(parts[1:], start=parts[0].clone())
-        self._meet(what)
-        tensor.copy_(total)
+        self.wait(self.all_reduce_async(tensor), what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        raise AssertionError("not expected here")
+        mine = tensor.clone() if self.rank == 0 else torch.zeros_like(tensor)
+        self.wait(self._begin(tensor, mine), what)
+
+    def wait(self, work: Work, what: str) -> None:
+        shared = self._shared
+        with shared.changed:
+            shared.changed.wait_for(
+                lambda: work.is_completed() or shared.has_failed, shared.deadline_s
+            )
+        if work.collective.total is None:
+            raise CommunicationError(f"{what}: a rank has not come")
+        work.tensor.copy_(work.collective.total)
 
     def wait_until(
         self,
@@ -53,13 +94,28 @@ class ThreadGroup:
         what: str,
         missing: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        raise AssertionError("not expected here")
+        error = CommunicationError(f"{what}: a rank has not come")
 
-    def _meet(self, what: str) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise CommunicationError(f"{what}: a rank has not come") from error
+        def check() -> None:
+            if self._shared.has_failed:
+                raise error
+
+        wait_until(ready, check, lambda: error, self._shared.deadline_s)
+
+    def _begin(self, tensor: torch.Tensor, mine: torch.Tensor) -> Work:
+        shared = self._shared
+        with shared.changed:
+            if self._begun == len(shared.collectives):
+                shared.collectives.append(Collective())
+            collective = shared.collectives[self._begun]
+            self._begun += 1
+            collective.parts[self.rank] = mine
+            if len(collective.parts) == shared.world_size:
+                parts = [collective.parts[rank] for rank in range(shared.world_size)]
+                assert len({(part.shape, part.dtype) for part in parts}) == 1
+                collective.total = sum(parts[1:], start=parts[0].clone())
+                shared.changed.notify_all()
+        return Work(collective, tensor)
 
 
 def on_ranks(
@@ -67,6 +123,7 @@ def on_ranks(
     case: Callable[..., T],
     *args: Sequence[Any],
     deadline_s: float = DEADLINE_S,
+    shares_host: bool = False,
 ) -> list[T]:
     """Calls ``case(group, *each)`` on a thread per rank, and collects what it returns.
 
@@ -75,15 +132,20 @@ def on_ranks(
         case: what each runs.
         args: per argument of the case, a value per rank.
         deadline_s: of each wait for another rank.
+        shares_host: ranks sum in memory that they share, not by collectives.
     """
-    barrier = threading.Barrier(world_size, timeout=deadline_s)
-    slots: list[torch.Tensor | None] = [None] * world_size
-    groups = [ThreadGroup(rank, barrier, slots) for rank in range(world_size)]
+    shared = Shared(world_size, deadline_s)
+    groups = [ThreadGroup(rank, shared, shares_host) for rank in range(world_size)]
+
+    def run(group: ThreadGroup) -> T:
+        try:
+            return case(group, *(values[group.rank] for values in args))
+        except BaseException:
+            shared.fail()
+            raise
+
     with ThreadPoolExecutor(world_size) as pool:
-        futures = [
-            pool.submit(case, group, *(values[group.rank] for values in args))
-            for group in groups
-        ]
+        futures = [pool.submit(run, group) for group in groups]
         errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None and not isinstance(error, CommunicationError):

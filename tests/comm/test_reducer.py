@@ -1,0 +1,278 @@
+"""Reduced gradients are those of one process on the union batch, ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elche.comm.reducer import GradientReducer
+from tests.comm.thread_group import ThreadGroup, on_ranks
+
+Gradients = list[torch.Tensor | None]
+Sizes = Sequence[int]
+CAPS = {"a bucket each": 1, "a few buckets": 300, "one bucket": 1 << 20}
+
+
+class Net(nn.Module):
+    """Layers of unlike size, one that large parts use, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
+        self.large = nn.Linear(4, 2)
+        self.never = nn.Parameter(torch.ones(3))
+        self.double()
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        """One per sample; the second layer helps where there are four at least."""
+        out = self.body(x)
+        if len(x) >= 4:
+            out = out + self.large(x).tanh()
+        return out.square().sum(1)
+
+
+def nets(ranks: int) -> list[Net]:
+    """Made here: torch's generator is one for all threads."""
+    return [Net() for _ in range(ranks)]
+
+
+def batch_of(rank: int, step: int, samples: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(samples, 4, generator=generator).double()
+
+
+def alone(
+    step: int,
+    sizes: Sizes,
+    weights: Sequence[float] | None = None,
+    model: Net | None = None,
+) -> Gradients:
+    """Adds the gradient of all parts' mean, weighted by samples if not otherwise."""
+    model = Net() if model is None else model
+    weights = sizes if weights is None else weights
+    for rank, (samples, weight) in enumerate(zip(sizes, weights, strict=True)):
+        if weight:
+            mean = model.losses(batch_of(rank, step, samples)).mean()
+            (mean * (weight / sum(weights))).backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    return [
+        None if p.grad is None else p.grad.detach().clone() for p in model.parameters()
+    ]
+
+
+def reducer_of(model: Net, group: Any, cap_bytes: int) -> GradientReducer:
+    return GradientReducer(list(model.parameters()), group, cap_bytes)
+
+
+def check(ranks: Sequence[Gradients], expected: Gradients) -> None:
+    """The same bits on all ranks, and what one process finds."""
+    for name, mine, *others in zip(
+        dict(Net().named_parameters()), expected, *ranks, strict=True
+    ):
+        for other in others:
+            if mine is None:
+                assert other is None, name
+                continue
+            assert other is not None, name
+            assert torch.equal(other, others[0]), name
+            torch.testing.assert_close(other, mine, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("shares_host", [True, False], ids=["shared", "collectives"])
+@pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
+def test_any_shares_give_the_gradient_of_the_union(
+    cap_bytes: int, shares_host: bool
+) -> None:
+    """Shares change, the layer of large parts comes late, a rank has nothing."""
+    steps = [(3, 2, 1), (5, 3, 1), (1, 0, 6), (2, 2, 2), (9, 4, 0)]
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = reducer_of(model, group, cap_bytes)
+        reducer.attach()
+        found = []
+        for step, sizes in enumerate(steps):
+            model.zero_grad()
+            mine, active = sizes[group.rank], sum(size > 0 for size in sizes)
+            reducer.begin_step(mine / sum(sizes), active)
+            # A rank without samples runs its loop body on some that are not its own.
+            x = batch_of(group.rank, step, mine or 4)
+            model.losses(x).mean().backward()
+            reducer.end_step()
+            found.append(gradients_of(model))
+        assert reducer.backward_passes == len(steps)
+        return found
+
+    ranks = on_ranks(3, run, nets(3), shares_host=shares_host)
+    for step, sizes in enumerate(steps):
+        check([found[step] for found in ranks], alone(step, sizes))
+
+
+def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
+    def run(group: ThreadGroup, model: Net) -> Gradients:
+        reducer = reducer_of(model, group, 1)
+        reducer.attach()
+        reducer.begin_step(float(group.rank == 0), 1)
+        x = batch_of(group.rank, 0, 5)
+        x[group.rank :] *= 1.0 if group.rank == 0 else torch.inf
+        model.losses(x).mean().backward()
+        reducer.end_step()
+        return gradients_of(model)
+
+    check(on_ranks(2, run, nets(2)), alone(0, (5, 5), (1.0, 0.0)))
+
+
+@pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
+def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
+    """It comes in other passes than its bucket expects, and from the other rank."""
+    steps = [(5, 1), (5, 1), (1, 1), (1, 5), (4, 4)]
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = reducer_of(model, group, cap_bytes)
+        reducer.attach()
+        found = []
+        for step, sizes in enumerate(steps):
+            model.zero_grad()
+            reducer.begin_step(sizes[group.rank] / sum(sizes), 2)
+            model.losses(
+                batch_of(group.rank, step, sizes[group.rank])
+            ).mean().backward()
+            reducer.end_step()
+            found.append(gradients_of(model))
+        return found
+
+    ranks = on_ranks(2, run, nets(2))
+    for step, sizes in enumerate(steps):
+        check([found[step] for found in ranks], alone(step, sizes))
+
+
+def accumulated(model: Net, reducer: GradientReducer, group: ThreadGroup) -> None:
+    """Two steps without zero_grad between them, as gradient accumulation does."""
+    for step, sizes in enumerate(ACCUMULATED):
+        reducer.begin_step(sizes[group.rank] / sum(sizes), 2)
+        model.losses(batch_of(group.rank, step, sizes[group.rank])).mean().backward()
+        reducer.end_step()
+
+
+def in_micro_batches(model: Net, reducer: GradientReducer, group: ThreadGroup) -> None:
+    """The same two steps, each part cut where a device does not hold it at once."""
+    for step, sizes in enumerate(ACCUMULATED):
+        mine = sizes[group.rank]
+        pieces = batch_of(group.rank, step, mine).split(4)
+        reducer.begin_step(mine / sum(sizes), 2)
+        passes = reducer.backward_passes
+        for number, piece in enumerate(pieces):
+            reducer.hold(number < len(pieces) - 1)
+            (model.losses(piece).sum() / mine).backward()
+        assert reducer.backward_passes == passes + 1
+        reducer.end_step()
+
+
+ACCUMULATED = [(12, 4), (4, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("train", [accumulated, in_micro_batches])
+@pytest.mark.parametrize("shares_host", [True, False], ids=["shared", "collectives"])
+@pytest.mark.parametrize("cap_bytes", CAPS.values(), ids=CAPS)
+def test_what_is_accumulated_counts_once(
+    cap_bytes: int,
+    shares_host: bool,
+    train: Callable[[Net, GradientReducer, ThreadGroup], None],
+) -> None:
+    def run(group: ThreadGroup, model: Net) -> Gradients:
+        reducer = reducer_of(model, group, cap_bytes)
+        reducer.attach()
+        train(model, reducer, group)
+        return gradients_of(model)
+
+    model = Net()
+    for step, sizes in enumerate(ACCUMULATED):
+        expected = alone(step, sizes, model=model)
+    check(on_ranks(2, run, nets(2), shares_host=shares_host), expected)
+
+
+def test_ranks_weigh_what_the_user_says() -> None:
+    """Weights leave the scale of the last step behind, and one rank says nothing."""
+    weights = [(3.0, 1.0, 2.0), (700.0, 1.0, 0.5), (0.001, 0.0, 0.002), (2.0, 2.0, 0.0)]
+    sizes = (4, 6, 2)
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = reducer_of(model, group, 300)
+        reducer.weigh_by_user()
+        reducer.attach()
+        found = []
+        for step, each in enumerate(weights):
+            model.zero_grad()
+            mine = sizes[group.rank]
+            reducer.begin_step(mine / sum(sizes), 3, each[group.rank])
+            model.losses(batch_of(group.rank, step, mine)).mean().backward()
+            reducer.end_step()
+            found.append(gradients_of(model))
+        return found
+
+    ranks = on_ranks(3, run, nets(3))
+    for step, each in enumerate(weights):
+        check([found[step] for found in ranks], alone(step, sizes, each))
+
+
+class Looped(nn.Module):
+    """Defined in another order than used; one layer gets two gradients in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 1)
+        self.twice = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):  # a backward pass of its own for each
+            x = checkpoint(self.twice, x.tanh(), use_reentrant=True)
+        return self.last(x).square().mean()
+
+
+def test_buckets_follow_the_order_and_number_of_gradients_that_were_seen() -> None:
+    def run(group: Any, model: Looped) -> list[tuple[list[int], Gradients]]:
+        reducer = GradientReducer(list(model.parameters()), group, 1)
+        reducer.attach()
+        found = [(reducer.bucket_sizes_bytes, gradients_of(model))]
+        for step in range(2):
+            model.zero_grad()
+            reducer.begin_step(0.5, 2)
+            model(batch_of(group.rank, step, 3)).backward()
+            reducer.end_step()
+            found.append((reducer.bucket_sizes_bytes, gradients_of(model)))
+        return found
+
+    ranks = on_ranks(2, run, [Looped(), Looped()])
+    for found in ranks:
+        sizes = [each for each, _ in found]
+        assert sizes[0] == [8 * n for n in (4, 16, 1, 4, 16)]  # the last defined first
+        assert sorted(sizes[1][:2]) == [8, 32]  # the last used first
+        assert sizes[1][4:] == [8 * 16]
+        assert sizes[2] == sizes[1]
+    for step in range(2):
+        model = Looped()
+        for rank in range(2):
+            (model(batch_of(rank, step, 3)) / 2).backward()
+        for mine, one, other in zip(
+            gradients_of(model),
+            ranks[0][step + 1][1],
+            ranks[1][step + 1][1],
+            strict=True,
+        ):
+            assert mine is not None
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, mine, rtol=1e-12, atol=1e-13)

@@ -272,11 +272,10 @@ class WindowPolicy(Policy):
         if not touched:
             end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
-        reduces = touched or (is_last and self._planner.is_owed)
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.source is not None and reduces
+        follows = state.is_overlapped and state.source is not None and touched
         state.is_final = is_last and not follows
-        if not reduces and (state.is_final or not state.is_overlapped):
+        if not touched and (state.is_final or not state.is_overlapped):
             state.advance()
             if state.is_final:
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)

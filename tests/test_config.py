@@ -34,6 +34,7 @@ from elche.trainer_config import trainer_config
         ({"timeout_s": 0}, "timeout_s to be a positive finite number"),
         ({"timeout_s": "300"}, "timeout_s to be a positive finite number"),
         ({"guard": 1}, "guard to be True or False"),
+        ({"guard": "mine:Guard"}, "guard to be True or False, got 'mine:Guard'"),
         ({"seed": -1}, "seed to be an int >= 0"),
     ],
 )

@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elche.cadence.divergence import Guard as Guard
-    from elche.cadence.divergence import Verdict as Verdict
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.comm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -61,7 +59,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "elche.cadence.divergence": ("Guard", "Verdict"),
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
     "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
@@ -103,6 +100,11 @@ _HOMES = {
         "TrainResult",
     ),
 }
+_REMOVED = {
+    "Guard": "the coordinator has one guard of its own; give guard=True or False",
+    "Verdict": "the coordinator has one guard of its own; give guard=True or False",
+}
+"""Names that were, and what to do instead."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)
@@ -110,6 +112,10 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
+    if name in _REMOVED:
+        from elche.errors import ConfigError
+
+        raise ConfigError(f"elche.{name} was removed: {_REMOVED[name]}")
     if home is None:
         raise AttributeError(f"module 'elche' has no attribute {name!r}")
     return getattr(import_module(home), name)

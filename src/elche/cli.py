@@ -154,7 +154,6 @@ def run(
             devices=devices,
             speeds=speeds,
             environment={"ELCHE_POLICY": policy} if policy else {},
-            import_path=(str(Path(script).resolve().parent),),
             story_path=story,
             **settings,
         )

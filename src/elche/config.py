@@ -8,13 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from elche.cadence.divergence import Guard
 from elche.config_checks import (
     caps_of,
     check_choice,
     check_positive,
     check_whole,
-    guard_of,
     hints_of,
     is_number,
     path_of,
@@ -88,9 +86,6 @@ class RunConfig:
         record: file to write what the run did to, for a replay; on rank 0.
         replay: file to repeat a recorded run from, bit for bit on the same devices.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
-            A subclass of `elche.Guard`, or where it is (``"package.module:Name"``),
-            judges instead: the coordinator's process imports it, finds it beside the
-            script or on PYTHONPATH, and calls it without arguments. Kept as text.
         non_finite: what happens where a rank learned what is no number, under averaged
             parameters and gradient windows: its part is left out of the window and its
             batches are trained on again, now watched one by one. Where one gives no
@@ -153,7 +148,7 @@ class RunConfig:
     deterministic: bool = False
     record: str | None = None
     replay: str | None = None
-    guard: bool | str | type[Guard] = True
+    guard: bool = True
     non_finite: str = "stop"
     seed: int | None = None
     anchor: int = 1
@@ -197,8 +192,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         object.__setattr__(self, "max_samples", caps_of(self.max_samples))
-        object.__setattr__(self, "guard", guard_of(self.guard))
-        for name in ("deterministic", "micro_batches"):
+        for name in ("deterministic", "guard", "micro_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"expected {name} to be True or False, got {getattr(self, name)!r}"
@@ -317,12 +311,6 @@ class RunConfig:
     def cap_of(self, rank: int) -> int | None:
         """Samples that a rank's device holds at once; None if that is not said."""
         return self.caps[rank] if rank < len(self.caps) else None
-
-    @property
-    def guard_setting(self) -> bool | str:
-        """`guard` as it is kept: whether there is one, or where the user's own is."""
-        assert isinstance(self.guard, (bool, str))
-        return self.guard
 
     @property
     def sums_gradients(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elche.cadence.divergence import Guard
 from elche.config import RunConfig
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import (
@@ -70,7 +69,6 @@ class WindowPolicy(Policy):
         config: the run's settings.
         members: all ranks, in order.
         epochs: epochs of the run if known; decides whether outer momentum pays.
-        guard: watches the replicas' divergence; None for the configured one.
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
     """
@@ -80,12 +78,11 @@ class WindowPolicy(Policy):
         config: RunConfig,
         members: Sequence[Member],
         epochs: int | None,
-        guard: Guard | None = None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
     ) -> None:
         self.name = config.policy
-        self._state = WindowState(config, members, guard, idle, first_window)
+        self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
 
     @property

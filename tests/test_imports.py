@@ -43,6 +43,8 @@ def test_a_name_that_was_removed_is_answered_with_what_to_do() -> None:
         elche.Guard  # noqa: B018
     with pytest.raises(ConfigError, match=r"elche\.Verdict was removed"):
         from elche import Verdict  # noqa: F401
+    with pytest.raises(ConfigError, match=r"LocalReplicas was .*elche\.Replica"):
+        elche.LocalReplicas  # noqa: B018
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

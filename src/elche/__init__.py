@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.learning_rate import ProgressLR as ProgressLR
-    from elche.local_replicas import LocalReplicas as LocalReplicas
     from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
     from elche.replica import Replica as Replica
@@ -77,7 +76,6 @@ _HOMES = {
         "TransitionError",
     ),
     "elche.learning_rate": ("ProgressLR",),
-    "elche.local_replicas": ("LocalReplicas",),
     "elche.pipeline.config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.replica": ("Replica", "init_group"),
@@ -101,6 +99,8 @@ _HOMES = {
     ),
 }
 _REMOVED = {
+    "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
+    "hand with elche.init_group and elche.Replica",
     "Guard": "the coordinator has one guard of its own; give guard=True or False",
     "Verdict": "the coordinator has one guard of its own; give guard=True or False",
 }

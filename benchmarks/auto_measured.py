@@ -95,12 +95,12 @@ def main() -> int:
     parser.add_argument("--ms-per-sample", type=float, default=1.25)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--link-mbit", type=float)
-    parser.add_argument("--codec", default="fp32")
+    parser.add_argument("--codec", default="fp32", help="with --link-mbit")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    more = ["--codec", args.codec, "--seeds", str(args.seeds)]
+    more = ["--seeds", str(args.seeds)]
     if args.link_mbit is not None:
-        more += ["--link-mbit", str(args.link_mbit)]
+        more += ["--link-mbit", str(args.link_mbit), "--codec", args.codec]
     found = measure(args, *more)
     seeds = range(len(found["seeds"]))
     rows = {

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from links.namespaces import slow_link
 from record import write_record
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -35,7 +36,6 @@ from elche.comm.codec_peers import GroupPeers
 from elche.comm.coded_exchange import CodedExchange
 from elche.comm.exchange import Exchange, GlooExchange
 from elche.comm.process_group import Group
-from elche.demo.link import slow_link
 from elche.demo.models import build_workload
 
 SPEED_ELEMENTS = 1 << 22

@@ -228,21 +228,6 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, target)
 
 
-def local_replicas(devices: Sequence[str]) -> Result:
-    """Copies on several devices, driven by threads of one process."""
-    model = network()
-    with elche.LocalReplicas(model, devices, shares=[2, 1]) as replicas:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        for step in range(STEPS):
-            samples = sum(sizes(step, elche.world_size()))
-            replicas.train_step(
-                batch(step, samples),
-                lambda copied, part: F.cross_entropy(copied(part[0]), part[1]),
-                optimizer,
-            )
-    return state_of(model), alone(), {}
-
-
 PARTS: dict[str, Callable[[], Result]] = {
     "ddp": ddp,
     "sync_batch_norm": sync_batch_norm,
@@ -263,13 +248,9 @@ def difference(found: State, expected: State) -> float:
 def main() -> None:
     """Runs a part and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=[*PARTS, "local_replicas"])
-    parser.add_argument("--local", default="cpu,cpu", help="devices of local_replicas")
+    parser.add_argument("part", choices=list(PARTS))
     options = parser.parse_args()
-    if options.part == "local_replicas":
-        found, expected, said = local_replicas(options.local.split(","))
-    else:
-        found, expected, said = PARTS[options.part]()
+    found, expected, said = PARTS[options.part]()
     if elche.is_main_process():
         print(
             json.dumps(

@@ -7,7 +7,7 @@ Runs the tests that need CUDA (copy streams, prefetch), and trains `cuda_job.py`
 GPU alone, on the CPU alone, on two ranks of one GPU (gloo), on a GPU beside a CPU rank,
 each under every policy, with mixed precision, and with each codec. Then the parts for
 loops of one's own (`cuda_parts.py`: DistributedDataParallel, SyncBatchNorm, Replica,
-Pipeline, LocalReplicas) on both mixes, against one process on the CPU. Needs one CUDA
+Pipeline) on both mixes, against one process on the CPU. Needs one CUDA
 device; ends with code 2 where there is none, with 1 if anything failed. ``--cpu`` puts
 CPU ranks in the GPU's place, with little work and no tests: that the script runs.
 """
@@ -113,9 +113,7 @@ def cases() -> list[Case]:
         for name, devices in MIXES
         for part in PARTS
     ]
-    local = ("cuda_parts.py", "local_replicas", "--local", "cuda:0,cpu")
-    copies = Case("copies on gpu and cpu", "cuda:0", local)
-    return [*alone, *together, *amp, *coded, *parts, copies]
+    return [*alone, *together, *amp, *coded, *parts]
 
 
 def on_cpu(case: Case) -> Case:

@@ -1,4 +1,7 @@
-"""`elche bench hetero` for other benchmarks: run, and its figures read back."""
+"""`elche bench hetero` for other benchmarks: run, and its figures read back.
+
+With ``--link-mbit`` it is `benchmarks.links`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure(
@@ -28,10 +33,13 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "elche", "bench", "hetero"]
+        if "--link-mbit" in more:
+            command[2:] = ["benchmarks.links"]
         command += ["--speeds", args.speeds, "--seconds", str(args.seconds)]
         command += ["--ms-per-sample", str(args.ms_per_sample), "--model", args.model]
         command += ["--solo-seconds", str(args.solo_seconds), "--time-capped"]
         command += ["--contenders", ",".join(names), "--allow-noise", *more]
-        subprocess.run([*command, "--json", str(out)], check=True, stdout=sys.stderr)
+        command += ["--json", str(out)]
+        subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
         found: dict[str, Any] = json.loads(out.read_text())
     return found

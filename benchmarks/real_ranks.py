@@ -40,7 +40,6 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "SlowMo": {"policy": "cadence", "outer": "slowmo"},
     "Nesterov": {"policy": "cadence", "outer": "nesterov"},
     "overlapped, Nesterov": {"policy": "async", "outer": "nesterov"},
-    "overlapped, 4 fragments": {"policy": "async", "outer": "nesterov", "fragments": 4},
     "overlapped, int8": {"policy": "async", "outer": "nesterov", "codec": "int8"},
 }
 

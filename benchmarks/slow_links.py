@@ -3,7 +3,7 @@
     python benchmarks/slow_links.py --speeds 1,0.25 --link-mbit 100 --codec int8
     python benchmarks/slow_links.py --speeds 1,0.25 --link-mbit 10 --codec int4 --ddp
 
-Runs `elche bench hetero --model gpt-10m` under ``async`` (network namespaces, `tc tbf`:
+Runs `benchmarks.links --model gpt-10m` under ``async`` (network namespaces, `tc tbf`:
 Linux, root) and tells two efficiencies: of the whole run, with the windows in which the
 link is found out and the last reduction, for which everybody waits; and of the windows
 between. Beside the bytes that a sample costs on the links stands what a ring of

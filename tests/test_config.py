@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from elche.config import RunConfig
+import elche
+from elche.config import REMOVED_SETTINGS, RunConfig
 from elche.errors import ConfigError
+from elche.trainer_config import trainer_config
 
 
 @pytest.mark.parametrize(
@@ -28,12 +34,29 @@ from elche.errors import ConfigError
         ({"timeout_s": 0}, "timeout_s to be a positive finite number"),
         ({"timeout_s": "300"}, "timeout_s to be a positive finite number"),
         ({"guard": 1}, "guard to be True or False"),
+        ({"guard": "mine:Guard"}, "guard to be True or False, got 'mine:Guard'"),
         ({"seed": -1}, "seed to be an int >= 0"),
     ],
 )
 def test_wrong_kinds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RunConfig(**options)
+
+
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
+def test_settings_that_were_removed_are_answered_with_what_to_do(name: str) -> None:
+    expected = re.escape(f"{name}= was removed: {REMOVED_SETTINGS[name]}")
+    removed: dict[str, Any] = {name: 2}
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for made in (
+        lambda: RunConfig(**removed),
+        lambda: RunConfig.from_options(removed),
+        lambda: trainer_config(removed),
+        lambda: elche.setup(model, optimizer, [], **removed),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            made()
 
 
 def test_files_may_be_paths() -> None:
@@ -51,3 +74,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
         RunConfig.from_options({"ancor": 3})
     with pytest.raises(ConfigError, match="'zzz'; known are: anchor, bucket_cap_mb"):
         RunConfig.from_options({"zzz": 3})
+
+
+def test_settings_show_in_the_signature() -> None:
+    assert "policy" in inspect.signature(RunConfig).parameters

@@ -32,13 +32,6 @@ from elche.errors import ConfigError
             "outer 'nesterov' steps along averaged parameters",
         ),
         ({"policy": "async", "outer": "adam"}, "unknown outer 'adam'"),
-        ({"policy": "auto", "fragments": 2}, "leave fragments out"),
-        ({"policy": "sync", "fragments": 2}, "leave fragments out"),
-        (
-            {"policy": "cadence", "fragments": 2, "optimizer_state": "average"},
-            "choose optimizer_state 'local' or 'reset'",
-        ),
-        ({"policy": "async", "fragments": 0}, "expected fragments to be an int >= 1"),
         ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer_momentum < 1"),
         ({"outer": "slowmo", "outer_lr": 0.0}, "outer_lr to be a positive"),
         ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import elche
+from elche.errors import ConfigError
 
 MOST_MODULES = 60
 """Beyond an empty program's; about 30 are loaded, torch alone would be 2000."""
@@ -33,6 +36,15 @@ def test_public_names_resolve() -> None:
 
 def test_public_names_are_listed_before_they_are_loaded() -> None:
     assert run("import elche; print(set(elche.__all__) <= set(dir(elche)))") == "True"
+
+
+def test_a_name_that_was_removed_is_answered_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"elche\.Guard was removed: .*guard=True"):
+        elche.Guard  # noqa: B018
+    with pytest.raises(ConfigError, match=r"elche\.Verdict was removed"):
+        from elche import Verdict  # noqa: F401
+    with pytest.raises(ConfigError, match=r"LocalReplicas was .*elche\.Replica"):
+        elche.LocalReplicas  # noqa: B018
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,16 @@ def test_cycle_is_found() -> None:
     }
     assert layers.import_cycle(sources) == ["elche.a", "elche.b", "elche.c", "elche.a"]
     assert layers.import_cycle({**sources, "elche.c": ""}) is None
+
+
+def test_the_package_imports_nothing_that_is_beside_it() -> None:
+    beside = {"benchmarks", "examples", "tests"}
+    for module, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            assert not beside & {name.split(".")[0] for name in names}, module

@@ -8,7 +8,6 @@ tick are the first so many rows of every tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import final
 
 import torch
@@ -149,13 +148,11 @@ def _train_together(held: Replicas, method: Method, streams: Tensor) -> Tensor:
 def _train_in_windows(
     held: Replicas, method: Method, streams: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Runs the ranks tick by tick, with every fragment's windows on the way."""
+    """Runs the ranks tick by tick, with their windows on the way."""
     every = [round(1.0 / speed) for speed in method.speeds]
-    total, size = len(streams), held.task.size
+    total = len(streams)
     sync = Synchroniser(held, method)
-    bounds = [size * i // method.fragments for i in range(method.fragments + 1)]
-    parts = [slice(a, b) for a, b in pairwise(bounds)]
-    counts = torch.zeros(method.fragments, len(every))
+    counts = torch.zeros(len(every))
     done, tick, opened = start, 0, 0
     while done < stop:
         tick += 1
@@ -167,21 +164,20 @@ def _train_in_windows(
         factor = method.rate_at(progress) * _rewarmed(method, tick - opened)
         held.step(active, factor)
         done += active
-        counts[:, :active] += 1
+        counts[:active] += 1
         window = method.window_ticks(method.anchor_at(done / total))
         passed = tick - opened
         sync.adopt(tick, progress)
-        for index, part in enumerate(parts):
-            if passed == window * (index + 1) // method.fragments:
-                lag = window if method.lag < 0 else min(method.lag, window)
-                sync.begin(part, tick + lag, counts[index])
-                counts[index] = 0
+        if passed == window:
+            lag = window if method.lag < 0 else min(method.lag, window)
+            sync.begin(tick + lag, counts)
+            counts = torch.zeros(len(every))
         if passed >= window:
             opened = tick
         sync.adopt(tick, progress)
     sync.adopt(tick + 10**9, stop / total)
     if bool(counts.any()):
-        sync.begin(slice(0, size), tick, counts.sum(0).clamp(max=1.0))
+        sync.begin(tick, counts.clamp(max=1.0))
         sync.adopt(tick, stop / total)
     return sync.base
 

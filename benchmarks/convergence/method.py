@@ -56,8 +56,6 @@ class Method:
             linearly to the schedule's; 0 for none.
         anticipate: the momentum's part of an outer step, which every rank knows, is
             taken when the snapshot is, and only the rest when the mean is there.
-        fragments: parts of the model that are synchronised in turn, evenly spaced over
-            the window.
         top: part of a drift that is sent, the largest elements of each rank; what is
             not sent stays in the rank's own parameters. Of one device: part of every
             batch's gradient, and what is not sent is added to the next one.
@@ -90,7 +88,6 @@ class Method:
     warm_up: float = 0.05
     rewarm: int = 0
     anticipate: bool = False
-    fragments: int = 1
     top: float = 1.0
     mix: float = 1.0
     codec: str = "fp32"

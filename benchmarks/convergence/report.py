@@ -211,7 +211,7 @@ def describe(method: Method) -> str:
     else:
         name = {"nesterov": "Nesterov", "slowmo": "SlowMo"}[method.outer]
         words.append(f"{name} ({method.outer_lr:g}, {method.outer_momentum:g})")
-    for name, usual in (("weights", "equal"), ("codec", "fp32"), ("fragments", 1)):
+    for name, usual in (("weights", "equal"), ("codec", "fp32")):
         value = getattr(method, name)
         if value != usual:
             words.append(f"{name} {value}" if name != "codec" else str(value))

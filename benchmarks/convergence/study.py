@@ -92,11 +92,10 @@ def lags() -> list[Trial]:
 
 
 def shape() -> list[Trial]:
-    """Blocking with averaged state: shorter, staggered and sparse synchronisation."""
+    """Blocking with averaged state: shorter and sparse synchronisation."""
     fixed = {"fleet": "8 mixed", **nesterov(1.0)}
     return untuned(
         text(8e-3, anchor=1, **fixed),
-        text(8e-3, seeds=4, anchor=5, fragments=5, **fixed),
         text(8e-3, anchor=5, first_anchor=1, **fixed),
         text(8e-3, anchor=5, weights="samples", **fixed),
         text(8e-3, anchor=1, top=0.2, **fixed),
@@ -112,7 +111,6 @@ def sparse() -> list[Trial]:
         text(8e-3, anchor=1, lag=2, **fixed),
         text(8e-3, anchor=1, lag=-1, **fixed),
         text(8e-3, seeds=4, anchor=5, **fixed),
-        text(8e-3, seeds=4, anchor=5, fragments=5, **fixed),
         text(8e-3, anchor=5, first_anchor=1, **fixed),
         text(8e-3, anchor=5, first_anchor=1, lag=4, **fixed),
         text(8e-3, anchor=1, top=0.2, **fixed),

@@ -16,10 +16,9 @@ from elche.comm.outer import OuterOptimizer, OuterStep
 
 @dataclass(slots=True)
 class _Pending:
-    """A fragment's synchronisation that is under way."""
+    """A synchronisation that is under way."""
 
     due: int
-    part: slice
     parameters: Tensor
     state: list[Tensor]
     buffers: Tensor
@@ -67,31 +66,29 @@ class Synchroniser:
         self._codec = codec_named(method.codec)
         self._pending: list[_Pending] = []
 
-    def begin(self, part: slice, due: int, counts: Tensor) -> None:
-        """Takes a snapshot of one fragment.
+    def begin(self, due: int, counts: Tensor) -> None:
+        """Takes a snapshot.
 
         Args:
-            part: which elements.
             due: tick of its adoption.
-            counts: batches of each rank since this fragment's last snapshot.
+            counts: batches of each rank since the last one.
         """
         held = self._held
         late = self._method.state == "late"
-        snapshot = held.theta[:, :, part].clone()
-        shift = torch.zeros_like(self.base[:, part])
+        snapshot = held.theta.clone()
+        shift = torch.zeros_like(self.base)
         if self._method.anticipate:
             method = self._method
             momentum = method.outer_lr * method.outer_momentum**2
-            shift.sub_(self._slow[:, part], alpha=momentum)
-            held.theta[:, :, part] += shift
+            shift.sub_(self._slow, alpha=momentum)
+            held.theta += shift
         self._pending.append(
             _Pending(
                 due,
-                part,
                 snapshot,
-                [moment[:, :, part].clone() for moment in held.state] if late else [],
+                [moment.clone() for moment in held.state] if late else [],
                 held.buffers.clone(),
-                counts.clone(),
+                counts,
                 shift,
             )
         )
@@ -108,24 +105,24 @@ class Synchroniser:
             self._adopt(pending, progress)
 
     def _adopt(self, pending: _Pending, progress: float) -> None:
-        method, held, part = self._method, self._held, pending.part
+        method, held = self._method, self._held
         weights = self._weights(pending.counts)[:, None, None]
-        base = self.base[:, part]
+        base = self.base
         drifts = base - pending.parameters
         sent = drifts if method.top == 1.0 else largest(drifts, method.top)
-        mean = self._coded_sum(sent, weights, part)
+        mean = self._coded_sum(sent, weights)
         remainder = (drifts - mean).mul_(1.0 - method.mix) if method.mix < 1.0 else None
         before = base.clone()
         for column, outer in enumerate(self._outer):
-            self._outer_step(column, outer, part, mean[column], progress)
+            self._outer_step(column, outer, mean[column], progress)
         if method.top < 1.0:
-            held.theta[:, :, part] += base - before + sent
+            held.theta += base - before + sent
         else:
             correction = base - pending.parameters
             if remainder is not None:
                 correction -= remainder
             correction -= pending.shift
-            held.theta[:, :, part] += correction
+            held.theta += correction
         self._share_state(pending, weights)
         if held.buffers.shape[-1]:
             held.buffers.copy_(
@@ -133,17 +130,16 @@ class Synchroniser:
             )
 
     def _share_state(self, pending: _Pending, weights: Tensor) -> None:
-        held, part = self._held, pending.part
+        held = self._held
         if self._method.state in ("average", "second"):
             shared = held.state[1:] if self._method.state == "second" else held.state
             for moment in shared:
-                now = moment[:, :, part]
-                now.copy_((now * weights).sum(0).expand_as(now))
+                moment.copy_((moment * weights).sum(0).expand_as(moment))
         elif self._method.state == "late":
             for moment, then in zip(held.state, pending.state, strict=True):
-                moment[:, :, part] += (then * weights).sum(0) - then
+                moment += (then * weights).sum(0) - then
             if len(held.state) == 2:  # a second moment is never negative
-                held.state[1][:, :, part].clamp_(min=0.0)
+                held.state[1].clamp_(min=0.0)
         elif self._method.state == "reset":
             held.reset_state()
 
@@ -160,11 +156,11 @@ class Synchroniser:
         }[self._method.weights]
         return raw / raw.sum()
 
-    def _coded_sum(self, sent: Tensor, weights: Tensor, part: slice) -> Tensor:
+    def _coded_sum(self, sent: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean of what arrives: coded twice, with what was lost added back."""
         if self._method.codec == "fp32":
             return (sent * weights).sum(0)
-        residual, total = self._residual[:, :, part], self._sum_residual[:, part]
+        residual, total = self._residual, self._sum_residual
         message = sent + residual
         arrived = decoded(self._codec, message)
         residual.copy_(message - arrived)
@@ -180,7 +176,6 @@ class Synchroniser:
         self,
         column: int,
         outer: OuterOptimizer,
-        part: slice,
         mean: Tensor,
         progress: float,
     ) -> None:
@@ -190,16 +185,16 @@ class Synchroniser:
             lr = max(
                 method.rate_at(progress), 1e-3
             )  # of the inner step; its scale cancels
-            slow = self._slow[column, part]
+            slow = self._slow[column]
             slow.mul_(method.outer_momentum).add_(mean, alpha=1.0 / lr)
-            self.base[column, part].sub_(slow, alpha=method.outer_lr * lr)
+            self.base[column].sub_(slow, alpha=method.outer_lr * lr)
             return
         if method.anticipate:
-            slow = self._slow[column, part]
+            slow = self._slow[column]
             slow.mul_(method.outer_momentum).add_(mean)
             mean = mean.add(slow, alpha=method.outer_momentum)
-            self.base[column, part].sub_(mean, alpha=method.outer_lr)
+            self.base[column].sub_(mean, alpha=method.outer_lr)
             return
         momentum = method.momentum_at(progress)
         rule = OuterStep(method.outer, method.outer_lr, momentum)
-        outer.step(part.start, mean.contiguous(), rule)
+        outer.step(0, mean.contiguous(), rule)

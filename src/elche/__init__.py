@@ -10,8 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elche.cadence.divergence import Guard as Guard
-    from elche.cadence.divergence import Verdict as Verdict
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.comm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.learning_rate import ProgressLR as ProgressLR
-    from elche.local_replicas import LocalReplicas as LocalReplicas
     from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
     from elche.replica import Replica as Replica
@@ -61,7 +58,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "elche.cadence.divergence": ("Guard", "Verdict"),
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
     "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
@@ -80,7 +76,6 @@ _HOMES = {
         "TransitionError",
     ),
     "elche.learning_rate": ("ProgressLR",),
-    "elche.local_replicas": ("LocalReplicas",),
     "elche.pipeline.config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.replica": ("Replica", "init_group"),
@@ -103,6 +98,13 @@ _HOMES = {
         "TrainResult",
     ),
 }
+_REMOVED = {
+    "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
+    "hand with elche.init_group and elche.Replica",
+    "Guard": "the coordinator has one guard of its own; give guard=True or False",
+    "Verdict": "the coordinator has one guard of its own; give guard=True or False",
+}
+"""Names that were, and what to do instead."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)
@@ -110,6 +112,10 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
+    if name in _REMOVED:
+        from elche.errors import ConfigError
+
+        raise ConfigError(f"elche.{name} was removed: {_REMOVED[name]}")
     if home is None:
         raise AttributeError(f"module 'elche' has no attribute {name!r}")
     return getattr(import_module(home), name)

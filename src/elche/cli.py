@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -26,6 +26,28 @@ class _Friendly(click.Group):
             return super().invoke(ctx)
         except ElcheError as error:
             raise click.ClickException(str(error)) from error
+
+
+class _Bench(click.Group):
+    """Says where to what was here and is for this repository's developers alone."""
+
+    moved: ClassVar = {
+        "pipeline": "benchmarks.pipeline",
+        "--link-mbit": "benchmarks.links",
+        "--link-delay-ms": "benchmarks.links",
+        "--codec": "benchmarks.links",
+    }
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [word for word in args if word.startswith("--")]
+        for word in (*args[:1], *options):
+            module = self.moved.get(word.partition("=")[0])
+            if module is not None:
+                raise click.UsageError(
+                    f"{word} is no part of the installed package any more; run `python "
+                    f"-m {module}` in a clone of elche's repository"
+                )
+        return super().parse_args(ctx, args)
 
 
 def _numbers(
@@ -154,7 +176,6 @@ def run(
             devices=devices,
             speeds=speeds,
             environment={"ELCHE_POLICY": policy} if policy else {},
-            import_path=(str(Path(script).resolve().parent),),
             story_path=story,
             **settings,
         )
@@ -227,7 +248,7 @@ def simulate(**settings: Any) -> None:
     sys.exit(code)
 
 
-@main.group()
+@main.group(cls=_Bench)
 def bench() -> None:
     """Measure ways of training against each other."""
 
@@ -278,24 +299,6 @@ def bench() -> None:
 )
 @click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
 @click.option("--json", "json_path", help="File for the figures; - is standard output.")
-@click.option(
-    "--link-mbit",
-    type=float,
-    help="Put every rank behind a link of so many Mbit/s (network namespaces: Linux,"
-    " root).",
-)
-@click.option(
-    "--link-delay-ms",
-    type=float,
-    default=0.0,
-    help="Hold back every message on those links for so long, each way.",
-)
-@click.option(
-    "--codec",
-    default="fp32",
-    show_default=True,
-    help="What elche's averaging sends: fp32, bf16, int8 or int4.",
-)
 def hetero(
     json_path: str | None, contenders: tuple[str, ...] | None, **settings: Any
 ) -> None:
@@ -305,49 +308,6 @@ def hetero(
     with _as_command():
         config = BenchConfig(contenders=contenders or (), **settings)
         code = run_bench(config, json_path)
-    sys.exit(code)
-
-
-@bench.command(name="pipeline")
-@click.option(
-    "--speeds",
-    default="1,1,1,0.333333",
-    show_default=True,
-    callback=_numbers,
-    help="Relative speeds of the emulated devices.",
-)
-@click.option("--microbatches", type=int, default=16, show_default=True)
-@click.option("--layers", type=int, default=24, show_default=True)
-@click.option(
-    "--ms-per-layer",
-    type=float,
-    default=4.0,
-    show_default=True,
-    help="Forward of a layer on a microbatch at speed 1; I and W take as long each.",
-)
-@click.option(
-    "--link-ms",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Time of a message that the plan reckons with.",
-)
-@click.option("--repetitions", type=int, default=5, show_default=True)
-@click.option("--schedule", default="auto", show_default=True, help="Of elche.")
-@click.option(
-    "--memory-layers",
-    type=float,
-    help="Layers' activations each device may hold in elche's plan, 0 for no limit;"
-    " default: as in torch's equal split.",
-)
-@click.option("--json", "json_path", help="File for the figures; - is standard output.")
-def pipeline_bench(json_path: str | None, **settings: Any) -> None:
-    """Compare elche's pipeline and torch's on unequal emulated devices."""
-    from elche.demo.pipeline_bench import run_pipeline_bench
-    from elche.demo.pipeline_plan import PipelineBenchConfig
-
-    with _as_command():
-        code = run_pipeline_bench(PipelineBenchConfig(**settings), json_path)
     sys.exit(code)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
-from elche.cadence.divergence import Guard
 from elche.config_checks import (
     caps_of,
     check_choice,
     check_positive,
     check_whole,
-    guard_of,
     hints_of,
     is_number,
     path_of,
@@ -29,8 +28,40 @@ TRANSPORTS = ("auto", "gloo")
 LOSS_REDUCTIONS = ("mean", "sum")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
 CODECS = ("auto", "fp32", "bf16", "int8", "int4")
+REMOVED_SETTINGS = {
+    "fragments": "short windows with an encoding (max_anchor=, codec='int4') send less "
+    "and learn more",
+}
+"""Settings that were, and what to do instead."""
+
+_T = TypeVar("_T")
 
 
+def refuse_removed(names: Iterable[str]) -> None:
+    """Answers a setting that is no more.
+
+    Raises:
+        ConfigError: one of the names is such.
+    """
+    for name in names:
+        if name in REMOVED_SETTINGS:
+            raise ConfigError(f"{name}= was removed: {REMOVED_SETTINGS[name]}")
+
+
+def _answers_removed(cls: type[_T]) -> type[_T]:
+    """Has a class refuse settings that are no more by name, not with a TypeError."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def checked(self: object, *args: Any, **options: Any) -> None:
+        refuse_removed(options)
+        made(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_answers_removed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """What every rank of a run must agree on.
@@ -56,9 +87,6 @@ class RunConfig:
         record: file to write what the run did to, for a replay; on rank 0.
         replay: file to repeat a recorded run from, bit for bit on the same devices.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
-            A subclass of `elche.Guard`, or where it is (``"package.module:Name"``),
-            judges instead: the coordinator's process imports it, finds it beside the
-            script or on PYTHONPATH, and calls it without arguments. Kept as text.
         non_finite: what happens where a rank learned what is no number, under averaged
             parameters and gradient windows: its part is left out of the window and its
             batches are trained on again, now watched one by one. Where one gives no
@@ -93,7 +121,7 @@ class RunConfig:
         optimizer_state: whether optimizer state is averaged with the parameters,
             stays local, or is reset at each synchronisation, of all optimizers that
             step the model; ``"auto"`` averages it under ``cadence`` and leaves it local
-            under ``async`` and with ``fragments``.
+            under ``async``.
         outer: outer optimizer of averaged parameters: ``"average"`` (none),
             ``"nesterov"``, or ``"slowmo"`` (heavy-ball momentum, arXiv:1910.00643);
             ``"auto"`` is Nesterov, or plain averaging in a run that is known to have
@@ -102,11 +130,6 @@ class RunConfig:
             picks Nesterov's by world size (0.7 at two ranks, 1 beyond).
         outer_momentum: momentum of the outer step; the default, 0.5, is measured for
             Nesterov and within the 0.4 to 0.8 that SlowMo's paper uses.
-        fragments: under averaged parameters, into how many parts they are divided that
-            are synchronised in turn, a window each (Streaming DiLoCo,
-            arXiv:2501.18512): the most that travels at once falls as many times. All
-            are synchronised when an epoch ends. Every sample counts exactly once only
-            while nobody dies and no rank's parameters become no numbers.
         bucket_cap_mb: most mebibytes of gradients reduced in one message.
         transport: ``"auto"`` lets ranks of one host that compute on the CPU sum in
             memory they share, those that have a CUDA device each sum gradients through
@@ -126,7 +149,7 @@ class RunConfig:
     deterministic: bool = False
     record: str | None = None
     replay: str | None = None
-    guard: bool | str | type[Guard] = True
+    guard: bool = True
     non_finite: str = "stop"
     seed: int | None = None
     anchor: int = 1
@@ -142,7 +165,6 @@ class RunConfig:
     outer: str = "auto"
     outer_lr: float | None = None
     outer_momentum: float = 0.5
-    fragments: int = 1
     bucket_cap_mb: float = 1.0
     transport: str = "auto"
     codec: str = "fp32"
@@ -161,7 +183,6 @@ class RunConfig:
         check_whole("anchor", self.anchor, 1)
         check_whole("min_anchor", self.min_anchor, 1)
         check_whole("max_anchor", self.max_anchor, 0)
-        check_whole("fragments", self.fragments, 1)
         if self.max_batch_diff is not None:
             check_whole("max_batch_diff", self.max_batch_diff, 0)
         if self.seed is not None:
@@ -172,8 +193,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         object.__setattr__(self, "max_samples", caps_of(self.max_samples))
-        object.__setattr__(self, "guard", guard_of(self.guard))
-        for name in ("deterministic", "micro_batches"):
+        for name in ("deterministic", "guard", "micro_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"expected {name} to be True or False, got {getattr(self, name)!r}"
@@ -271,16 +291,6 @@ class RunConfig:
                 "are reduced here; leave outer out, or choose policy 'cadence' or "
                 "'async'"
             )
-        if self.fragments > 1 and (reduces_gradients or self.policy == "auto"):
-            raise ConfigError(
-                "fragments are of averaged parameters; leave fragments out, or choose "
-                "policy 'cadence' or 'async'"
-            )
-        if self.fragments > 1 and self.optimizer_state == "average":
-            raise ConfigError(
-                "fragments are synchronised in turn, and optimizer state would be "
-                "averaged as a whole; choose optimizer_state 'local' or 'reset'"
-            )
         is_lossy = self.codec not in ("auto", "fp32")
         if is_lossy and reduces_gradients:
             raise ConfigError(
@@ -304,12 +314,6 @@ class RunConfig:
         return self.caps[rank] if rank < len(self.caps) else None
 
     @property
-    def guard_setting(self) -> bool | str:
-        """`guard` as it is kept: whether there is one, or where the user's own is."""
-        assert isinstance(self.guard, (bool, str))
-        return self.guard
-
-    @property
     def sums_gradients(self) -> bool:
         """Whether a window reduces gradients."""
         return self.policy == "cadence" and self.update == "gradients"
@@ -318,8 +322,7 @@ class RunConfig:
     def averages_state(self) -> bool:
         """Whether optimizer state is averaged with the parameters."""
         if self.optimizer_state == "auto":
-            in_full = self.policy == "cadence" and self.fragments == 1
-            return in_full and not self.sums_gradients
+            return self.policy == "cadence" and not self.sums_gradients
         return self.optimizer_state == "average" and not self.sums_gradients
 
     def as_dict(self) -> dict[str, Any]:
@@ -333,6 +336,7 @@ class RunConfig:
         Raises:
             ConfigError: an option is unknown or its value is wrong.
         """
+        refuse_removed(options)
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import TypeGuard
 
-from elche.cadence.divergence import Guard
 from elche.errors import ConfigError
 
 
@@ -29,48 +26,6 @@ def caps_of(given: Mapping[int, int] | Sequence[int | None]) -> tuple[int | None
         if cap is not None:
             check_whole(f"max_samples[{rank}]", cap, 1)
     return caps
-
-
-def guard_of(given: object) -> bool | str:
-    """Whether there is a guard, or where the user's own is."""
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, type) and issubclass(given, Guard):
-        module, name = given.__module__, given.__qualname__
-        if "<locals>" in name:
-            raise _misplaced_guard(name, "inside a function")
-        if _is_program(module):
-            raise _misplaced_guard(name, "in the script itself")
-        return f"{module}:{name}"
-    if isinstance(given, str):
-        module, _, name = given.partition(":")
-        parts = [*module.split("."), *name.split(".")]
-        if all(part.isidentifier() for part in parts):
-            if _is_program(module):
-                raise _misplaced_guard(given, "in the script itself")
-            return given
-    raise ConfigError(
-        "expected guard to be True or False, a subclass of elche.Guard, or the place "
-        f"of one such as 'package.module:Name', got {given!r}"
-    )
-
-
-def _misplaced_guard(name: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"the guard {name} is defined {where}, from where the coordinator's process "
-        "cannot import it; put it in a module of its own, beside the script"
-    )
-
-
-def _is_program(module: str) -> bool:
-    """Whether a module is what this process runs; imported, it would run again."""
-    if module in ("__main__", "__mp_main__"):
-        return True
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return bool(spec.name == module)
-    return PurePath(getattr(main, "__file__", None) or "").stem == module
 
 
 def hints_of(given: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from elche.coordination.story import STORY_ENTRIES
 from elche.demo.report import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
-from elche.runtime.guard_import import find_guard
 from elche.sim.cluster import Cluster
 from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError
@@ -75,9 +73,7 @@ def run_simulate(config: SimulateConfig) -> int:
         if path is not None and str(path) != "-":
             check_writable(Path(path))
     watch = Watch(timer=time.perf_counter, spans=config.trace_path is not None)
-    beside = str(config.cluster.resolve().parent)
-    find = partial(find_guard, import_path=(beside,))
-    sim = Simulation(cluster, watch, find)
+    sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""
     try:

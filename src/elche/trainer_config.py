@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
-from elche.config import RunConfig, unknown_option
+from elche.config import RunConfig, refuse_removed, unknown_option
 from elche.coordination.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.batch_weights import WeightOf, check_weight_of
@@ -277,6 +277,7 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     Raises:
         ConfigError: an option is unknown, missing or wrong.
     """
+    refuse_removed(options)
     own = set(TrainerConfig.__dataclass_fields__) - {"run"}
     run_fields = set(RunConfig.__dataclass_fields__)
     unknown = sorted(set(options) - own - run_fields - {"config"})

@@ -213,7 +213,6 @@ SAME = {"fleet": "1:1:2:4", "anchor": 1, "state": "local"}
         ({}, {"state": "second"}, False),
         ({}, {"top": 0.5}, False),
         ({}, {"mix": 0.5}, False),
-        ({}, {"fragments": 2}, False),
         ({}, {"codec": "int4"}, False),
         ({}, {"outer": "slowmo", "outer_momentum": 0.5}, False),
         ({"lag": 2}, {"lag": 2, "state": "late"}, False),

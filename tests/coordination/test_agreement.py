@@ -36,7 +36,6 @@ OTHER: dict[str, Any] = {
     "outer": "slowmo",
     "outer_lr": 0.9,
     "outer_momentum": 0.7,
-    "fragments": 2,
     "bucket_cap_mb": 2.0,
     "transport": "gloo",
     "codec": "int4",

@@ -155,3 +155,24 @@ def test_auto_predicts_the_windows_that_are_run(
     made.took(reduction_s)
     made.measure(whole_window(), adopted(late, held_s), is_tail=False)
     assert made.el_che.anchor == predict("async", cluster).anchor
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
+    config = RunConfig(policy="cadence", anchor=16, max_anchor=16, guard=guard)
+    made = Pacing(config, [0, 1], overlapped=False)
+    for window, divergence in enumerate([0.02] * 10 + [0.2, 0.4]):
+        reduction = Reduction(window, [0, 1])
+        for rank in (0, 1):
+            reduction.reports[rank] = WindowReduced(
+                rank=rank,
+                epoch=0,
+                window=window,
+                sync_s=0.1,
+                wait_s=0.0,
+                divergence=divergence,
+                adopted_at=0,
+            )
+        said = made.watch(reduction, 16)
+    assert made.el_che.anchor == (8 if guard else 16)
+    assert said.startswith("anchor 16 -> 8: divergence") if guard else said == ""

@@ -104,20 +104,10 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
     assert [default_outer_lr(ranks) for ranks in (2, 3, 8)] == [0.7, 1.0, 1.0]
 
 
-def test_state_is_averaged_only_where_all_is_synchronised() -> None:
-    config = RunConfig(policy="cadence")
-    assert config.averages_state
-    assert not RunConfig(policy="cadence", fragments=2).averages_state
-
-
-def test_a_turn_names_its_fragment_until_nothing_is_left() -> None:
-    planner = ReductionPlanner(RunConfig(policy="async", fragments=3), None)
-    parts = parts_of((8, 8))
-    for turn, fragment in ((0, 0), (4, 1), (5, 2), (None, None)):
-        settings = planner.settings(parts, 1000, 10, turn)
-        plans = planner.plan(parts, settings, 0, Reduction(0, parts))
-        assert [plan.fragment for plan in plans] == [fragment] * 2
-        assert planner.is_owed is (fragment is not None)
+def test_state_is_averaged_only_where_parameters_are_at_once() -> None:
+    assert RunConfig(policy="cadence").averages_state
+    assert not RunConfig(policy="cadence", update="gradients").averages_state
+    assert not RunConfig(policy="async").averages_state
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,25 @@ def nothing_starts(
         ("--speeds 1,0.5 --json /", "cannot write /"),
         ("--speeds 1,0.5 --json /no/such/folder/x.json", "cannot write /no/such"),
         ("", "Missing option '--speeds'"),
+        (
+            "--speeds 1,0.5 --link-mbit 10",
+            "run `python -m benchmarks.links`",
+        ),
+        ("--codec=int8", "--codec=int8 is no part of the installed package any more"),
     ],
 )
 def test_bad_settings_end_with_code_2(options: str, message: str) -> None:
     result = CliRunner().invoke(main, [*HETERO, *options.split()])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_the_bench_of_pipelines_is_pointed_to() -> None:
+    result = CliRunner().invoke(main, ["bench", "pipeline", "--speeds", "1,1"])
+    assert result.exit_code == 2
+    assert "run `python -m benchmarks.pipeline` in a clone" in " ".join(
+        result.output.split()
+    )
 
 
 def test_a_checked_file_is_not_left_behind(
@@ -105,12 +118,10 @@ def test_a_workload_may_have_batches_of_its_own() -> None:
         seconds=61,
         ms_per_sample=40,
         time_capped=True,
-        link_mbit=10,
     )
     specs = [config.spec(name, 0) for name in config.names]
     assert {spec.batch_size for spec in specs} == {8}
     assert config.samples == 1904  # 1906.25 in whole batches
-    assert config.spec("ddp", 0).samples == 2 * 8  # 32 s each for 40 MB of gradients
 
 
 def test_time_capped_gives_ddp_what_it_can_do_in_time() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.fragments import fragments_of
 from elche.coordination.epoch_plan import WindowPlan
 from tests.distributed.cases import (
     Task,
@@ -38,7 +37,6 @@ class Replica:
         self.model, self.optimizer, _ = build(task)
         self.scaler = scaler_of_a_loop()
         self.number = 0
-        self.weights = [0.0] * task.options.get("fragments", 1)
         self.held: list[torch.Tensor] = []
         self.held_buffers: dict[str, torch.Tensor] = {}
         self.is_last = False
@@ -71,7 +69,6 @@ class Replica:
 
     def close(self) -> None:
         """The window ends here: what it is reduced with."""
-        self.weights = [n + self.trained for n in self.weights]
         self.held = [p.detach().clone() for p in self.parameters]
         self.held_buffers = {n: b.clone() for n, b in self.model.named_buffers()}
 
@@ -107,9 +104,6 @@ class Windows:
         self.ranks = [Replica(task) for _ in range(world_size)]
         self.ranks[-1].is_last = True
         first = self.ranks[0].parameters
-        parts = fragments_of(first, task.options.get("fragments", 1))
-        places = {id(p): at for at, p in enumerate(first)}
-        self.parts = [[places[id(p)] for p in part] for part in parts]
         self.momentum = [torch.zeros_like(p) for p in first]
         self.base: list[torch.Tensor] = []
         self.counts: dict[str, torch.Tensor] = {}
@@ -123,7 +117,7 @@ class Windows:
             if not b.is_floating_point()
         }
         for replica in self.ranks:
-            replica.number, replica.weights = 0, [0.0] * len(self.parts)
+            replica.number = 0
         late: Result | None = None
         for plan in plans:
             for rank, replica in enumerate(self.ranks):
@@ -153,10 +147,8 @@ class Windows:
         for replica in self.ranks:
             replica.close()
         result = Result()
-        turn = settings["fragment"]
         self._average_buffers(result, settings["buffers"])
-        for part in range(len(self.parts)) if turn is None else [turn]:
-            self._step(result, part, settings)
+        self._step(result, settings)
         if settings["include_state"]:
             self._average_state()
         if self.task.options["policy"] == "async":
@@ -170,12 +162,11 @@ class Windows:
         raw = [share(n) for n in counts]
         return [each / max(sum(raw), 1e-300) for each in raw]
 
-    def _step(self, result: Result, part: int, settings: dict[str, Any]) -> None:
-        """The outer step of a fragment."""
-        weights = self._weights([replica.weights[part] for replica in self.ranks])
+    def _step(self, result: Result, settings: dict[str, Any]) -> None:
+        """The outer step."""
+        weights = self._weights([replica.trained for replica in self.ranks])
         rate, momentum = settings["outer_lr"], settings["outer_momentum"]
-        for index in self.parts[part]:
-            base = self.base[index]
+        for index, base in enumerate(list(self.base)):
             mean = torch.zeros_like(base)
             for weight, replica in zip(weights, self.ranks, strict=True):
                 mean += weight * (base - replica.held[index])
@@ -185,8 +176,6 @@ class Windows:
                 is_slowmo = settings["outer"] == "slowmo"
                 step = held if is_slowmo else mean + momentum * held
             self.base[index] = result.parameters[index] = base - rate * step
-        for replica in self.ranks:
-            replica.weights[part] = 0.0
 
     def _average_buffers(self, result: Result, changed: Sequence[int]) -> None:
         active = [replica for replica in self.ranks if replica.trained]

@@ -36,7 +36,7 @@ TASK = Task(
 POLICIES: dict[str, dict[str, Any]] = {
     "cadence": {},
     "async": {"policy": "async"},
-    "fragments": {"policy": "async", "fragments": 2, "outer": "slowmo"},
+    "slowmo": {"policy": "async", "outer": "slowmo"},
 }
 
 

@@ -103,7 +103,7 @@ def _with_default(way: str, options: dict[str, Any]) -> list[State]:
         ("setup", {"policy": "sync", "transport": "gloo"}),
         ("setup", {"policy": "cadence", "codec": "int8"}),
         ("setup", {"policy": "cadence", "update": "gradients"}),
-        ("setup", {"policy": "async", "codec": "int8", "fragments": 2}),
+        ("setup", {"policy": "async", "codec": "int8"}),
         ("setup", {"policy": "async", "seed": 5}),
         ("trainer", {"policy": "sync", "seed": 5}),
     ],

@@ -46,7 +46,6 @@ LAYERS = {
     "elche.ddp": Layer.SURFACE,
     "elche.demo": Layer.SURFACE,
     "elche.learning_rate": Layer.SURFACE,
-    "elche.local_replicas": Layer.SURFACE,
     "elche.process": Layer.SURFACE,
     "elche.replica": Layer.SURFACE,
     "elche.plan_command": Layer.SURFACE,

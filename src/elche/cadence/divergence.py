@@ -2,15 +2,13 @@
 
 Between two synchronisations each rank trains on its own. How far rank ``r`` went from
 the others is its *divergence* ``||θ_r − θ̄|| / ||θ̄||``, ``θ̄`` being the mean that they
-agree on. A guard sees it before El Che may lengthen the windows, and shortens them when
-the ranks come apart. ``DivergenceGuard`` is the default, ``NoGuard`` is none, and a
-subclass of ``Guard`` is the user's own.
+agree on. The guard sees it before El Che may lengthen the windows, and shortens them
+when the ranks come apart.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, final
@@ -30,87 +28,23 @@ NAMED_RANKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a guard says after a synchronisation.
+    """What the guard says after a synchronisation.
 
     Attributes:
         hold: the anchor may not grow now.
         nudge: what to multiply the anchor with, above 0 and below 1
             (``ElChe.nudge_anchor_down``); None leaves it.
         reason: what was seen, in words.
-
-    Raises:
-        ConfigError: the nudge would not shorten anything.
     """
 
     hold: bool
     nudge: float | None
     reason: str
 
-    def __post_init__(self) -> None:
-        if self.nudge is not None and not 0.0 < self.nudge < 1.0:
-            raise ConfigError(
-                "a nudge must be a factor above 0 and below 1, such as 0.5, or None "
-                f"to leave the anchor, got {self.nudge!r}"
-            )
-
-
-class Guard(ABC):
-    """Judges every synchronisation, before El Che takes in its timings.
-
-    ``elche.setup(guard=...)`` takes a subclass, or its place ``"package.module:Name"``.
-    It is made without arguments in the coordinator's process, anew whenever windows
-    begin anew, and asked there while ranks wait for what follows: it should be quick.
-    What it raises ends the run.
-    """
-
-    @abstractmethod
-    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
-        """Takes in one synchronisation.
-
-        Args:
-            divergences: of every rank, in order; not negative. NaN or infinity says
-                that the rank's contribution was not finite and was left out.
-            window_batches: batches of the window, of all ranks together or of the
-                slowest, every time the same. Divergence grows with them.
-
-        Returns:
-            What becomes of the anchor.
-        """
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as values that JSON keeps exactly."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the guard that gave ``state`` was.
-
-        Raises:
-            ConfigError: the state is not one of such a guard.
-        """
-
-
-@final
-class NoGuard(Guard):
-    """Lets everything pass; for the user who switches the guard off."""
-
-    __slots__ = ()
-
-    def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
-        """Leaves the anchor to El Che, whatever comes."""
-        return Verdict(hold=False, nudge=None, reason="no guard")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is learned."""
-        return {"kind": "none"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes any state, so that a resumed run may switch the guard off."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceGuardConfig:
-    """What the user sets of the guard; checked when made.
+    """Settings of the guard; checked when made.
 
     Attributes:
         rise: so many times the usual divergence is too much, and falling by as much
@@ -214,7 +148,7 @@ class _Seen:
 
 
 @final
-class DivergenceGuard(Guard):
+class DivergenceGuard:
     """Shortens the windows when divergence rises well above what is usual.
 
     The level of a window is the divergence of the furthest rank. What is usual is the
@@ -262,9 +196,18 @@ class DivergenceGuard(Guard):
         self._nudges = 0
 
     def observe(self, divergences: Sequence[float], window_batches: int) -> Verdict:
-        """Takes in one synchronisation; ``Guard.observe`` says the arguments.
+        """Takes in one synchronisation, before El Che takes in its timings.
 
         A window without batches, of which nothing can be said, changes nothing.
+
+        Args:
+            divergences: of every rank, in order; not negative. NaN or infinity says
+                that the rank's contribution was not finite and was left out.
+            window_batches: batches of the window, of all ranks together or of the
+                slowest, every time the same. Divergence grows with them.
+
+        Returns:
+            What becomes of the anchor.
 
         Raises:
             ConfigError: no divergence is given, one is negative, or the number of

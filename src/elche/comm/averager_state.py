@@ -76,8 +76,7 @@ def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
     if not isinstance(groups, (list, tuple)) or len(groups) != len(layouts):
         return (
             f"expected {len(layouts)} groups of parameters, of "
-            f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model, "
-            "or to other fragments"
+            f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model"
         )
     for (dtype, numel), each in zip(layouts, groups, strict=True):
         wrong = _other_keys(each, _GROUP_KEYS)

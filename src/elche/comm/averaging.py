@@ -7,18 +7,13 @@ until all of them are there, this rank's parameters, state and buffers and θ_k 
 untouched, so a reduction that fails can be redone (:meth:`Averager.connect`) or
 replaced by another rank's result.
 
-With ``fragments`` a window synchronises one part of the parameters, in turn
-(`fragments`); buffers travel every time.
-
 Cost: two model copies (θ_k and the message), one more for an outer momentum, one per
 averaged state tensor; from a CUDA device one more here and one there.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +21,6 @@ from torch import nn
 
 from elche.comm.averager_state import VERSION, blank, check_alike, misfit_of
 from elche.comm.finite import all_finite
-from elche.comm.fragments import fragments_of
 from elche.comm.optimizer_state import (
     Optimizers,
     OptimizerStateAverager,
@@ -53,8 +47,6 @@ class Averager:
         group: the process group.
         reset_state: forget the optimizers' state at every synchronisation.
         codec: how parameters travel; see :func:`open_coded_exchange`.
-        fragments: in how many of them the parameters are synchronised in turn; see
-            `fragments`.
     """
 
     is_overlapped = False
@@ -68,11 +60,8 @@ class Averager:
         *,
         reset_state: bool = False,
         codec: str = "fp32",
-        fragments: int = 1,
     ) -> None:
         self._codec = codec
-        self._num_fragments = fragments
-        self._fragments: list[list[ParameterGroup]] = []
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._group = group
@@ -101,18 +90,10 @@ class Averager:
 
     @torch.no_grad()
     def build(self) -> None:
-        """Takes the present parameters as the common ones; with all ranks.
-
-        Raises:
-            ConfigError: there are fewer parameters than fragments.
-        """
-        self._fragments = [
-            ParameterGroup.by_dtype(
-                some, is_overlapped=self.is_overlapped, codec=self._codec
-            )
-            for some in fragments_of(self._parameters, self._num_fragments)
-        ]
-        self._groups = [group for some in self._fragments for group in some]
+        """Takes the present parameters as the common ones; with all ranks."""
+        self._groups = ParameterGroup.by_dtype(
+            self._parameters, is_overlapped=self.is_overlapped, codec=self._codec
+        )
         self._buffers.agree()
         self.connect(self._group)
         self.rebase()
@@ -244,93 +225,44 @@ class Averager:
         """Indices of buffers that were written since they were last averaged."""
         return self._buffers.changed()
 
-    def _turn_of(self, plan: Reduce) -> list[ParameterGroup]:
-        """What a reduction synchronises: all, or one fragment.
-
-        Raises:
-            ProtocolError: there is no such fragment.
-        """
-        if plan.fragment is None:
-            return self._groups
-        if not 0 <= plan.fragment < len(self._fragments):
-            raise ProtocolError(
-                f"window {plan.window}: expected one of {len(self._fragments)} "
-                f"fragments, got {plan.fragment}"
-            )
-        return self._fragments[plan.fragment]
-
-    def _wait(self, groups: Sequence[ParameterGroup]) -> None:
+    def _wait(self) -> None:
         """Waits for all that was begun; nothing has been written before."""
-        for group in groups:
+        for group in self._groups:
             group.exchange.wait(WHAT)
         self._state.wait()
         self._buffers.wait()
 
-    def _end(
-        self, groups: Sequence[ParameterGroup], spread: Spread, weight: float
-    ) -> SyncResult:
+    def _end(self) -> None:
         """What remains when parameters and state are written."""
         self._buffers.apply()
         if self._reset_state:
             for optimizer in self._optimizers():
-                for group in groups:
+                for group in self._groups:
                     forget_state(optimizer, group.tensors)
-        result = spread.result(weight)
-        if len(groups) == len(self._groups):
-            return result
-        total = sum(group.squared_norm for group in self._groups)
-        norm = math.sqrt(total) if total >= 0 else math.nan
-        return replace(result, parameter_norm=norm)
-
-    def _restore_others(self, groups: Sequence[ParameterGroup]) -> None:
-        """Of a rank that went astray, what was not synchronised is as it was."""
-        for group in self._groups:
-            if group not in groups:
-                group.restore()
 
 
 class ParameterAverager(Averager):
     """Averages at once, and waits for it (``cadence``)."""
 
     @torch.no_grad()
-    def synchronise(
-        self,
-        plan: Reduce,
-        weights: Sequence[float] | None = None,
-        *,
-        is_finite: bool = True,
-    ) -> SyncResult:
+    def synchronise(self, plan: Reduce) -> SyncResult:
         """Carries out a reduction with all ranks; afterwards all hold the same.
-
-        Args:
-            plan: the reduction, of all parameters or one fragment.
-            weights: of this rank's drift in each fragment, relative to the others';
-                None for the plan's weight.
-            is_finite: this rank's parameters are all numbers. If not, it weighs nothing
-                and loses what it has drifted in any fragment.
 
         Raises:
             CommunicationError: it failed; nothing has changed on this rank.
             ConfigError: a parameter has another shape, dtype or device than before.
-            ProtocolError: there is no such fragment.
         """
         self._refuse_changed()
-        rule, spread, groups = OuterStep.of(plan), Spread(), self._turn_of(plan)
+        rule, spread = OuterStep.of(plan), Spread()
         self._buffers.take()
-        sent = 0.0
-        for index, some in enumerate(self._fragments):
-            weight = plan.weight if weights is None else weights[index]
-            for group in some:
-                if group in groups:
-                    sent = max(sent, weight if is_finite else 0.0)
-                    group.send(weight if is_finite else 0.0)
+        for group in self._groups:
+            group.send(plan.weight)
         if plan.include_state:
             self._state.begin(plan.weight)
         self._buffers.begin(plan)
-        self._wait(groups)
-        for group in groups:
+        self._wait()
+        for group in self._groups:
             group.replace(rule, spread)
         self._state.apply()
-        if not is_finite:
-            self._restore_others(groups)
-        return self._end(groups, spread, sent)
+        self._end()
+        return spread.result(plan.weight)

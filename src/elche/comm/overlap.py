@@ -21,7 +21,6 @@ it has adopted k + 1, which all ranks sent, each after it had adopted k.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -29,7 +28,6 @@ import torch
 
 from elche.comm.averaging import Averager
 from elche.comm.outer import OuterStep
-from elche.comm.parameter_group import ParameterGroup
 from elche.comm.process_group import Group
 from elche.comm.spread import Spread, SyncResult
 from elche.coordination.instructions import Reduce
@@ -58,10 +56,6 @@ class OverlappedAverager(Averager):
     _is_finite = True
     _is_filled = False
     _counts = False
-    _is_active = False
-    _weight = 0.0
-    _fragment = 0
-    _turn: Sequence[ParameterGroup] = ()
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -93,14 +87,7 @@ class OverlappedAverager(Averager):
             self._phase = _Phase.TAKEN
 
     @torch.no_grad()
-    def snapshot(
-        self,
-        weight: float,
-        *,
-        begins: bool = True,
-        fragment: int = 0,
-        has_trained: bool | None = None,
-    ) -> bool:
+    def snapshot(self, weight: float, *, begins: bool = True) -> bool:
         """Takes parameters and buffers as they are at the window's end.
 
         Args:
@@ -108,10 +95,6 @@ class OverlappedAverager(Averager):
                 the reduction begins now; with 0 only by :meth:`begin`, because it may
                 be that nobody has anything to reduce.
             begins: False leaves the beginning to :meth:`begin` in any case.
-            fragment: whose turn it is; the same on all ranks.
-            has_trained: in this window, so that this rank's buffers count; None for
-                what the weight says. A fragment weighs what was trained since its last
-                turn, which may have been in an earlier window alone.
 
         Returns:
             Whether all parameters are finite; otherwise they weigh nothing.
@@ -122,39 +105,24 @@ class OverlappedAverager(Averager):
         """
         self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
         self._refuse_changed()
-        self._fragment, self._turn = fragment, self._fragments[fragment]
-        self._is_finite = all([group.fill(weight) for group in self._turn]) and all(
-            group.is_finite for group in self._groups if group not in self._turn
-        )
+        self._is_finite = all([group.fill(weight) for group in self._groups])
         self._buffers.take()
         self._phase, self._is_filled = _Phase.TAKEN, True
         if not self._is_finite:
-            for group in self._turn:
+            for group in self._groups:
                 group.refill(0.0)
         self._counts = weight > 0.0 and self._is_finite
-        trained = weight > 0.0 if has_trained is None else has_trained
-        self._is_active = trained and self._is_finite
-        self._weight = weight if self._is_finite else 0.0
         if weight > 0.0 and begins:
             self._send()
         return self._is_finite
 
     @torch.no_grad()
-    def begin(self, plan: Reduce, weights: Sequence[float] | None = None) -> None:
+    def begin(self, plan: Reduce) -> None:
         """The plan is there: begins what has not begun, without waiting for others.
 
-        Where it synchronises all of several fragments, nothing was trained since the
-        snapshot: the others' drifts are taken now.
-
-        Args:
-            plan: the reduction.
-            weights: of this rank's drift in each fragment, relative to the others';
-                None for one fragment, whose weight :meth:`snapshot` was told.
-
         Raises:
-            ProtocolError: there is no snapshot, or of another fragment, the plan asks
-                for optimizer state, or it counts on a drift that this rank has not
-                sent.
+            ProtocolError: there is no snapshot, the plan asks for optimizer state, or
+                it counts on a drift that this rank has not sent.
         """
         self._expect("begin", _Phase.TAKEN, _Phase.SENT)
         if plan.include_state:
@@ -162,13 +130,7 @@ class OverlappedAverager(Averager):
                 f"window {plan.window}: optimizer state cannot be averaged while "
                 "training goes on; expected include_state=False"
             )
-        turn = self._turn_of(plan)
-        if plan.fragment not in (None, self._fragment):
-            raise ProtocolError(
-                f"window {plan.window}: expected fragment {self._fragment}, whose "
-                f"drift was taken, got {plan.fragment}"
-            )
-        if weights is None and (plan.weight > 0.0) != self._counts:
+        if (plan.weight > 0.0) != self._counts:
             raise ProtocolError(
                 f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
@@ -176,27 +138,18 @@ class OverlappedAverager(Averager):
         rule = OuterStep.of(plan)
         if self._phase is _Phase.TAKEN:
             if not self._is_filled:
-                for group in self._turn:
+                for group in self._groups:
                     group.refill()
             self._send()
-        for index, some in enumerate(self._fragments):
-            for group in some:
-                if group in turn and group not in self._turn:
-                    assert weights is not None
-                    group.fill(weights[index])
-                    if not self._is_finite:
-                        group.refill(0.0)
-                    group.begin()
-        self._turn = turn
-        for group in turn:
+        for group in self._groups:
             group.prepare(rule)
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
 
     def _send(self) -> None:
-        for group in self._turn:
+        for group in self._groups:
             group.begin()
-        self._buffers.begin_known(is_active=self._is_active)
+        self._buffers.begin_known(is_active=self._counts)
         self._phase = _Phase.SENT
 
     def poll(self) -> bool:
@@ -206,7 +159,7 @@ class OverlappedAverager(Averager):
             ProtocolError: no reduction is under way.
         """
         self._expect("poll", _Phase.BEGUN)
-        arrived = all(group.exchange.poll() for group in self._turn)
+        arrived = all(group.exchange.poll() for group in self._groups)
         return arrived and self._buffers.poll()
 
     @torch.no_grad()
@@ -230,19 +183,18 @@ class OverlappedAverager(Averager):
             raise ProtocolError(
                 f"expected to adopt window {self._window}, got {plan.window}"
             )
-        self._wait(self._turn)
+        self._wait()
         rule, spread = OuterStep.of(plan), Spread()
         if not self._is_finite:
             spread.distance = math.nan
-            self._restore_others(self._turn)
-        for group in self._turn:
+        for group in self._groups:
             if drained or not self._is_finite:
                 group.replace(rule, spread)
             else:
                 group.correct(rule, spread)
         self._phase = _Phase.IDLE
-        weight = plan.weight if len(self._fragments) == 1 else self._weight
-        return self._end(self._turn, spread, weight)
+        self._end()
+        return spread.result(plan.weight)
 
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:

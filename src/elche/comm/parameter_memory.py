@@ -113,26 +113,6 @@ class ParameterMemory:
         """The parameters."""
         return self._layout.tensors
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """The parameters become θ_k again: what they have drifted since is lost."""
-        self._settle()
-        for index in range(len(self._layout.segments)):
-            self._layout.write(index, self._base)
-        self._layout.flush(self._base)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all parameters are numbers; waits for them."""
-        return all(bool(t.isfinite().all()) for t in self._layout.tensors)
-
-    @property
-    def squared_norm(self) -> float:
-        """Σ θ_k²."""
-        self._settle()
-        parts = self._base.parts
-        return sum(float(torch.vdot(part, part).real) for part in parts)
-
     def rebase(self) -> None:
         """Takes the parameters' present values as θ_k."""
         self._settle()

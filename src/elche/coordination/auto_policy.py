@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elche.cadence.chooser import Choice, Chooser
-from elche.cadence.own_guard import MakeGuard
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.auto_calibration import Calibration, Found
@@ -58,7 +57,6 @@ class AutoPolicy(Policy):
         config: the run's settings.
         members: all ranks, in order.
         settings: what else the ranks agreed on.
-        make_guard: makes what watches the replicas' divergence in windows.
     """
 
     def __init__(
@@ -66,10 +64,8 @@ class AutoPolicy(Policy):
         config: RunConfig,
         members: Sequence[Member],
         settings: Settings,
-        make_guard: MakeGuard,
     ) -> None:
         self._config = config
-        self._make_guard = make_guard
         self._members = {member.rank: member for member in members}
         self._epochs = settings.epochs
         self._sync = SyncPolicy(config, members, settings.min_share_samples)
@@ -404,7 +400,6 @@ class AutoPolicy(Policy):
             config,
             list(self._members.values()),
             self._epochs,
-            self._make_guard(),
             idle=frozenset(choice.left_out),
             first_window=self._first_window
             if self._windows is None

@@ -133,9 +133,8 @@ class Reduce:
 
     ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
     of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
-    generations that have tried. ``fragment`` is the part of the parameters whose turn
-    it is, None for all. ``state_apart`` are ranks that hold other optimizer state than
-    most, where it is to be averaged and therefore is not.
+    generations that have tried. ``state_apart`` are ranks that hold other optimizer
+    state than most, where it is to be averaged and therefore is not.
     """
 
     rank: int
@@ -149,7 +148,6 @@ class Reduce:
     outer: str
     outer_lr: float
     outer_momentum: float
-    fragment: int | None = None
     state_apart: tuple[int, ...] = ()
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from elche.cadence.alignment import aligned_anchor
-from elche.cadence.divergence import Guard
+from elche.cadence.divergence import DivergenceGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
-from elche.cadence.own_guard import guard_maker, no_own_guards
 from elche.config import RunConfig
 from elche.coordination.window_book import Part, Reduction
 
@@ -54,11 +53,6 @@ class Pacing:
         config: the run's settings.
         ranks: the members, in order.
         overlapped: reductions overlap with the next window.
-        guard: watches the replicas' divergence; None for the built-in one, or none, as
-            the settings say.
-
-    Raises:
-        ConfigError: the settings name the user's guard, and it is not given.
     """
 
     def __init__(
@@ -67,14 +61,11 @@ class Pacing:
         ranks: Sequence[int],
         *,
         overlapped: bool,
-        guard: Guard | None = None,
     ) -> None:
         self._config = config
         self._ranks = list(ranks)
         self._overlapped = overlapped
-        if guard is None:
-            guard = guard_maker(config.guard_setting, no_own_guards)()
-        self._guard = guard
+        self._guard = DivergenceGuard() if config.guard else None
         self._may_grow = True
         self._taken_s: list[float] = []
         self._held_s: list[float] = []
@@ -243,6 +234,8 @@ class Pacing:
         Returns:
             What changed, in words, or "".
         """
+        if self._guard is None:
+            return ""
         verdict = self._guard.observe(reduction.divergences, max(1, batches))
         self._may_grow = not verdict.hold
         if verdict.nudge is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elche.cadence.own_guard import MakeGuard
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.auto_policy import AutoPolicy
@@ -17,7 +16,6 @@ def build_policy(
     config: RunConfig,
     members: Sequence[Member],
     settings: Settings,
-    make_guard: MakeGuard,
 ) -> Policy:
     """The policy that the configuration names.
 
@@ -25,10 +23,9 @@ def build_policy(
         config: the run's settings.
         members: all ranks, in order.
         settings: what else the ranks agreed on.
-        make_guard: makes what watches the replicas' divergence.
     """
     if config.policy == "sync":
         return SyncPolicy(config, members, settings.min_share_samples)
     if config.policy == "auto":
-        return AutoPolicy(config, members, settings, make_guard)
-    return WindowPolicy(config, members, settings.epochs, make_guard())
+        return AutoPolicy(config, members, settings)
+    return WindowPolicy(config, members, settings.epochs)

@@ -64,15 +64,12 @@ class ReductionPlanner:
         self._epochs = epochs
         self._windows = 0
         self._outer = config.outer
-        self.is_owed = False
-        """Whether some fragments have drifts that no reduction has brought in."""
 
     def settings(
         self,
         parts: Mapping[int, Part],
         epoch_batches: int,
         window_batches: int,
-        turn: int | None = None,
     ) -> dict[str, Any]:
         """How a window is reduced, but for the weights.
 
@@ -80,10 +77,7 @@ class ReductionPlanner:
             parts: what each rank did in it, and said when it closed it.
             epoch_batches: batches of the epoch.
             window_batches: batches that El Che plans for a window now.
-            turn: the window's number in its epoch, whose fragment is synchronised;
-                None synchronises all, because nothing of the epoch is left.
         """
-        fragments = self._config.fragments
         closed = [part.closed for part in parts.values() if part.closed is not None]
         layouts = {report.state for report in closed}
         averages = self._config.averages_state and len(layouts) == 1
@@ -101,7 +95,6 @@ class ReductionPlanner:
             "outer": kind,
             "outer_lr": 1.0 if kind == "average" else lr,
             "outer_momentum": self._config.outer_momentum,
-            "fragment": None if turn is None or fragments == 1 else turn % fragments,
         }
 
     def plan(
@@ -123,7 +116,6 @@ class ReductionPlanner:
         weights = drift_weights(self._config.drift_weights, counts)
         active = sum(count > 0 for count in counts)
         shared: dict[str, Any] = dict(settings)
-        self.is_owed = shared.get("fragment") is not None
         if self._config.averages_state:
             shared["state_apart"] = _apart(parts)
         return [

@@ -12,13 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elche.cadence.own_guard import (
-    Ask,
-    FindGuard,
-    ask_here,
-    guard_maker,
-    no_own_guards,
-)
 from elche.config import RunConfig
 from elche.coordination.agreement import disagreement, settings_of
 from elche.coordination.batch_ranges import Range
@@ -41,16 +34,12 @@ from elche.coordination.messages import PROTOCOL_VERSION
 from elche.coordination.policies import build_policy
 from elche.coordination.story import Story
 from elche.errors import (
-    ConfigError,
     ElcheError,
     MismatchError,
     NonFiniteError,
     ProtocolError,
     TransitionError,
 )
-
-GUARD_PART = 0.5
-"""Of the deadline, for an answer of the user's guard: ranks have waited before it."""
 
 
 class Coordinator:
@@ -61,8 +50,6 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
-        find_guard: imports the guard that a user names.
-        ask_guard: asks it; the ranks wait for its answers.
     """
 
     def __init__(
@@ -71,10 +58,7 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         elastic: bool = False,
-        find_guard: FindGuard = no_own_guards,
-        ask_guard: Ask = ask_here,
     ) -> None:
-        self._find_guard, self._ask_guard = find_guard, ask_guard
         self._is_elastic = elastic
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic)
@@ -182,16 +166,7 @@ class Coordinator:
         settings = settings_of(joins[0])
         config = RunConfig(**settings.config)
         self._timeout_s = config.timeout_s
-        try:
-            make_guard = guard_maker(
-                config.guard_setting,
-                self._find_guard,
-                self._ask_guard,
-                GUARD_PART * config.timeout_s,
-            )
-        except ConfigError as error:
-            return self._abort(str(error), kind="config")
-        policy = build_policy(config, as_members(joins), settings, make_guard)
+        policy = build_policy(config, as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         return [*self._membership.begin()]
 

@@ -194,12 +194,10 @@ def begin_reduction(
         settings = dict(planned.reduction)
         settings["buffers"] = tuple(settings["buffers"])
     else:
-        is_last = not state.has_work and state.book.is_untouched
         settings = planner.settings(
             state.reduced_parts,
             state.ledger.sizes.num_batches,
             state.pacing.el_che.total_batches,
-            None if is_last else state.book.window - state.first_window,
         )
     state.reduction_settings = settings
     _record(state, settings, trained)

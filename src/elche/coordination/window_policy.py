@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elche.cadence.divergence import Guard
 from elche.config import RunConfig
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import (
@@ -70,7 +69,6 @@ class WindowPolicy(Policy):
         config: the run's settings.
         members: all ranks, in order.
         epochs: epochs of the run if known; decides whether outer momentum pays.
-        guard: watches the replicas' divergence; None for the configured one.
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
     """
@@ -80,12 +78,11 @@ class WindowPolicy(Policy):
         config: RunConfig,
         members: Sequence[Member],
         epochs: int | None,
-        guard: Guard | None = None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
     ) -> None:
         self.name = config.policy
-        self._state = WindowState(config, members, guard, idle, first_window)
+        self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
 
     @property
@@ -272,11 +269,10 @@ class WindowPolicy(Policy):
         if not touched:
             end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
-        reduces = touched or (is_last and self._planner.is_owed)
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.source is not None and reduces
+        follows = state.is_overlapped and state.source is not None and touched
         state.is_final = is_last and not follows
-        if not reduces and (state.is_final or not state.is_overlapped):
+        if not touched and (state.is_final or not state.is_overlapped):
             state.advance()
             if state.is_final:
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)

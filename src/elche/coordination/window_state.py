@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elche.cadence.divergence import Guard
 from elche.config import RunConfig
 from elche.coordination.batch_ranges import BatchSizes, Range
 from elche.coordination.epoch_plan import (
@@ -28,7 +27,6 @@ class WindowState:
     Args:
         config: the run's settings.
         members: all ranks, in order.
-        guard: watches the replicas' divergence; None for the configured one.
         idle: ranks that are given no work.
         first_window: number of the first window.
     """
@@ -37,7 +35,6 @@ class WindowState:
         self,
         config: RunConfig,
         members: Sequence[Member],
-        guard: Guard | None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
     ) -> None:
@@ -45,9 +42,7 @@ class WindowState:
         self.idle = idle
         self.is_overlapped = config.policy == "async"
         self.members = {member.rank: member for member in members}
-        self.pacing = Pacing(
-            config, list(self.members), overlapped=self.is_overlapped, guard=guard
-        )
+        self.pacing = Pacing(config, list(self.members), overlapped=self.is_overlapped)
         self.epoch = -1
         self.progress_samples = 0
         self.planned_samples = 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elche.comm.codec import CODECS
 from elche.config import POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
@@ -25,8 +22,7 @@ from elche.demo.compare import (
     whole_batches,
 )
 from elche.demo.contender import ContenderSpec
-from elche.demo.link import slow_link
-from elche.demo.models import WORKLOADS, batch_size_of, build_workload
+from elche.demo.models import WORKLOADS, batch_size_of
 from elche.demo.report import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
 from elche.errors import ConfigError
@@ -57,10 +53,6 @@ class BenchConfig:
             compared.
         solo_seconds: runs alone that only measure speed end after this instead.
         allow_noise: do not reject a run whose control is below `MIN_CONTROL`.
-        link_mbit: rate of every rank's link in 10^6 bits per second; None for
-            this host's own memory and loopback.
-        link_delay_ms: how long each message on those links is held back, one way.
-        codec: of elche's averaging policies.
 
     Raises:
         ConfigError: a setting is wrong; says what to write instead.
@@ -76,9 +68,6 @@ class BenchConfig:
     time_capped: bool = False
     solo_seconds: float | None = None
     allow_noise: bool = False
-    link_mbit: float | None = None
-    link_delay_ms: float = 0.0
-    codec: str = "fp32"
 
     def __post_init__(self) -> None:
         devices = Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
@@ -102,19 +91,6 @@ class BenchConfig:
             raise ConfigError(f"expected positive --solo-seconds, got {solo!r}")
         if self.seeds < 1:
             raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
-        rate = self.link_mbit
-        if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise ConfigError(f"expected positive --link-mbit, got {rate!r}")
-        delay = self.link_delay_ms
-        if not (math.isfinite(delay) and delay >= 0) or (delay and rate is None):
-            raise ConfigError(
-                "expected --link-delay-ms of 0 or more, and --link-mbit with it, got "
-                f"{delay!r}"
-            )
-        if self.codec not in CODECS:
-            raise ConfigError(
-                f"unknown codec {self.codec!r}; choose one of {', '.join(CODECS)}"
-            )
         unknown = sorted(set(self.contenders) - set(self.all_names))
         if unknown:
             raise ConfigError(
@@ -156,9 +132,10 @@ class BenchConfig:
     def samples(self) -> int:
         """Samples that a contender trains on."""
         everything = sum(self.devices.nominal_samples_per_s)
-        return self._whole_batches(self.seconds * everything)
+        return self.whole_batches(self.seconds * everything)
 
-    def _whole_batches(self, samples: float) -> int:
+    def whole_batches(self, samples: float) -> int:
+        """So many samples, in whole batches; at least one."""
         return whole_batches(samples, batch_size=self.batch_size)
 
     def spec(self, name: str, seed: int) -> ContenderSpec:
@@ -169,11 +146,7 @@ class BenchConfig:
             if self.time_capped or name != "solo-0":
                 settings["max_seconds"] = self.solo_seconds or self.seconds
         elif name.startswith("elche-"):
-            policy = name.removeprefix("elche-")
-            options = {} if policy == "sync" else {"codec": self.codec}
-            if self.link_mbit is not None:  # not through the memory of this host
-                options["transport"] = "gloo"
-            settings |= {"kind": "elche", "policy": policy, "options": options}
+            settings |= {"kind": "elche", "policy": name.removeprefix("elche-")}
             if self.time_capped:
                 settings["max_seconds"] = MOST_TIMES * self.seconds
         else:
@@ -181,10 +154,7 @@ class BenchConfig:
             settings |= {"kind": name, "shares": shares}
         if self.time_capped and name == "ddp":
             equal = min(self.devices.nominal_samples_per_s) * self.devices.count
-            samples = self._whole_batches(self.seconds * equal)
-        if self.time_capped and "ddp" in name and self.link_mbit is not None:
-            steps = self.seconds / self._reduction_s(self.link_mbit)
-            samples = min(samples, self._whole_batches(steps * self.batch_size))
+            samples = self.whole_batches(self.seconds * equal)
         return ContenderSpec(
             model=self.model,
             samples=samples,
@@ -193,13 +163,6 @@ class BenchConfig:
             seed=seed,
             **settings,
         )
-
-    def _reduction_s(self, mbit: float) -> float:
-        """Least time that DDP needs to reduce the model's gradients once."""
-        workload = build_workload(self.model)
-        numel = sum(p.numel() for p in workload.model_fn().parameters())
-        ranks = self.devices.count
-        return 2.0 * (ranks - 1) / ranks * 4.0 * numel * 8.0 / (1e6 * mbit)
 
     def run_on(self, name: str, network: Network | None = None) -> Devices:
         """What a contender runs on: one device for those alone, else all."""
@@ -220,21 +183,43 @@ class BenchConfig:
         if self.solo_seconds is not None:
             words += ["--solo-seconds", f"{self.solo_seconds:g}"]
         words += ["--allow-noise"] * self.allow_noise
-        if self.link_mbit is not None:
-            words += ["--link-mbit", f"{self.link_mbit:g}"]
-        if self.link_delay_ms:
-            words += ["--link-delay-ms", f"{self.link_delay_ms:g}"]
-        if self.codec != "fp32":
-            words += ["--codec", self.codec]
         return shlex.join([*words, "--json", "-"])
 
+    @property
+    def title(self) -> str:
+        """What is measured, in words."""
+        speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
+        seeds = f", {self.seeds} seeds" if self.seeds > 1 else ""
+        return (
+            f"{self.model} on emulated devices of speeds {speeds}"
+            f" ({self.ms_per_sample:g} ms per sample at speed 1),"
+            f" {self.samples} samples{seeds}"
+        )
 
-def run_bench(config: BenchConfig, json_path: str | None) -> int:
+    def values(self) -> dict[str, Any]:
+        """The settings, for JSON."""
+        return {
+            "speeds": list(self.speeds),
+            "emulated": True,
+            "command": self.command(),
+            "model": self.model,
+            "batch_size": self.batch_size,
+            "ms_per_sample": self.ms_per_sample,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "seeds": list(range(self.seeds)),
+        }
+
+
+def run_bench(
+    config: BenchConfig, json_path: str | None, network: Network | None = None
+) -> int:
     """The command: measures, prints the table, writes the JSON.
 
     Args:
         config: what to measure.
         json_path: file to write, ``-`` for standard output, None for neither.
+        network: where the ranks meet, if not on this host's loopback.
 
     Returns:
         The exit code: 0, or `REJECTED_CODE` if the control failed.
@@ -245,26 +230,13 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
     """
     if json_path is not None and json_path != "-":
         check_writable(Path(json_path))
-    with open_progress() as progress, _network(config) as network:
+    with open_progress() as progress:
         runs = _run_all(config, progress, network)
     verdict = Verdict(
         runs, config.devices.count, config.time_capped, config.allow_noise
     )
-    speeds = ", ".join(f"{speed:g}" for speed in config.speeds)
-    title = (
-        f"{config.model} on emulated devices of speeds {speeds}"
-        f" ({config.ms_per_sample:g} ms per sample at speed 1),"
-        f" {config.samples} samples"
-    )
-    if config.link_mbit is not None:
-        title += f", links of {config.link_mbit:g} Mbit/s"
-        if config.link_delay_ms:
-            title += f" and {config.link_delay_ms:g} ms each way"
-        title += f", codec {config.codec}"
-    if config.seeds > 1:
-        title += f", {config.seeds} seeds"
     stream = sys.stderr if json_path == "-" else sys.stdout
-    print_table(verdict.table, title, stream)
+    print_table(verdict.table, config.title, stream)
     click.echo("\n" + "\n".join(verdict.remarks), file=stream)
     if json_path is not None:
         text = to_json_text(_values(config, verdict, runs))
@@ -274,17 +246,6 @@ def run_bench(config: BenchConfig, json_path: str | None) -> int:
             Path(json_path).write_text(text)
             click.echo(f"\nWritten: {json_path}")
     return REJECTED_CODE if verdict.rejected else 0
-
-
-@contextlib.contextmanager
-def _network(config: BenchConfig) -> Iterator[Network | None]:
-    """The slow network, where one is asked for."""
-    if config.link_mbit is None:
-        yield None
-        return
-    ranks, delay_ms = config.devices.count, config.link_delay_ms
-    with slow_link(ranks, config.link_mbit, delay_ms) as link:
-        yield link
 
 
 def _run_all(
@@ -335,19 +296,8 @@ def _values(
     windows = verdict.cadence_windows
     return {
         "contenders": verdict.contenders(),
-        "speeds": list(config.speeds),
-        "emulated": True,
-        "command": config.command(),
-        "model": config.model,
+        **config.values(),
         "parameters": parameters,
-        "batch_size": config.batch_size,
-        "ms_per_sample": config.ms_per_sample,
-        "samples": config.samples,
-        "seconds": config.seconds,
-        "link_mbit": config.link_mbit,
-        "link_delay_ms": config.link_delay_ms,
-        "codec": config.codec,
-        "seeds": list(range(config.seeds)),
         "gate": {
             "standard": (
                 config.ms_per_sample == MS_PER_SAMPLE

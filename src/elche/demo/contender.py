@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader
 
 from elche import session, session_state
 from elche.demo.batches import SegmentSampler, SplitBatches
-from elche.demo.link import sent_bytes
 from elche.demo.models import Workload, build_workload, learning_rate_scale
 from elche.demo.time_cap import TimeCap
 from elche.errors import ConfigError
@@ -66,6 +65,7 @@ class ContenderSpec:
         max_seconds: leave the run after training for so long, all ranks together.
         learning_rate: instead of the workload's.
         options: further settings of elche.
+        sent_counter: a file that holds how many bytes a rank has sent, on each rank.
     """
 
     kind: str
@@ -81,6 +81,7 @@ class ContenderSpec:
     max_seconds: float | None = None
     learning_rate: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    sent_counter: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -141,7 +142,7 @@ class Contender:
             "elche": self._elche,
         }[self.spec.kind]
         model, loader, emulation = prepare()
-        self._sent_bytes = sent_bytes()
+        self._sent_bytes = self._counted_bytes()
         self._evaluate()
         for _ in range(self.spec.segments):
             self._segment(model, loader)
@@ -302,6 +303,10 @@ class Contender:
         self._curve.append((self._train_s, float(self._done_samples), loss))
         print(json.dumps({"done": self._done_samples, "loss": loss}), flush=True)
 
+    def _counted_bytes(self) -> int:
+        counter = self.spec.sent_counter
+        return 0 if counter is None else int(Path(counter).read_text())
+
     def _result(self, emulation: EmulationHandle | None) -> dict[str, Any]:
         run = session.current_run()
         reports = [] if run is None else run.reports
@@ -317,7 +322,7 @@ class Contender:
             "device": self._placement.device_name,
             "nominal_s": emulation.nominal_s if emulation else 0.0,
             "overrun_s": emulation.overrun_s if emulation else 0.0,
-            "sent_bytes": sent_bytes() - self._sent_bytes,
+            "sent_bytes": self._counted_bytes() - self._sent_bytes,
             "windows": sum(report.windows for report in reports),
             "sync_s": sum(report.sync_s for report in reports),
             "busy_s": [

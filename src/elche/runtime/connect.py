@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from elche.comm.control_channel import ControlChannel
 from elche.errors import CommunicationError, ConfigError
-from elche.runtime.coordinator import IMPORT_PATH, KEY_BYTES
+from elche.runtime.coordinator import KEY_BYTES
 from elche.runtime.environment import Placement
 
 logger = logging.getLogger(__name__)
@@ -143,13 +143,7 @@ def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={
-            **os.environ,
-            "ELCHE_KEY": key.hex(),
-            IMPORT_PATH: os.pathsep.join(
-                folder for folder in sys.path if folder and isinstance(folder, str)
-            ),
-        },
+        env={**os.environ, "ELCHE_KEY": key.hex()},
     )
     _started.append(process)
     assert process.stdout is not None

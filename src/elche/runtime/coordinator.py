@@ -18,7 +18,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from elche.coordination.instructions import Abort, Instruction
 from elche.coordination.state import Coordinator
 from elche.coordination.wire import FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
-from elche.runtime.guard_import import find_guard
-from elche.runtime.guard_thread import GuardThread
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +35,6 @@ TICK_S = 0.5
 KEY_BYTES = 32
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
-IMPORT_PATH = "ELCHE_IMPORT_PATH"
-"""Beside rank 0: where that process finds modules."""
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
 
@@ -50,15 +45,10 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
-        import_path: folders to find the user's guard in, before this process's own.
     """
 
-    def __init__(
-        self, world_size: int, key: bytes, import_path: Sequence[str] = ()
-    ) -> None:
-        find = partial(find_guard, import_path=import_path)
-        self._guard = GuardThread()
-        self.core = Coordinator(world_size, find_guard=find, ask_guard=self._guard.ask)
+    def __init__(self, world_size: int, key: bytes) -> None:
+        self.core = Coordinator(world_size)
         self._world_size = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
@@ -97,7 +87,6 @@ class CoordinatorServer:
             self._server.close()
         for connection in (*self._connections.values(), *self._strangers):
             connection.close()
-        self._guard.close()
         await asyncio.sleep(0)
 
     def take(self, *events: Event) -> None:
@@ -320,11 +309,9 @@ def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
     """Serves until standard input ends, that is until rank 0's process is gone."""
-    folders = [f for f in os.environ.get(IMPORT_PATH, "").split(os.pathsep) if f]
-    server = CoordinatorServer(world_size, key, folders)
+    server = CoordinatorServer(world_size, key)
     address = await server.start(host)
     print(f"{address[0]}:{address[1]}", flush=True)
-    sys.stdout = sys.stderr  # nobody reads on, and the user's guard may print
     loop = asyncio.get_running_loop()
     parent_gone = asyncio.Event()
 

@@ -57,8 +57,6 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
-        import_path: folders in which the coordinator finds the user's guard, before
-            those of this process: the script's own.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
     """
@@ -71,7 +69,6 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
-    import_path: tuple[str, ...] = ()
     story_path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +141,7 @@ def launch(config: LaunchConfig) -> LaunchResult:
 
 async def _launch(config: LaunchConfig) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(config.world_size, key, config.import_path)
+    server = CoordinatorServer(config.world_size, key)
     network = config.network
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)

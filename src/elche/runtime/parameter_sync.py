@@ -6,11 +6,11 @@ import logging
 from typing import Any, final
 
 from elche.comm.averaging import Averager, ParameterAverager
-from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_factor import GradientFactor
 from elche.comm.overlap import OverlappedAverager
 from elche.comm.spread import SyncResult
 from elche.coordination.instructions import Reduce
+from elche.coordination.reductions import drift_weight
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.window_sync import WindowSync
 
@@ -23,7 +23,6 @@ class AveragedSync(WindowSync):
     Args:
         averager: averages parameters.
         steps: this rank's own; optimizers lose their state if it went astray.
-        drifts: counts what they weigh.
         own_factor: of the gradients of a batch, where each says what it weighs: one
             that weighs nothing adds none.
     """
@@ -32,13 +31,11 @@ class AveragedSync(WindowSync):
         self,
         averager: Averager,
         steps: LocalSteps,
-        drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
         self._own_factor = own_factor
         self._averager = averager
         self._steps = steps
-        self._drifts = drifts
         self._was_finite = True
         self._in_hand = 0.0
         self._weights: list[float] = []
@@ -51,7 +48,6 @@ class AveragedSync(WindowSync):
     def rebase(self) -> None:
         """See :meth:`WindowSync.rebase`."""
         self._averager.rebase()
-        self._drifts.synchronised(None)
 
     def changed_buffers(self) -> tuple[int, ...]:
         """See :meth:`WindowSync.changed_buffers`."""
@@ -131,16 +127,11 @@ class AveragedSync(WindowSync):
         """See :meth:`WindowSync.retire`."""
         self._averager.retire()
 
-    def _count_drift(self) -> bool:
-        """The window ends: its batches weigh in the drifts of all fragments.
-
-        Returns:
-            Whether they weigh anything.
-        """
+    def _end_weight(self) -> float:
+        """The window ends: what its batches weigh."""
         weight = sum(self._weights)
-        self._drifts.add(weight)
         self._weights.clear()
-        return weight > 0
+        return weight
 
     def _go_back(self) -> None:
         """What this rank has learned is none: gradients that wait are of that.
@@ -161,7 +152,6 @@ class ParameterSync(AveragedSync):
         averager: averages them.
         steps: this rank's own; optimizers lose their state if it went astray, where
             that is not averaged.
-        drifts: counts what they weigh.
         own_factor: see `AveragedSync`.
     """
 
@@ -171,10 +161,9 @@ class ParameterSync(AveragedSync):
         self,
         averager: ParameterAverager,
         steps: LocalSteps,
-        drifts: DriftSamples,
         own_factor: GradientFactor | None,
     ) -> None:
-        super().__init__(averager, steps, drifts, own_factor)
+        super().__init__(averager, steps, own_factor)
         self._has_told = False
 
     def state_layout(self) -> str:
@@ -184,7 +173,7 @@ class ParameterSync(AveragedSync):
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`."""
         self._was_finite = self.is_finite
-        self._count_drift()
+        self._end_weight()
         self._go_back()
         return self._was_finite
 
@@ -200,13 +189,7 @@ class ParameterSync(AveragedSync):
                 list(plan.state_apart),
                 self._steps.states_in_words(),
             )
-        if self._drifts.fragments == 1:
-            result = self._averager.synchronise(plan)
-        else:
-            result = self._averager.synchronise(
-                plan, self._drifts.weights(), is_finite=self._was_finite
-            )
-        self._drifts.synchronised(plan.fragment if self._was_finite else None)
+        result = self._averager.synchronise(plan)
         if not self._was_finite:
             self._steps.forget_states(only_lost=plan.include_state)
         return result
@@ -219,8 +202,8 @@ class OverlappedSync(AveragedSync):
     Args:
         averager: averages them.
         steps: this rank's own; optimizers lose their state if it went astray.
-        drifts: counts what they weigh.
         own_factor: see `AveragedSync`.
+        drift_weights: how drifts are weighted; see `drift_weight`.
     """
 
     is_overlapped = True
@@ -230,36 +213,22 @@ class OverlappedSync(AveragedSync):
         self,
         averager: OverlappedAverager,
         steps: LocalSteps,
-        drifts: DriftSamples,
         own_factor: GradientFactor | None,
+        drift_weights: str,
     ) -> None:
-        super().__init__(averager, steps, drifts, own_factor)
-        self._windows = 0
-
-    def rebase(self) -> None:
-        """See :meth:`WindowSync.rebase`; the first fragment's turn comes next."""
-        super().rebase()
-        self._windows = 0
+        super().__init__(averager, steps, own_factor)
+        self._drift_weights = drift_weights
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
-        has_trained = self._count_drift()
-        fragment = self._windows % self._drifts.fragments
-        self._windows += 1
-        weight = self._drifts.weights()[fragment]
-        self._was_finite = self._averager.snapshot(
-            weight, begins=begins, fragment=fragment, has_trained=has_trained
-        )
+        weight = drift_weight(self._drift_weights, self._end_weight())
+        self._was_finite = self._averager.snapshot(weight, begins=begins)
         self._go_back()
         return self._was_finite
 
     def begin(self, plan: Reduce) -> None:
         """See :meth:`WindowSync.begin`."""
-        if self._drifts.fragments == 1:
-            self._averager.begin(plan)
-        else:
-            self._averager.begin(plan, self._drifts.weights())
-        self._drifts.synchronised(plan.fragment if self._was_finite else None)
+        self._averager.begin(plan)
 
     def poll(self) -> bool:
         """See :meth:`WindowSync.poll`."""

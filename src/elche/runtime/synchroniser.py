@@ -14,7 +14,6 @@ from torch.nn.utils import get_total_norm
 from elche.comm.averaging import ParameterAverager
 from elche.comm.buffers import BufferAverager
 from elche.comm.codec_choice import measured_codec
-from elche.comm.fragments import DriftSamples
 from elche.comm.gradient_factor import GradientFactor
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.overlap import OverlappedAverager
@@ -245,13 +244,11 @@ def make_window_sync(
         group,
         reset_state=config.optimizer_state == "reset",
         codec=codec,
-        fragments=config.fragments,
     )
     averager.build()
-    drifts = DriftSamples(config.drift_weights, config.fragments)
     own_factor = GradientFactor(parameters) if is_weighed else None
     if own_factor is not None:
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, steps, drifts, own_factor)
-    return ParameterSync(averager, steps, drifts, own_factor)
+        return OverlappedSync(averager, steps, own_factor, config.drift_weights)
+    return ParameterSync(averager, steps, own_factor)

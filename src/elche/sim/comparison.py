@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elche.cadence.own_guard import FindGuard, no_own_guards
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster
 from elche.sim.report import Report, report_of
@@ -39,9 +38,7 @@ class Comparison:
         return self.auto.goodput / self.best.goodput
 
 
-def compare(
-    cluster: Cluster, name: str = "", find_guard: FindGuard = no_own_guards
-) -> Comparison:
+def compare(cluster: Cluster, name: str = "") -> Comparison:
     """Simulates a cluster under every fixed policy, and under ``auto``.
 
     Each run is whole: joining, probing, measuring, switching and the drain at the end
@@ -50,14 +47,11 @@ def compare(
     Args:
         cluster: what is simulated; its policy does not matter.
         name: of it.
-        find_guard: imports the guard that the cluster's run names.
 
     Raises:
         ElcheError: a run was aborted.
     """
-    *fixed, auto = (
-        _report(cluster, policy, find_guard) for policy in (*FIXED_POLICIES, "auto")
-    )
+    *fixed, auto = (_report(cluster, policy) for policy in (*FIXED_POLICIES, "auto"))
     return Comparison(name=name, fixed=tuple(fixed), auto=auto)
 
 
@@ -79,9 +73,9 @@ def table(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _report(cluster: Cluster, policy: str, find_guard: FindGuard) -> Report:
+def _report(cluster: Cluster, policy: str) -> Report:
     run = replace(cluster.run, policy=policy)
-    sim = Simulation(replace(cluster, run=run), find_guard=find_guard)
+    sim = Simulation(replace(cluster, run=run))
     history = sim.run()
     for abort in history.aborts.values():
         raise ElcheError(f"policy {policy}: {abort.reason}")

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elche.cadence.own_guard import FindGuard, no_own_guards
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import Disconnected, Event, Failed, Tick
 from elche.coordination.instructions import (
@@ -83,19 +82,13 @@ class Simulation(World):
     Args:
         cluster: what is simulated.
         watch: what is done beside.
-        find_guard: imports the guard that the cluster's run names.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        watch: Watch | None = None,
-        find_guard: FindGuard = no_own_guards,
-    ) -> None:
+    def __init__(self, cluster: Cluster, watch: Watch | None = None) -> None:
         self.watch = watch or Watch()
         history = History(details=self.watch.details, spans=self.watch.spans)
         super().__init__(cluster, history)
-        self.core = Coordinator(cluster.world_size, elastic=True, find_guard=find_guard)
+        self.core = Coordinator(cluster.world_size, elastic=True)
         self.load = CoordinatorLoad()
         self.events: list[Event] = []
         self.epoch_plans: list[str] = []

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elche.demo import link
+from benchmarks.links import namespaces
+from benchmarks.links.bench import LinkBenchConfig
+from benchmarks.links.namespaces import slow_link
 from elche.demo.bench import BenchConfig
-from elche.demo.link import slow_link
 from elche.errors import ConfigError
 
 
@@ -79,28 +80,43 @@ def test_without_the_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_what_the_kernel_refuses_is_said() -> None:
     with pytest.raises(ConfigError, match=r"expected\s+a user who may make"):
-        link._run("false")
+        namespaces._run("false")
 
 
 def test_settings() -> None:
-    config = BenchConfig(speeds=(1.0, 0.25), link_mbit=100.0, codec="int8")
+    config = LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=100.0, codec="int8")
     spec = config.spec("elche-async", 0)
     assert spec.options == {"codec": "int8", "transport": "gloo"}
     assert config.spec("elche-sync", 0).options == {"transport": "gloo"}
-    assert "--link-mbit 100 --codec int8" in config.command()
+    assert config.command().startswith("python -m benchmarks.links --speeds 1,0.25 ")
+    assert config.command().endswith("--link-mbit 100 --link-delay-ms 0 --codec int8")
+    assert config.values()["link_mbit"] == 100.0
+    assert config.title.endswith("links of 100 Mbit/s, codec int8")
     with pytest.raises(ConfigError, match="expected positive --link-mbit, got 0"):
-        BenchConfig(speeds=(1.0, 0.25), link_mbit=0.0)
-    with pytest.raises(ConfigError, match="0 or more, and --link-mbit with it"):
-        BenchConfig(speeds=(1.0, 0.25), link_delay_ms=20.0)
+        LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=0.0)
+    with pytest.raises(ConfigError, match="--link-delay-ms of 0 or more, got -1"):
+        LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=1.0, link_delay_ms=-1)
     with pytest.raises(ConfigError, match="unknown codec 'int3'; choose one of fp32"):
-        BenchConfig(speeds=(1.0, 0.25), codec="int3")
+        LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=1.0, codec="int3")
 
 
 def test_ddp_is_cut_to_what_the_link_lets_through() -> None:
-    config = BenchConfig(
+    config = LinkBenchConfig(
         speeds=(1.0, 0.25), link_mbit=10.0, seconds=30.0, time_capped=True
     )
     slow = config.spec("ddp", 0).samples
     fast = BenchConfig(speeds=(1.0, 0.25), seconds=30.0, time_capped=True)
     assert 32 <= slow < fast.spec("ddp", 0).samples / 20
     assert config.spec("elche-async", 0).max_seconds == 45.0
+
+
+def test_a_large_model_has_few_steps_in_the_time() -> None:
+    config = LinkBenchConfig(
+        speeds=(1.0, 0.25),
+        model="gpt-10m",
+        seconds=61,
+        ms_per_sample=40,
+        time_capped=True,
+        link_mbit=10,
+    )
+    assert config.spec("ddp", 0).samples == 2 * 8  # 32 s each for 40 MB of gradients

@@ -101,7 +101,7 @@ def _opened(device: str) -> socket.socket:
 
 
 def main() -> None:
-    """``python -m elche.demo.link_delay DELAY_MS DEVICE...``."""
+    """``python delay.py DELAY_MS DEVICE...``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("delay_ms", type=float)
     parser.add_argument("devices", nargs="+")

@@ -1,4 +1,4 @@
-"""What `elche bench pipeline` runs: layers, emulated devices, and the plan for them."""
+"""What `benchmarks.pipeline` runs: layers, emulated devices, and the plan for them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class PipelineBenchConfig:
     def command(self) -> str:
         """The command line that measures the same."""
         speeds = ",".join(f"{speed:g}" for speed in self.speeds)
-        words = ["elche", "bench", "pipeline", "--speeds", speeds]
+        words = ["python", "-m", "benchmarks.pipeline", "--speeds", speeds]
         words += ["--microbatches", str(self.microbatches)]
         words += ["--layers", str(self.layers)]
         words += ["--ms-per-layer", f"{self.ms_per_layer:g}"]

@@ -1,4 +1,4 @@
-"""One rank of `elche bench pipeline`: elche and torch in turn, on the same device.
+"""One rank of `benchmarks.pipeline`: elche and torch in turn, on the same device.
 
 All contenders train the same layers on the same batch over gloo. What makes a stage
 of either slow is `EmulatedStage`: it goes around the calls that do a stage's forward,
@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from elche.demo.pipeline_plan import (
+from benchmarks.pipeline.plan import (
     COMPUTE,
     CONTENDERS,
     ELCHE,

@@ -1,4 +1,4 @@
-"""What a step of `elche bench pipeline` should take, from a profile of another step.
+"""What a step of `benchmarks.pipeline` should take, from a profile of another step.
 
 The declared times leave out what a call of a stage and a message cost on this machine.
 Elche's last warm-up step is a profile of both; the measured steps come after it.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from elche.demo.pipeline_plan import COMPUTE, BenchPlan
+from benchmarks.pipeline.plan import COMPUTE, BenchPlan
 from elche.schedule.actions import Action, Kind, parse_action
 from elche.schedule.timing import Timing, simulate
 

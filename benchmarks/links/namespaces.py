@@ -23,6 +23,8 @@ from elche.errors import ConfigError
 DEVICE = "rank"
 """What a rank's end of its cable is called in its namespace."""
 SENT_BYTES = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
+"""How many bytes a rank's cable has carried from it, as the rank reads it."""
+RELAY = Path(__file__).with_name("delay.py")
 _NAMESPACES = Path("/var/run/netns")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
@@ -88,7 +90,7 @@ def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
         ranks: how many there are.
         mbit: rate of each rank's cable, each way, in 10^6 bits per second.
         delay_ms: how long the switch holds back every frame, the coordinator's too; a
-            process in user space does it (`link_delay`), because kernels often lack
+            process in user space does it (`delay`), because kernels often lack
             netem.
 
     Raises:
@@ -138,16 +140,11 @@ def slow_link(ranks: int, mbit: float, delay_ms: float = 0.0) -> Iterator[Link]:
                 )
 
 
-def sent_bytes() -> int:
-    """Bytes that this rank's cable has carried from it; 0 without such a cable."""
-    return int(SENT_BYTES.read_text()) if SENT_BYTES.exists() else 0
-
-
 @contextlib.contextmanager
 def _relay(switch: str, delay_ms: float, ports: Sequence[str]) -> Iterator[None]:
     """The process that passes frames on between the switch's ports."""
-    command = ["ip", "netns", "exec", switch, sys.executable, "-m"]
-    command += ["elche.demo.link_delay", f"{delay_ms:g}", *ports]
+    command = ["ip", "netns", "exec", switch, sys.executable, str(RELAY)]
+    command += [f"{delay_ms:g}", *ports]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -1,8 +1,9 @@
-"""`elche bench pipeline`: elche's pipeline beside torch's, on emulated devices."""
+"""Steps of elche's pipeline and of torch's, on emulated devices."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -15,8 +16,7 @@ from typing import Any
 
 import click
 
-from elche.demo.compare import STDERR_TAIL_LINES, machine
-from elche.demo.pipeline_plan import (
+from benchmarks.pipeline.plan import (
     CONTENDERS,
     ELCHE,
     PROFILE,
@@ -25,7 +25,8 @@ from elche.demo.pipeline_plan import (
     PipelineBenchConfig,
     make_bench_plan,
 )
-from elche.demo.pipeline_prediction import predict
+from benchmarks.pipeline.prediction import predict
+from elche.demo.compare import STDERR_TAIL_LINES, machine
 from elche.demo.report import check_writable, to_json_text
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
@@ -143,10 +144,10 @@ def run_ranks(config: PipelineBenchConfig) -> list[RankResults]:
         result = launch(
             LaunchConfig(
                 command=python_command(
-                    "-m", "elche.demo.pipeline_contender", str(out / "spec.json")
+                    "-m", "benchmarks.pipeline.contender", str(out / "spec.json")
                 ),
                 devices=("cpu",) * config.num_ranks,
-                environment={"OMP_NUM_THREADS": "1"},
+                environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
                 on_line=on_line,
             )
         )
@@ -156,6 +157,12 @@ def run_ranks(config: PipelineBenchConfig) -> list[RankResults]:
             json.loads((out / f"result-{rank}.json").read_text())
             for rank in range(config.num_ranks)
         ]
+
+
+def import_path() -> str:
+    """What a rank needs to find this package, beside what this process was given."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def table_lines(

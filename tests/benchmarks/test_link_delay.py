@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elche.demo.link_delay import OFFLOAD_BYTES, Switch
+from benchmarks.links.delay import OFFLOAD_BYTES, Switch
 
 DELAY_S = 0.02
 EVERYBODY = b"\xff" * 6

@@ -1,4 +1,4 @@
-"""`elche bench pipeline`: settings, plan, prediction, and a short real run."""
+"""`benchmarks.pipeline`: settings, plan, prediction, and a short real run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from elche.demo import pipeline_bench, pipeline_contender
-from elche.demo.pipeline_bench import (
+from benchmarks.pipeline import bench, contender
+from benchmarks.pipeline.bench import (
     Measured,
     measured_of,
     run_pipeline_bench,
     table_lines,
 )
-from elche.demo.pipeline_contender import EmulatedStage
-from elche.demo.pipeline_plan import (
+from benchmarks.pipeline.contender import EmulatedStage
+from benchmarks.pipeline.plan import (
     CONTENDERS,
     PipelineBenchConfig,
     make_bench_plan,
     whole_layer_ideal_s,
 )
-from elche.demo.pipeline_prediction import predict
+from benchmarks.pipeline.prediction import predict
 from elche.errors import ConfigError
 from elche.schedule.timing import simulate
 
@@ -131,7 +131,7 @@ def test_an_emulated_stage_takes_the_declared_time(
         def sleep(self, seconds: float) -> None:
             self.now_s += seconds
 
-    monkeypatch.setattr(pipeline_contender, "time", Clock())
+    monkeypatch.setattr(contender, "time", Clock())
 
     class Stage:
         def work(self, value: int) -> int:
@@ -172,8 +172,8 @@ def test_all_contenders_run(tmp_path: Path) -> None:
     )
     script = (
         "import sys\n"
-        "from elche.demo.pipeline_bench import run_pipeline_bench\n"
-        "from elche.demo.pipeline_plan import PipelineBenchConfig\n"
+        "from benchmarks.pipeline.bench import run_pipeline_bench\n"
+        "from benchmarks.pipeline.plan import PipelineBenchConfig\n"
         "config = PipelineBenchConfig.from_json(sys.argv[1])\n"
         "sys.exit(run_pipeline_bench(config, sys.argv[2]))\n"
     )
@@ -196,7 +196,7 @@ def test_all_contenders_run(tmp_path: Path) -> None:
 def test_a_torch_whose_contender_cannot_run_is_refused(
     found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_bench, "version", lambda name: found)
+    monkeypatch.setattr(bench, "version", lambda name: found)
     config = PipelineBenchConfig(speeds=(1.0, 0.5))
     with pytest.raises(ConfigError, match=f"torch 2.11 or later .*{found[:4]}"):
         run_pipeline_bench(config, None)

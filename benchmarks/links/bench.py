@@ -1,0 +1,95 @@
+"""`elche bench hetero` with every rank behind a link of its own."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.links.namespaces import SENT_BYTES, slow_link
+from elche.comm.codec import CODECS
+from elche.demo.bench import BenchConfig, run_bench
+from elche.demo.contender import ContenderSpec
+from elche.demo.models import build_workload
+from elche.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBenchConfig(BenchConfig):
+    """What is measured, how long, and behind which links.
+
+    Attributes:
+        link_mbit: rate of every rank's link in 10^6 bits per second.
+        link_delay_ms: how long each message on those links is held back, one way.
+        codec: of elche's averaging policies.
+    """
+
+    link_mbit: float
+    link_delay_ms: float = 0.0
+    codec: str = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate, delay = self.link_mbit, self.link_delay_ms
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"expected positive --link-mbit, got {rate!r}")
+        if not (math.isfinite(delay) and delay >= 0):
+            raise ConfigError(f"expected --link-delay-ms of 0 or more, got {delay!r}")
+        if self.codec not in CODECS:
+            raise ConfigError(
+                f"unknown codec {self.codec!r}; choose one of {', '.join(CODECS)}"
+            )
+
+    @property
+    def title(self) -> str:
+        """What is measured, in words."""
+        delay = f" and {self.link_delay_ms:g} ms each way" if self.link_delay_ms else ""
+        return (
+            f"{super().title}, links of {self.link_mbit:g} Mbit/s{delay}, "
+            f"codec {self.codec}"
+        )
+
+    def spec(self, name: str, seed: int) -> ContenderSpec:
+        """What a contender trains; nothing goes through the memory of this host."""
+        spec, options = super().spec(name, seed), dict[str, Any]()
+        samples = spec.samples
+        if spec.kind == "elche":
+            options["transport"] = "gloo"
+            if spec.policy != "sync":
+                options["codec"] = self.codec
+        if self.time_capped and "ddp" in name:
+            steps = self.seconds / self._reduction_s()
+            samples = min(samples, self.whole_batches(steps * self.batch_size))
+        counter = str(SENT_BYTES)
+        return replace(spec, samples=samples, options=options, sent_counter=counter)
+
+    def values(self) -> dict[str, Any]:
+        """The settings, for JSON."""
+        return {
+            **super().values(),
+            "link_mbit": self.link_mbit,
+            "link_delay_ms": self.link_delay_ms,
+            "codec": self.codec,
+        }
+
+    def command(self) -> str:
+        """The command line that measures the same."""
+        _, _, _, *words = shlex.split(super().command())
+        words += ["--link-mbit", f"{self.link_mbit:g}"]
+        words += ["--link-delay-ms", f"{self.link_delay_ms:g}", "--codec", self.codec]
+        return shlex.join(["python", "-m", "benchmarks.links", *words])
+
+    def _reduction_s(self) -> float:
+        """Least time that DDP needs to reduce the model's gradients once."""
+        workload = build_workload(self.model)
+        numel = sum(p.numel() for p in workload.model_fn().parameters())
+        ranks = self.devices.count
+        return 2.0 * (ranks - 1) / ranks * 4.0 * numel * 8.0 / (1e6 * self.link_mbit)
+
+
+def run_link_bench(config: LinkBenchConfig, json_path: str | None) -> int:
+    """The command; see `elche.demo.bench.run_bench`."""
+    ranks = config.devices.count
+    with slow_link(ranks, config.link_mbit, config.link_delay_ms) as link:
+        return run_bench(config, json_path, link)

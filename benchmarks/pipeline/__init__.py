@@ -1,0 +1,1 @@
+"""elche's pipeline beside torch's, on emulated devices."""

@@ -29,6 +29,7 @@ from elche.coordination.events import (
     EpochOpened,
     Event,
     Failed,
+    Interrupted,
     Join,
     Left,
     Regrouped,
@@ -91,6 +92,7 @@ class Coordinator:
             Left: self._leave,
             Disconnected: self._disconnected,
             Tick: self._tick,
+            Interrupted: self._interrupted,
             Regrouped: self._regrouped,
         }
 
@@ -230,6 +232,9 @@ class Coordinator:
         return self._abort(
             f"rank {event.rank} failed: {event.error}", event.rank, event.traceback
         )
+
+    def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
+        return self._abort(f"interrupted: the launcher was sent {event.by}")
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         epochs = self._epochs

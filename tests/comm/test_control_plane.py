@@ -331,6 +331,29 @@ def test_the_last_word_is_heard_although_nonsense_came_with_it() -> None:
         channel.send(Left(rank=0))  # this direction is whole
 
 
+def test_the_end_is_seen_although_work_is_in_line() -> None:
+    # Once: None for ever, and a rank waited its deadline out for ranks that were gone.
+    grant = GrantSteps(rank=0, epoch=0, start=5, stop=6, shares=(1, 1))
+    with one_connection() as (channel, far, codec):
+        far.sendall(codec.encode(to_wire(grant)))
+        channel.wait_readable(WAIT_S)
+        assert channel.find_abort() is None
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(CommunicationError, match="lost the coordinator"):
+            poll_for_abort(channel)
+        assert channel.receive(WAIT_S, "the grant") == grant
+
+
+def poll_for_abort(channel: ControlChannel) -> Abort:
+    """Looks for an order to end as a rank does while it waits for others."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        abort = channel.find_abort()
+        if abort is not None:
+            return abort
+    raise AssertionError("neither an order to end nor the end of the connection")
+
+
 def test_what_could_not_be_sent_is_raised_when_the_last_word_is_read() -> None:
     # Once: passed over for good, as something had come that was not read yet; and the
     # part of it that had gone out made nonsense of what was sent next.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.events import Disconnected, Tick
+from elche.coordination.events import Disconnected, Interrupted, Tick
 from elche.coordination.wire import FROM_COORDINATOR, FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
 
@@ -83,7 +83,7 @@ def test_every_message_survives_the_wire(message: Any) -> None:
 
 
 def test_what_only_the_shell_may_say_does_not_come_from_the_wire() -> None:
-    for message in (Disconnected(rank=0), Tick()):
+    for message in (Disconnected(rank=0), Tick(), Interrupted(by="SIGINT")):
         with pytest.raises(ProtocolError, match="unknown message type"):
             from_wire(to_wire(message), FROM_WORKERS)
 

@@ -124,9 +124,17 @@ class ControlChannel:
         return self._inbox.popleft()
 
     def find_abort(self) -> Abort | None:
-        """An order to end the run among what has come; the rest stays in line."""
+        """An order to end the run among what has come; the rest stays in line.
+
+        Raises:
+            CommunicationError: the coordinator is gone and gave no such order. What is
+                in line is work with ranks that may be gone as well.
+        """
         self._read(0.0)
-        return next((m for m in self._inbox if isinstance(m, Abort)), None)
+        abort = next((m for m in self._inbox if isinstance(m, Abort)), None)
+        if abort is None and self._failure is not None:
+            raise self._failure
+        return abort
 
     def wait_readable(self, timeout_s: float) -> None:
         """Sleeps until an instruction is there, at most ``timeout_s``."""

@@ -217,6 +217,14 @@ class Tick:
     rank: int = -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """The launcher was sent the signal ``by``: the run is to end."""
+
+    by: str
+    rank: int = -1
+
+
 Event = (
     Join
     | EpochOpened
@@ -231,4 +239,5 @@ Event = (
     | Left
     | Disconnected
     | Tick
+    | Interrupted
 )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elche.coordination.events import Disconnected, Event, Join, Tick
+from elche.coordination.events import (
+    Disconnected,
+    Event,
+    Interrupted,
+    Join,
+    Tick,
+)
 from elche.coordination.instructions import Instruction, Welcome
 from elche.coordination.policy import Member
 from elche.coordination.roster import Roster
@@ -66,7 +72,7 @@ class Membership:
 
     def hears(self, event: Event) -> bool:
         """Whether what this rank says counts; one that waited to join may go."""
-        if isinstance(event, Tick) or event.rank in self.ranks:
+        if isinstance(event, (Interrupted, Tick)) or event.rank in self.ranks:
             return True
         if isinstance(event, Disconnected):
             return self.roster.withdraw(event.rank)

@@ -22,6 +22,7 @@ from elche.coordination.events import (
     EpochOpened,
     Event,
     Failed,
+    Interrupted,
     Join,
     Left,
     Regrouped,
@@ -75,6 +76,7 @@ class Coordinator:
             Left: self._leave,
             Disconnected: self._disconnected,
             Tick: self._tick,
+            Interrupted: self._interrupted,
             Regrouped: self._regrouped,
         }
 
@@ -205,6 +207,9 @@ class Coordinator:
         return self._abort(
             f"rank {event.rank} failed: {event.error}", event.rank, event.traceback
         )
+
+    def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
+        return self._abort(f"interrupted: the launcher was sent {event.by}")
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         epochs = self._epochs

@@ -6,7 +6,7 @@ import typing
 from dataclasses import fields
 from typing import Any
 
-from elche.coordination.events import Disconnected, Event, Tick
+from elche.coordination.events import Disconnected, Event, Interrupted, Tick
 from elche.coordination.field_checks import Check, brief, check_for
 from elche.coordination.instructions import Instruction
 from elche.errors import ProtocolError
@@ -14,7 +14,7 @@ from elche.errors import ProtocolError
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)
-    if kind not in (Disconnected, Tick)
+    if kind not in (Disconnected, Interrupted, Tick)
 }
 FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)

@@ -215,7 +215,7 @@ def _check(name: str, result: LaunchResult, out: Path) -> None:
     if not result.exit_code:
         return
     interrupted = 128 + signal.SIGINT
-    if result.reason == "interrupted" or interrupted in result.exit_codes:
+    if result.signal or interrupted in result.exit_codes:
         raise KeyboardInterrupt
     failed = [
         rank

@@ -59,6 +59,7 @@ class CoordinatorServer:
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
         self.dropped = 0
+        self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
         self,
@@ -126,6 +127,10 @@ class CoordinatorServer:
             self._deliver(rank, [replace(self._end, rank=rank)])
         return True
 
+    def is_connected(self, rank: int) -> bool:
+        """Whether a rank hears what it is told."""
+        return rank in self._connections
+
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""
         self._connections.pop(rank, None)
@@ -176,8 +181,12 @@ class CoordinatorServer:
 
     def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
         connection = self._connections.get(rank)
-        if connection is not None:
-            connection.send(*map(to_wire, instructions))
+        if connection is None:
+            return
+        connection.send(*map(to_wire, instructions))
+        aborts = (i for i in instructions if isinstance(i, Abort))
+        if any(abort.failed_rank != rank for abort in aborts):
+            self.told_to_end.add(rank)
 
     async def _tick(self) -> None:
         while True:
@@ -272,7 +281,7 @@ class _Connection(asyncio.Protocol):
 def rank_environments(
     world_size: int, address: tuple[str, int], key: bytes
 ) -> list[dict[str, str]]:
-    """What each rank's environment must hold to find the coordinator."""
+    """Who each rank is, in torchrun's words, and where the coordinator is."""
     return [
         {
             "ELCHE_COORDINATOR": f"{address[0]}:{address[1]}",
@@ -280,6 +289,8 @@ def rank_environments(
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
         }
         for rank in range(world_size)
     ]

@@ -1,21 +1,17 @@
 """Starting the ranks of a run on this machine, with the coordinator in this process.
 
-When a rank fails the others are told why through the coordinator and end by themselves;
-what is still there after a grace period is terminated. Only processes that were started
-here are ever signalled.
+When a rank fails, or the launcher is sent a signal, all ranks are told through the
+coordinator and end by themselves; what is still there after a while is terminated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import secrets
-import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +19,9 @@ from typing import Protocol
 
 from elche.errors import ConfigError
 from elche.runtime.coordinator import KEY_BYTES, CoordinatorServer, rank_environments
+from elche.runtime.rank_processes import RankProcesses
+from elche.runtime.torch_store import TorchStore
 
-GRACE_S = 10.0
-INTERRUPTED = 130
-KILL_AFTER_S = 5.0
 LINE_BYTES = 1 << 22
 
 
@@ -109,23 +104,22 @@ class LaunchResult:
         exit_codes: each rank's exit code; a signal counts as 128 + its number.
         reason: why the run was ended, "" if it was not.
         terminated: ranks that had to be ended here.
+        failed_first: the rank that failed first, and not because of another.
+        signal: what the launcher was sent to end the run; 0 if it was not.
     """
 
     exit_codes: tuple[int, ...]
     reason: str
     terminated: tuple[int, ...]
+    failed_first: int | None = None
+    signal: int = 0
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run: that of the first rank that failed by itself."""
-        if self.reason == "interrupted":
-            return INTERRUPTED
-        own = [
-            code
-            for rank, code in enumerate(self.exit_codes)
-            if code and rank not in self.terminated
-        ]
-        return (own or [code for code in self.exit_codes if code] or [0])[0]
+        """Of the run: by the signal, or that of the rank that failed first."""
+        if self.signal:
+            return 128 + self.signal
+        return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
 
 
 def launch(config: LaunchConfig) -> LaunchResult:
@@ -146,74 +140,42 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
     environments = rank_environments(config.world_size, address, key)
-    processes: list[asyncio.subprocess.Process] = []
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, stop.set)
+    # A store is reached from loopback alone; where a network is given nobody needs it.
+    store = TorchStore() if network is None else None
+    processes = RankProcesses(server)
+    processes.handle_signals()
+    readers: list[asyncio.Future[None]] = []
     try:
         for rank, own in enumerate(environments):
-            processes.append(
-                await asyncio.create_subprocess_exec(
-                    *(() if network is None else network.command(rank)),
-                    *config.command,
-                    env=_environment(config, rank, own),
-                    stdout=asyncio.subprocess.PIPE if config.on_line else None,
-                    limit=LINE_BYTES,
-                )
+            process = await asyncio.create_subprocess_exec(
+                *(() if network is None else network.command(rank)),
+                *config.command,
+                env=_environment(
+                    config, rank, own | (store.environment() if store else {})
+                ),
+                stdout=asyncio.subprocess.PIPE if config.on_line else None,
+                limit=LINE_BYTES,
             )
-        readers = [
-            asyncio.ensure_future(_read_lines(process, rank, config.on_line))
-            for rank, process in enumerate(processes)
-            if config.on_line is not None
-        ]
-        terminated = await _supervise(processes, stop, server.rank_ended)
+            processes.add(process)
+            if config.on_line is not None:
+                reading = _read_lines(process, rank, config.on_line)
+                readers.append(asyncio.ensure_future(reading))
+        await processes.wait()
         await asyncio.gather(*readers)
     finally:
-        await _end(processes, 0.0)
+        await processes.close()
         await server.stop()
         if config.story_path is not None:
             server.write_story(config.story_path)
-    codes = tuple(_code(process.returncode) for process in processes)
-    if stop.is_set():
-        return LaunchResult(codes, "interrupted", tuple(terminated))
-    return LaunchResult(codes, server.core.aborted or "", tuple(terminated))
-
-
-async def _supervise(
-    processes: Sequence[asyncio.subprocess.Process],
-    stop: asyncio.Event,
-    on_end: Callable[[int, int], None],
-) -> list[int]:
-    """Waits for all ranks; after a first failure, only for a grace period."""
-    waits = {
-        asyncio.ensure_future(process.wait()): rank
-        for rank, process in enumerate(processes)
-    }
-    stopped = asyncio.ensure_future(stop.wait())
-    deadline_s = math.inf
-    while waits:
-        left_s = None if math.isinf(deadline_s) else deadline_s - time.monotonic()
-        done, _ = await asyncio.wait(
-            {*waits, stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if stopped in done:
-            await asyncio.wait(waits, timeout=GRACE_S)
-            break
-        if not done:
-            break
-        for task in done:
-            rank = waits.pop(task)
-            on_end(rank, processes[rank].returncode or 0)
-            if processes[rank].returncode and math.isinf(deadline_s):
-                deadline_s = time.monotonic() + GRACE_S
-    stopped.cancel()
-    late = sorted(waits.values())
-    await _end(processes, KILL_AFTER_S)
-    for task in waits:
-        task.cancel()
-    return late
+        if store is not None:
+            await store.close()
+    return LaunchResult(
+        processes.exit_codes(),
+        server.core.aborted or "",
+        processes.terminated,
+        processes.failed_first(),
+        processes.signal or 0,
+    )
 
 
 async def _read_lines(
@@ -224,29 +186,15 @@ async def _read_lines(
         take(rank, line.decode(errors="replace").rstrip("\n"))
 
 
-async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
-    """Terminates what still runs, and kills what does not end in time."""
-    running = [process for process in processes if process.returncode is None]
-    for process in running:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate() if grace_s > 0 else process.kill()
-    for process in running:
-        try:
-            await asyncio.wait_for(process.wait(), max(grace_s, 1.0))
-        except asyncio.TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
 def _environment(
     config: LaunchConfig, rank: int, own: Mapping[str, str]
 ) -> dict[str, str]:
     """A rank's environment: one thread per core share, its device, its emulation."""
     threads = max(1, (os.cpu_count() or 1) // config.world_size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    for name in ("ELCHE_SPEED", "ELCHE_DEVICE"):
-        environment.pop(name, None)
+    for name in os.environ:  # of a launcher around this one
+        if name in ("ELCHE_SPEED", "ELCHE_DEVICE") or name.startswith("TORCHELASTIC_"):
+            del environment[name]
     environment |= {**config.environment, **own}
     if config.network is not None:
         environment |= config.network.environment(rank)
@@ -269,12 +217,6 @@ def _check_devices(names: Sequence[str]) -> None:
 
     for name in names:
         check_device(name)
-
-
-def _code(returncode: int | None) -> int:
-    if returncode is None:
-        return 1
-    return 128 - returncode if returncode < 0 else returncode
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:

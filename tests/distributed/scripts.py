@@ -42,6 +42,29 @@ def _train(case: str, policy: str) -> None:
     print(f"done {elche.rank()} of {elche.world_size()}", flush=True)
 
 
+def _endless(case: str, policy: str) -> None:
+    """Trains on; with `stop` the last rank stops amid a step that the others begin."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    data = TensorDataset(torch.randn(100_000, 4))
+    model, optimizer, loader = elche.setup(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(data, batch_size=6),
+        policy=policy,
+    )
+    is_last = elche.rank() == elche.world_size() - 1
+    for _ in range(1000):
+        for number, (x,) in enumerate(loader):
+            if number == 20:
+                print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
+                if case == "stop" and is_last:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def _fail(case: str) -> None:
     if case == "raise":
         raise ValueError("a fault in user code")
@@ -49,6 +72,8 @@ def _fail(case: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "exit":
         sys.exit(7)
+    if case == "quit":
+        os._exit(7)
 
 
 def _trainer(case: str, policy: str) -> None:
@@ -73,5 +98,10 @@ def _trainer(case: str, policy: str) -> None:
 
 if __name__ == "__main__":
     wanted, chosen = sys.argv[1], (sys.argv[2:] or ["sync"])[0]
-    run = _trainer if wanted in ("trainer", "loss") else _train
-    run(wanted, chosen)
+    runs = {
+        "trainer": _trainer,
+        "loss": _trainer,
+        "endless": _endless,
+        "stop": _endless,
+    }
+    runs.get(wanted, _train)(wanted, chosen)

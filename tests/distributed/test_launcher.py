@@ -1,0 +1,242 @@
+"""What `elche run` gives its ranks, what it does with signals, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elche.comm.ddp_group import _has_ended
+from elche.runtime import torch_store
+from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
+
+pytestmark = pytest.mark.distributed
+
+HERE = Path(__file__).parent
+RANKS = str(HERE / "launcher_ranks.py")
+TRAINING = str(HERE / "scripts.py")
+WAIT_S = 120.0
+# Whoever ends has been told, or killed by the second signal: nobody is ended for time.
+PATIENT = (
+    "from elche.runtime import rank_processes as r; "
+    "r.GRACE_S = r.HEED_S = r.KILL_AFTER_S = 1e4; "
+    "from elche.cli import main; main()"
+)
+
+
+class Started:
+    """`elche run` in a session of its own, without a terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.process = process
+        self._output = output
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, count: int) -> list[str]:
+        """What the ranks have printed, as soon as it is there so many times."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            found = re.findall(pattern, self.output)
+            if len(found) >= count:
+                return found
+            assert self.process.poll() is None, self.output
+            time.sleep(0.02)
+        raise AssertionError(f"expected {pattern!r} {count} times in:\n{self.output}")
+
+    def end(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after:\n{self.output}") from None
+
+
+@contextmanager
+def started(
+    tmp_path: Path, *arguments: str, entry: tuple[str, ...] = ("-c", PATIENT)
+) -> Iterator[Started]:
+    """Starts `elche run`; what is left of it at the end, the leak check will say."""
+    output = tmp_path / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *entry, "run", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    try:
+        yield Started(process, output)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def launched(*arguments: str) -> tuple[LaunchResult, list[tuple[int, str]]]:
+    """A run of two ranks from this process, and their lines."""
+    lines: list[tuple[int, str]] = []
+    result = launch(
+        LaunchConfig(
+            command=python_command(*arguments),
+            num_ranks=2,
+            on_line=lambda rank, line: lines.append((rank, line)),
+        )
+    )
+    return result, lines
+
+
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+
+
+@SIGNALS
+def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    # Once: the ranks trained on for 10 s and were ended without a word, of code 130.
+    with started(tmp_path, "--nproc", "2", TRAINING, "endless") as run:
+        run.wait_for(r"rank \d is process", 2)
+        run.process.send_signal(number)
+        assert run.end() == code
+        reason = f"interrupted: the launcher was sent {number.name}"
+        assert run.output.count(f"RemoteRankError: {reason}") == 2
+        assert f"ended with codes [1, 1]: {reason}" in run.output
+
+
+@SIGNALS
+def test_ranks_that_do_not_hear_the_coordinator_get_the_signal(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with started(tmp_path, "--nproc", "2", RANKS, "apart", str(tmp_path)) as run:
+        run.wait_for("is ready", 2)
+        run.process.send_signal(number)
+        assert run.end() == code
+        assert f"codes [{code} ({number.name}), {code} ({number.name})]" in run.output
+
+
+@SIGNALS
+def test_the_second_signal_kills(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    # Once: it was ignored.
+    with started(tmp_path, "--nproc", "2", RANKS, "deaf", str(tmp_path)) as run:
+        run.wait_for("is ready", 2)
+        run.process.send_signal(number)
+        run.wait_for("is told", 2)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == code
+        assert "codes [137 (SIGKILL), 137 (SIGKILL)]" in run.output
+
+
+def test_who_does_not_heed_the_signal_is_ended(tmp_path: Path) -> None:
+    brief = PATIENT.replace("1e4", "0.1")
+    with started(
+        tmp_path, "--nproc", "2", RANKS, "deaf", str(tmp_path), entry=("-c", brief)
+    ) as run:
+        run.wait_for("is ready", 2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 143
+        assert "codes [137 (SIGKILL), 137 (SIGKILL)]" in run.output
+
+
+@pytest.mark.parametrize(("case", "code"), [("blamed", 7), ("earlier", 137)])
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(
+    tmp_path: Path, case: str, code: int
+) -> None:
+    # Once: 1, of rank 0.
+    result, _ = launched(RANKS, case, str(tmp_path))
+    assert result.exit_codes == (1, code)
+    assert result.failed_first == 1
+    assert result.exit_code == code
+
+
+def test_ranks_find_what_torchrun_would_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another launcher has set it before."""
+    theirs = {
+        "MASTER_ADDR": "192.0.2.1",
+        "MASTER_PORT": "1",
+        "RANK": "5",
+        "LOCAL_RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "6",
+        "GROUP_RANK": "3",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    result, lines = launched(RANKS, "environment", str(tmp_path))
+    assert result.exit_code == 0
+    ports = set()
+    for rank in range(2):
+        found = dict(line.split("=", 1) for r, line in lines if r == rank)
+        ports.add(found["MASTER_PORT"])
+        expected = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": found["MASTER_PORT"],
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        of_launchers = {n: v for n, v in found.items() if n in theirs}
+        assert of_launchers == expected
+    assert len(ports) == 1
+    assert int(ports.pop()) > 1
+
+
+def test_groups_of_elche_do_not_meet_in_the_store_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the launcher needs no torch."""
+    served: list[int] = []
+    monkeypatch.setattr(torch_store, "_store_on", lambda fd, port: served.append(port))
+    result, lines = launched(TRAINING, "ok")
+    assert result.exit_code == 0
+    assert sorted(lines) == [(0, "done 0 of 2"), (1, "done 1 of 2")]
+    assert served == []
+
+
+def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> None:
+    # Once: where a grant was in line the others waited for the rank to the deadline.
+    with started(tmp_path, "--nproc", "3", TRAINING, "stop", "sync") as run:
+        said = dict(run.wait_for(r"rank (\d) is process (\d+)", 3))
+        pids = [int(said[str(rank)]) for rank in range(3)]
+        until(lambda: is_stopped(pids[2]))
+        run.process.kill()
+        os.kill(pids[2], signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        until(lambda: all(map(_has_ended, pids)))

@@ -11,6 +11,7 @@ import io
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from elche.comm.sync_batch_norm import convert_sync_batchnorm
 from elche.ddp import DistributedDataParallel
 from tests.distributed.ddp_cases import FEATURES, build, gradients_of, torch_world
 from tests.distributed.ddp_contract_cases import KINDS, Shared, batch_of, data
+from tests.distributed.pipeline_cases import Omit
 from tests.harness.rank_main import this_place
 
 Found = dict[str, Any]
@@ -387,6 +389,61 @@ def halving_hooks(wrapper: Any) -> Found:
     return end_of(model)
 
 
+class Omitting(nn.Module):
+    """Has no gradient for a parameter and a layer in passes that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.below = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.brings = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out + Omit.apply(self.below(x), self.scale, self.brings)
+
+
+def undefined(wrapper: Any) -> Found:
+    """A function's backward returns None: nowhere, on one rank, on all."""
+    found: Found = {}
+    on_one = this_place().rank == 1
+    cases = {
+        "never": [False] * 3,
+        "on none for once": [True, False, True],
+        "on one for once": [True, on_one, True],
+        "on one at first": [on_one, False],
+    }
+    for (case, brings), options in product(cases.items(), UNDEFINED_OPTIONS):
+        model = Omitting().double()
+        model.load_state_dict(_filled(model))
+        if not options:  # a hook of the user's own comes before, and takes nothing
+            model.scale.register_post_accumulate_grad_hook(lambda parameter: None)
+        ddp = wrapper(model, **options)
+        for step, model.brings in enumerate(brings):
+            x, y = data(step)
+            model.zero_grad()
+            F.cross_entropy(ddp(x), y).backward()
+            which = f"{case}, {options}, step {step}:"
+            found |= {f"{which} {n}": g for n, g in gradients_of(model).items()}
+        if options.get("static_graph"):
+            continue
+        x, y = data(9)
+        with ddp.no_sync():
+            F.cross_entropy(ddp(x), y).backward()
+        model.brings = True
+        F.cross_entropy(ddp(x), y).backward()
+        found |= {f"{which} accumulated {n}": g for n, g in gradients_of(model).items()}
+    return found
+
+
+UNDEFINED_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
 SCRIPTS: dict[str, Callable[[Any], Found]] = {
     each.__name__: each
     for each in (
@@ -409,6 +466,7 @@ SCRIPTS: dict[str, Callable[[Any], Found]] = {
         compiled,
         scripted,
         halving_hooks,
+        undefined,
     )
 }
 

@@ -236,6 +236,39 @@ class Attention(nn.Module):
         return x + self.body(sequence, sequence[:, :2], sequence[:, :2])[0][:, 0]
 
 
+class Omit(torch.autograd.Function):
+    """A product whose backward has gradients, or returns None for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, brings: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.brings = brings
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return (grad * scale, (grad * x).sum(0), None) if ctx.brings else (None,) * 3
+
+
+class Omitting(nn.Module):
+    """Autograd comes to some parameters without a gradient, always or sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.never, self.sometimes = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        never = Omit.apply(self.never(x), self.scale, False)
+        sometimes = Omit.apply(self.sometimes(x), self.scale, len(x) == 2)
+        return torch.tanh(self.always(x)) + never + sometimes
+
+
 class Images(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[:, None, :, None] * x[:, None, None, :]
@@ -312,6 +345,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         *(nn.ConvTranspose2d(3, 2, 2, 2), nn.Conv2d(2, 2, 2, groups=2)),
         *(nn.Flatten(), nn.Linear(98, 3)),
     ],
+    "omitting": lambda: _around(*(Omitting() for _ in range(5))),
 }
 
 SLOW_MODELS: dict[str, Callable[[], list[nn.Module]]] = {

@@ -64,6 +64,8 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
     )
     if job.model.startswith("reentrant"):
         model = Reentrant(has_head=job.model != "reentrant throughout")
+    if job.model == "omitting":
+        model = Omitting()
     if job.model.startswith("shared"):
         model = Shared(*SHARED_TIMES[job.model])
     if job.model == "channels last":
@@ -135,6 +137,42 @@ class Reentrant(nn.Module):
         return out
 
 
+class Masked(torch.autograd.Function):
+    """Scales some samples; where it scaled none, its backward returns None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, scale, mask)
+        return x * scale * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, scale, mask = ctx.saved_tensors
+        if not mask.any():
+            return None, None, None
+        return grad * scale * mask, (grad * x * mask).sum(0), None
+
+
+class Omitting(nn.Module):
+    """Autograd comes to some parameters without a gradient, in some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 3)
+        self.rare = nn.Linear(FEATURES, 3)
+        self.never = nn.Linear(FEATURES, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_rare = x[:, :1] > 1.0
+        rare = Masked.apply(self.rare(x), self.scale, is_rare)
+        never = Masked.apply(self.never(x), self.scale, torch.zeros_like(is_rare))
+        out: torch.Tensor = self.body(x) + rare + never
+        return out
+
+
 SHARED_TIMES = {"shared": (2, 2), "shared, varying": (2, 3), "shared later": (1, 2)}
 
 
@@ -187,7 +225,11 @@ class _Loop:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         self.head = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
         self.own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-        hooks = {"halved": _halve, "stepped in backward": self._step_one}
+        hooks = {
+            "halved": _halve,
+            "looked at": _look,
+            "stepped in backward": self._step_one,
+        }
         if kind in hooks:
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(hooks[kind])
@@ -203,8 +245,8 @@ class _Loop:
         self.optimizer.zero_grad()
         self.head.zero_grad()
         loss = self._loss(x, y)
-        if self.kind == "halved for once":  # for this backward pass alone
-            self._backward_with_hooks(loss)
+        if self.kind in ONCE:  # for this backward pass alone
+            self._backward_with_hooks(loss, ONCE[self.kind])
             return
         if self.kind == "scaler":
             self.scaler.scale(loss).backward()
@@ -218,9 +260,9 @@ class _Loop:
         if self.kind == "two optimizers":
             self.head.step()
 
-    def _backward_with_hooks(self, loss: torch.Tensor) -> None:
+    def _backward_with_hooks(self, loss: torch.Tensor, hook: Any) -> None:
         handles = [
-            parameter.register_post_accumulate_grad_hook(_halve)
+            parameter.register_post_accumulate_grad_hook(hook)
             for parameter in self.model.parameters()
         ]
         loss.backward()
@@ -254,6 +296,13 @@ class _Loop:
 def _halve(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
+
+
+def _look(parameter: torch.Tensor) -> None:
+    assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+ONCE = {"halved for once": _halve, "looked at for once": _look}
 
 
 def _raise(gradient: torch.Tensor) -> None:

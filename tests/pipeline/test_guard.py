@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ContributionError
 from elche.pipeline.deferred import WeightGradients
 from elche.pipeline.pipeline import Pipeline
+from tests.distributed.pipeline_cases import Omit
 from tests.pipeline.test_split_backward import Own, forward, runner_for
 
 
@@ -53,8 +55,8 @@ def test_deferred_gradients_that_are_not_computed(
         pipeline(nn.Linear(6, 3)).step(*DATA)
 
 
-class Swallowing(torch.autograd.Function):
-    """Loses the gradient of a parameter that its output depends on."""
+class Omitting(torch.autograd.Function):
+    """Has no gradient for a parameter that its output depends on."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,20 +68,64 @@ class Swallowing(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
-class Lossy(nn.Module):
+class Partial(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(6))
         self.body = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(Swallowing.apply(x, self.scale))
+        return self.body(Omitting.apply(x, self.scale))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
-def test_a_function_that_loses_a_gradient(schedule: str) -> None:
+def test_a_function_without_a_gradient_is_no_violation(schedule: str) -> None:
+    module = Partial()
+    pipeline(module, schedule=schedule).step(*DATA)
+    assert module.scale.grad is None
+    assert module.body.weight.grad is not None
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_a_parameter_that_autograd_never_comes_to(schedule: str) -> None:
+    module = Partial()
+    pipe = pipeline(module, schedule=schedule)
+    module.scale._post_accumulate_grad_hooks.clear()  # whatever it has become
     with pytest.raises(ContributionError, match=r"parameter 0\.scale got no"):
-        pipeline(Lossy(), schedule=schedule).step(*DATA)
+        pipe.step(*DATA)
+
+
+class Omits(nn.Module):
+    """Its product brings no gradient, and weights below it are checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below = nn.Linear(6, 6)
+        self.body = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        below = checkpoint(self.below, x, use_reentrant=False)
+        return self.body(x + Omit.apply(below, self.scale, False))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_checkpointed_weights_below_a_function_without_a_gradient(
+    schedule: str,
+) -> None:
+    module = Omits()
+    pipeline(module, schedule=schedule).step(*DATA)
+    grad = module.below.weight.grad
+    assert grad is None or not grad.any()
+
+
+def test_a_deferred_weight_that_is_lost_under_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WeightGradients, "add", lambda *_: None)
+    module = Omits()
+    with pytest.raises(ContributionError, match=r"0\.below\.weight.* got no contr"):
+        pipeline(module).step(*DATA)
 
 
 def test_an_own_backward_that_forgets() -> None:
@@ -135,9 +181,8 @@ def test_parameters_that_nothing_depends_on_are_no_violation(schedule: str) -> N
 
 
 def test_the_guard_can_be_switched_off() -> None:
-    pipe = Pipeline([Lossy()], F.cross_entropy, micro_batches=3, guard=False)
+    pipe = Pipeline([Twofold()], F.cross_entropy, micro_batches=3, guard=False)
     pipe.step(*DATA)
-    assert all(one.module.scale.grad is None for one in pipe.layers)
 
 
 def test_a_second_pipeline_over_the_same_layers_defers_too() -> None:

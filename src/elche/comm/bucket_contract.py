@@ -27,6 +27,10 @@ class PassOptions:
         staged: messages pass through host memory, for ranks on unlike devices.
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
+        undefined_is_zero: a parameter that backward comes to without a gradient (a
+            function's backward returned None) has one of zeros after the reduction, as
+            with torch's wrapper (in a static graph if the first backward brought one);
+            False: none, if no rank has one for it, as in one process.
 
     Raises:
         ConfigError: a value is not one of these.
@@ -39,6 +43,7 @@ class PassOptions:
     learns_counts: bool = False
     staged: bool = False
     keeps_strides: bool = True
+    undefined_is_zero: bool = False
 
     def __post_init__(self) -> None:
         if self.cap_bytes < 1:

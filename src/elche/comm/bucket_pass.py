@@ -71,6 +71,8 @@ class BucketPass:
         self._place: dict[int, tuple[Bucket, int]] = {}
         self._hooks = GradientHooks(self._parameters)
         self._deferred: list[int] = []
+        self._undefined: set[int] = set()
+        self._never_defined: frozenset[int] = frozenset()
         self._lock = threading.RLock()
         self._observed: dict[int, None] | None = {}
         self._counts = GradientCounts(
@@ -224,11 +226,14 @@ class BucketPass:
             return  # what a hook before returned, which torch refuses after all of them
         with self._lock:  # devices of one module have a thread each
             index = self._index[id(parameter)]
+            is_undefined = parameter.grad is None and not self._hooks.was_taken(index)
             is_final = self._hooks.runs_last(index)
-            if is_final:
+            if is_final and not is_undefined:
                 self._refuse_gradient(parameter, index)
             if not self._is_open:
                 self._open()
+            if is_undefined:
+                self._undefined.add(index)
             self.await_end()
             if self._observed is not None:  # of several gradients the last one counts
                 self._observed.pop(index, None)
@@ -271,10 +276,17 @@ class BucketPass:
     def _count(self, index: int) -> None:
         """Takes note of a gradient; the bucket is full when none is pending."""
         bucket, place = self._place[id(self._parameters[index])]
+        if index in self._undefined and self._is_zero_undefined(index):
+            bucket.zeros.add(place)
         is_pending = place in bucket.pending
         is_sent = not is_pending and self._has_gone(bucket)
         if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
             bucket.pending.discard(place)
+
+    def _is_zero_undefined(self, index: int) -> bool:
+        """Whether none counts as zeros; in a static graph if the first pass had one."""
+        is_known = not self._counts.only_counts and index not in self._never_defined
+        return self._options.undefined_is_zero and is_known
 
     def _has_gone(self, bucket: Bucket) -> bool:
         return any(bucket is sent for sent in self.buckets[: self._next])
@@ -291,12 +303,14 @@ class BucketPass:
         self._side = 1 - self._side
         self._next = self._summed = 0
         self._counts.begin()
+        self._undefined.clear()
         self._is_open = True
         self.passes += 1
         if all(bucket.keeps_contribution for bucket in self.buckets):
             self._handed_out.let_go()  # here, where a device does not wait for it
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
+            bucket.zeros.clear()
         try:
             self._scale = owner.open_pass(self._side)
         except CommunicationError as error:
@@ -331,7 +345,8 @@ class BucketPass:
         if self._is_open:
             for index in deferred:
                 parameter = self._parameters[index]
-                self._refuse_gradient(parameter, index)
+                if parameter.grad is not None or index not in self._undefined:
+                    self._refuse_gradient(parameter, index)
                 self._count(index)
             self._close()
 
@@ -361,6 +376,8 @@ class BucketPass:
         except CommunicationError as error:
             self._fail(error)
             raise
+        if self._counts.only_counts:
+            self._never_defined = frozenset(self._undefined)
         self._counts.end()
 
     def _fail(self, error: CommunicationError) -> None:

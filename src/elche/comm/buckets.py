@@ -53,6 +53,7 @@ class Bucket:
         sent: per side, a view of the contribution per parameter.
         summed: per side, a view of the sum per parameter.
         pending: parameters whose gradient has not come in this pass.
+        zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
     """
 
@@ -61,6 +62,7 @@ class Bucket:
     sent: list[list[torch.Tensor]] = field(default_factory=list)
     summed: list[list[torch.Tensor]] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
+    zeros: set[int] = field(default_factory=set)
     missing: bool = False
     _flat: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _staged: bool = False
@@ -139,6 +141,7 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
                 sent[index].zero_()
+                flags[index] = float(scale != 0.0 and index in self.zeros)
             else:
                 torch.mul(parameter.grad, scale, out=sent[index])
                 flags[index] = 1.0

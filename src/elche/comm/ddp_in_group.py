@@ -258,6 +258,8 @@ def _reducer_of(
             as_views=wrapped.as_views,
             static_graph=options.static_graph,
             staged=len(set(devices)) > 1 and devices[group.rank] != "cpu",
+            undefined_is_zero=options.static_graph
+            or not options.find_unused_parameters,
         ),
         options.loss_reduction,
         buffers,

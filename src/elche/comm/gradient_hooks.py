@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -25,6 +26,9 @@ class GradientHooks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
+        self._nodes: dict[int, Any] = {}
+        self._watches: list[Any] = []
+        self._brought: dict[int, bool] = {}
 
     def attach(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Hooks every parameter."""
@@ -33,18 +37,54 @@ class GradientHooks:
             for parameter in self._parameters
         ]
         weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, _remove, self._watches).atexit = False
+        self.keep_last()
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
         _remove(self._handles)
+        _remove(self._watches)
+        self._nodes.clear()
 
     def keep_last(self) -> None:
-        """Lets hooks of the user's own run first: what they make of it is reduced."""
+        """Lets hooks of the user's own run first: what they make of it is reduced.
+
+        Called before a forward pass, so that :meth:`was_taken` can tell.
+        """
         hooked = filter(None, map(_HOOKS, self._parameters))
         if set(map(len, hooked)) <= {1}:
             return  # as in most models: there is none but the one here
-        for index in range(len(self._handles)):
+        for index, parameter in enumerate(self._parameters):
             self.runs_last(index)
+            if len(_HOOKS(parameter) or ()) > 1 and parameter.requires_grad:
+                self._watch(index, parameter)
+
+    def was_taken(self, index: int) -> bool:
+        """Whether a hook took the gradient that autograd had for a parameter.
+
+        Asked in the hook here, where ``p.grad`` is None: autograd comes by without a
+        gradient, too (a function's backward returned None).
+        """
+        hooks: Any = _HOOKS(self._parameters[index])
+        if not hooks or next(iter(hooks)) == self._handles[index].id:
+            return False  # no hook came before
+        return self._brought.get(index, True)
+
+    def _watch(self, index: int, parameter: nn.Parameter) -> None:
+        """Looks at what autograd brings, before any hook on the accumulated gradient.
+
+        It takes longer than those hooks, so only where there are others to suspect.
+        """
+        node: Any = get_gradient_edge(parameter).node
+        if self._nodes.get(index) is node:
+            return
+        brought = self._brought
+
+        def look(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            brought[index] = gradients[0] is not None
+
+        self._nodes[index] = node  # torch itself keeps it only while a graph does
+        self._watches.append(node.register_prehook(look))
 
     def runs_last(self, index: int) -> bool:
         """Whether no hook of the user's own follows; the next time none will."""

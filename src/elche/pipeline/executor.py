@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -246,20 +246,10 @@ class _Run:
         self._read: set[Action] = set()
         self._began_s = time.monotonic()
         self._waited_s = 0.0
-        self._do = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.FULL_BACKWARD: self._full_backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._admit,
-            Kind.RECV_B: self._admit,
-        }
 
     def do(self, one: Action) -> None:
         """Carries out one action."""
-        self._do[one.kind](one)
+        self._DO[one.kind](self, one)
 
     def take_waited_s(self) -> float:
         """Time waited for messages since the last call."""
@@ -392,3 +382,16 @@ class _Run:
         there = tuple(gradient is not None for gradient in found)
         tensors = tuple(gradient for gradient in found if gradient is not None)
         self._hand_on(one, 1, Message(tensors, None, there))
+
+    # Functions: bound methods kept in the object would be a cycle, which holds the
+    # step's batch and outputs until Python looks for cycles.
+    _DO: ClassVar[Mapping[Kind, Callable[[_Run, Action], None]]] = {
+        Kind.FORWARD: _forward,
+        Kind.BACKWARD_INPUT: _backward_input,
+        Kind.BACKWARD_WEIGHT: _backward_weight,
+        Kind.FULL_BACKWARD: _full_backward,
+        Kind.SEND_F: _send,
+        Kind.SEND_B: _send,
+        Kind.RECV_F: _admit,
+        Kind.RECV_B: _admit,
+    }

@@ -4,9 +4,10 @@ For every microbatch of every stage it knows which parameters got a contribution
 autograd, by a hook on accumulation, and from deferred weight gradients, by their
 account. A parameter that got none is looked for in the graph of that microbatch: if the
 stage's outputs depend on it, its gradient is lost, and that is an error. One that no
-output depends on (an expert without tokens, say) is as it is in one process. The graph
-is walked only where a parameter is missing, so the guard costs a set entry per
-parameter and microbatch.
+output depends on (an expert without tokens, say), or that autograd came to without a
+gradient (a function's backward returned None), is as it is in one process. The graph is
+walked only where a parameter is missing, so the guard costs a set entry per parameter
+and microbatch.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ContributionGuard:
         self._names = {id(one): name for name, one in parameters.items()}
         self._parameters = {id(one): one for one in parameters.values()}
         self._came = _Came()
+        self._undefined: set[int] = set()
         self._owed: dict[int, set[int]] = {}
         self._last: dict[int, Any] = {}
         self._handles = [
@@ -71,6 +73,7 @@ class ContributionGuard:
 
         A hook also comes where autograd had no gradient to accumulate.
         """
+        self._undefined.clear()
         seen: Counter[int] = Counter()
         came = self._came
         came.clear()
@@ -83,6 +86,8 @@ class ContributionGuard:
                 changed.add(key)
             if key in changed:
                 seen[key] += 1
+            else:
+                self._undefined.add(key)
         came.clear()
 
     def after_backward(
@@ -116,7 +121,7 @@ class ContributionGuard:
         ):
             owed &= self._parameters.keys()
             missing = self._parameters.keys() - seen.keys() - owed
-            lost = missing and missing & _reachable(roots, sites)
+            lost = missing and missing & _owing(roots, sites, self._undefined)
             if lost:
                 self._complain(lost, microbatch, "got no contribution")
         if owed:
@@ -200,18 +205,30 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
         if one.is_leaf:
             found.add(id(one))
         else:
-            found |= _reachable([one.grad_fn], ())
+            found |= _variables(_nodes([one.grad_fn]))
     return found
 
 
-def _reachable(roots: Sequence[Any], sites: Sequence[Site]) -> set[int]:
-    """Ids of the parameters that nodes of the graph depend on."""
+def _owing(
+    roots: Sequence[Any], sites: Sequence[Site], undefined: set[int]
+) -> set[int]:
+    """Ids of the parameters that the graph must bring a gradient for.
+
+    Not of those that autograd came to without one; where a weight is deferred, it
+    always does, and the gradient of the output tells.
+    """
     nodes = _nodes(roots)
-    found = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    found = _variables(nodes) - undefined
     for site in sites:
-        if site.node in nodes:
+        is_undefined = bool(site.grads) and site.grads[0] is None
+        if site.node in nodes and not is_undefined:
             found |= _leaves(one for one in (site.weight, site.bias) if one is not None)
     return found
+
+
+def _variables(nodes: Iterable[Any]) -> set[int]:
+    """Ids of the parameters that nodes accumulate gradients of."""
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
 def _runs_backward_inside(roots: Sequence[Any]) -> bool:

@@ -7,9 +7,9 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from elche.comm.backward_end import at_backward_end
+from elche.comm.gradient_hooks import GradientHooks
 from elche.comm.gradient_window import GradientWindow
 from elche.comm.graph_capture import refuse_capture
 from elche.comm.spread import SyncResult
@@ -62,30 +62,31 @@ class GradientSync(WindowSync):
         self._was_finite = True
         self._pass: int | None = None
         self._touched: list[torch.Tensor] = []
+        self._index = {id(p): at for at, p in enumerate(self._parameters)}
         self._holds = False
         self._has_seen = self._has_ended = False
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GradientHooks(self._parameters)
         self._guard = LoopGuard(optimizer, parameters)
 
     def attach(self) -> None:
         """Watches for gradients."""
-        for parameter in self._parameters:
-            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            self._handles.append(hook)
+        self._hooks.attach(self._on_gradient)
         self._guard.attach()
 
     def detach(self) -> None:
         """See :meth:`WindowSync.detach`."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.detach()
         self._guard.detach()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._has_seen = True
         if self._holds:
             return
-        self._touched.append(parameter)
+        index = self._index.get(id(parameter))
+        if index is None:
+            return  # what a hook before returned, which torch refuses after all of them
+        if parameter.grad is not None or self._hooks.was_taken(index):
+            self._touched.append(parameter)  # others came without: there is none to add
         number = torch._C._current_graph_task_id()
         if self._pass != number:  # the first of a pass, or of a nested one
             refuse_capture()
@@ -134,6 +135,7 @@ class GradientSync(WindowSync):
 
     def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
+        self._hooks.keep_last()
         self._weight = weight
         self._pass = None
         self._touched.clear()

@@ -31,6 +31,7 @@ settings.register_profile(
     "fuzz",
     max_examples=FUZZ_EXAMPLES,
     deadline=None,
+    derandomize=False,  # profiles take over what "default" says
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

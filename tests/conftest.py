@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.harness import leaks
 from tests.harness.rank_pool import RankPool, pool_pids
+from tests.harness.reached import REACHED, check_reached
 
 LEAK_GRACE_S = 60.0
 QUICK_EXAMPLES = 40
@@ -30,6 +31,7 @@ settings.register_profile(
     "fuzz",
     max_examples=FUZZ_EXAMPLES,
     deadline=None,
+    derandomize=False,  # profiles take over what "default" says
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -66,6 +68,14 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     left = leaks.leaks_since(before, LEAK_GRACE_S, pool_pids)
     assert not left, "the test left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def all_states_reached(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test whose examples have not come to what its marker names."""
+    REACHED.clear()
+    yield
+    check_reached(request.node)
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

@@ -1,97 +1,39 @@
-"""The ledger goes on from what was settled, whenever it was asked."""
+"""The ledger's account: every batch in one place, and what is refused."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.ledger import EpochLedger
 from elche.errors import ProtocolError, TransitionError
+from tests.coordination.ledger_machine import LedgerMachine
 
-pytestmark = pytest.mark.hypothesis
+STEPS = 40
 
-SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=20).map(BatchSizes.of)
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "lease",
-                "train",
-                "close",
-                "stage",
-                "commit",
-                "leave out",
-                "reject",
-                "revoke",
-            ]
-        ),
-        st.integers(0, 2),
-        st.integers(1, 4),
-    ),
-    max_size=60,
+
+@pytest.mark.hypothesis
+@pytest.mark.reaches(
+    "commits",
+    "commits of what a dead rank had",
+    "redone reductions",
+    "leases given back",
+    "deaths",
+    "deaths in a reduction",
+    "joins",
+    "rejections",
+    "rejections of a part",
+    "revoked commits",
+    "batches left out",
+    "epochs left early",
+    "resumed runs",
 )
-
-
-def _move(ledger: EpochLedger, what: str, holder: int, most: int) -> None:
-    """One thing that may happen, where it may happen."""
-    if what == "lease" and ledger.pooled:
-        ledger.lease(holder, most)
-    elif what == "train" and ledger.leased(holder):
-        start, _ = ledger._holdings[holder].leased[0]
-        ledger.train(holder, start, start + 1)
-    elif what == "close":
-        ledger.close(holder)
-    elif what == "stage" and not ledger.staged_samples:
-        ledger.stage()
-    elif what == "commit":
-        ledger.commit()
-    elif what == "reject" and ledger.parts(holder):
-        start, stop = ledger.parts(holder)[most % len(ledger.parts(holder))]
-        ledger.reject(holder, [(start + (most > 2 and stop > start + 1), stop)])
-        ledger.check()
-    elif what == "revoke" and ledger._committed:
-        start, stop = ledger._committed[most % len(ledger._committed)]
-        before = ledger.committed_samples
-        gone = ledger.revoke(holder, [(start + (most > 2 and stop > start + 1), stop)])
-        assert ledger.committed_samples == before - gone
-        ledger.check()
-    elif what == "leave out" and ledger.pooled:
-        start, _ = ledger.pooled_ranges()[0]
-        ledger.leave_out(start, start + 1)
-
-
-@given(SIZES, MOVES)
-def test_every_batch_once_over_a_break(
-    sizes: BatchSizes, moves: list[tuple[str, int, int]]
-) -> None:
-    ledger = EpochLedger(sizes, range(3))
-    for what, holder, most in moves:
-        _move(ledger, what, holder, most)
-    state = json.loads(json.dumps(ledger.state_dict()))
-    later = EpochLedger(sizes, [7])  # another membership
-    later.load_state_dict(state)
-    later.check()
-    assert later.committed_samples == ledger.committed_samples
-    trained = []
-    while later.pooled:
-        start, stop = later.lease(7, 3)
-        later.train(7, start, stop)
-        trained += range(start, stop)
-    later.close(7)
-    later.stage()
-    later.commit()
-    later.check()
-    settled = [
-        batch
-        for part in (*state["committed"], *state["left_out"])
-        for batch in range(*part)
-    ]
-    assert sorted(trained + settled) == list(range(sizes.num_batches))
-    assert later.is_done
+def test_every_batch_is_in_one_place_whatever_happens() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        LedgerMachine, settings=settings(stateful_step_count=STEPS)
+    )
 
 
 def test_a_state_of_another_epoch_is_refused() -> None:

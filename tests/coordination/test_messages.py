@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elche.coordination.events import Disconnected, Interrupted, Tick
 from elche.coordination.wire import FROM_COORDINATOR, FROM_WORKERS, from_wire, to_wire
 from elche.errors import ProtocolError
+from tests.harness.reached import reach
 
 ALL = FROM_WORKERS | FROM_COORDINATOR
 KINDS = sorted(ALL.values(), key=lambda kind: kind.__name__)
@@ -101,6 +102,7 @@ def test_anything_that_is_no_message_is_refused(wire: Any) -> None:
     refused_or_read(wire, ALL)
 
 
+@pytest.mark.reaches("refusals", "messages read")
 @given(messages, st.data())
 @settings(max_examples=300)
 def test_a_field_of_a_wrong_type_is_refused_by_name(
@@ -108,13 +110,16 @@ def test_a_field_of_a_wrong_type_is_refused_by_name(
 ) -> None:
     wire = through_msgpack(to_wire(message))
     name = data.draw(st.sampled_from([f.name for f in dataclasses.fields(message)]))
-    wire[name] = data.draw(plain)
+    likely = st.sampled_from([0, 1, 0.5, True, "x", None, []])  # fits some field
+    wire[name] = data.draw(likely | plain)
     try:
         read = from_wire(wire, ALL)
     except ProtocolError as error:
         refusal = str(error)
+        reach("refusals")
     else:
         refusal = ""
+        reach("messages read")
         hint = typing.get_type_hints(type(message))[name]
         if hint in (int, bool, str):
             assert type(getattr(read, name)) is hint

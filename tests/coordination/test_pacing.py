@@ -17,6 +17,7 @@ from elche.config import RunConfig
 from elche.coordination.events import WindowReduced
 from elche.coordination.pacing import Pacing
 from elche.coordination.window_book import Part, Reduction
+from tests.harness.reached import reach
 
 BATCH_S = (0.25, 1.0)
 SLOWEST_S = max(BATCH_S)
@@ -136,6 +137,7 @@ def test_blocking_windows_know_no_lag() -> None:
     assert made.measure(parts, adopted(3, 0.01), is_tail=False) == ""
 
 
+@pytest.mark.reaches("bounded anchors", "free anchors")
 @given(st.integers(2, 400), st.floats(0.0, 0.5), st.integers(1, 200))
 def test_auto_predicts_the_windows_that_are_run(
     late: int, held_s: float, max_anchor: int
@@ -155,6 +157,8 @@ def test_auto_predicts_the_windows_that_are_run(
     made.took(reduction_s)
     made.measure(whole_window(), adopted(late, held_s), is_tail=False)
     assert made.el_che.anchor == predict("async", cluster).anchor
+    reach("bounded anchors", made.el_che.anchor == max_anchor)
+    reach("free anchors", 1 < made.el_che.anchor < max_anchor)
 
 
 @pytest.mark.parametrize("guard", [True, False])

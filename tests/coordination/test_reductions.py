@@ -15,6 +15,7 @@ from elche.coordination.events import WindowClosed
 from elche.coordination.reductions import ReductionPlanner
 from elche.coordination.window_book import Part, Reduction, WindowBook
 from elche.errors import ProtocolError
+from tests.harness.reached import reach
 
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
@@ -35,6 +36,7 @@ def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
     return planner.settings(parts_of(samples), 1000, 10)
 
 
+@pytest.mark.reaches("drifts weighed", "some that weigh nothing", "none that weighs")
 @given(
     said=st.lists(
         st.tuples(st.integers(0, 100), st.one_of(st.just(0.0), st.floats(1e-9, 1e15))),
@@ -56,8 +58,11 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
     assert {plan.active_ranks for plan in plans} == {sum(c > 0.0 for c in counts)}
     assert (settings["outer"] == "average") == (not any(counts))
+    reach("none that weighs", not any(counts))
     if not any(counts):
         return
+    reach("drifts weighed")
+    reach("some that weigh nothing", not all(counts))
     assert sum(plan.weight for plan in plans) == pytest.approx(1.0)
     raw = {"equal": lambda c: float(c > 0), "samples": float, "sqrt": math.sqrt}[kind]
     share = sum(map(raw, counts))

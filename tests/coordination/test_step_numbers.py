@@ -13,6 +13,7 @@ from elche.coordination.step_numbers import (
     StepNumbers,
 )
 from elche.errors import NonFiniteError
+from tests.harness.reached import reach
 
 
 def report(rank: int, numbers: OwnNumbers, step: int) -> StepsDone:
@@ -32,6 +33,7 @@ def report(rank: int, numbers: OwnNumbers, step: int) -> StepsDone:
     )
 
 
+@pytest.mark.reaches("several culprits", "skipped steps", "accumulated steps")
 @given(st.data())
 def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
     data: st.DataObject,
@@ -41,8 +43,13 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
     held = data.draw(st.integers(1, 4), label="steps of accumulation")
     culprits = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))
     # A GradScaler skips these; the batch that spoils the model comes after them.
-    skipped = data.draw(st.sets(st.tuples(st.integers(0, ranks - 1), st.integers(0))))
+    skipped = data.draw(
+        st.sets(st.tuples(st.integers(0, ranks - 1), st.integers(0, 11)))
+    )
     skipped = {(r, s) for r, s in skipped if s < lost_at - 1}
+    reach("several culprits", len(culprits) > 1)
+    reach("skipped steps", len(skipped))
+    reach("accumulated steps", held > 1)
     numbers = [OwnNumbers() for _ in range(ranks)]
     steps = StepNumbers()
     stops_at = lost_at + held - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,15 +11,19 @@ from elche.coordination.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
 from elche.sim.simulation import Simulation, Watch
+from tests.sim.watched import Death, WatchedSimulation
 
 MOST_HAPPENINGS = 400_000
 
 
-def simulate(cluster: Cluster, **watch: bool) -> Simulation:
-    """Runs a cluster with every check on."""
+def simulate(
+    cluster: Cluster, deaths: Sequence[Death] = (), **watch: bool
+) -> Simulation:
+    """Runs a cluster with every check on, and notes what it came to."""
     watched = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS, **watch)
-    sim = Simulation(cluster, watched)
+    sim = WatchedSimulation(cluster, watched, deaths)
     sim.run()
+    sim.note()
     return sim
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elche.sim.cluster import Break, Cluster, Device, Drift, Fault, Link, Run
+from tests.sim.watched import Death
 
 MAX_RANKS = 64
 
@@ -78,6 +79,17 @@ def faults(draw: st.DrawFn, world_size: int, epochs: int) -> tuple[Fault, ...]:
     return tuple(found)
 
 
+def deaths() -> st.SearchStrategy[list[Death]]:
+    """Inside reductions: before anybody has the result, and when some do."""
+    death = st.builds(
+        Death,
+        reduction=st.integers(0, 5),
+        place=st.integers(0, 7),
+        part=st.sampled_from([0.0, 0.5, 1.2, 1.8]),
+    )
+    return st.lists(death, max_size=3)
+
+
 @st.composite
 def clusters(
     draw: st.DrawFn,
@@ -102,7 +114,7 @@ def clusters(
         joins = sum(fault.join is not None for fault in happen)
         if not joins:
             happen = tuple(f for f in happen if f.rank != world_size)
-    if happen or policy == "auto":
+    if changes or policy == "auto":
         options.pop("deterministic", None)
     return Cluster(
         run=Run(

@@ -32,7 +32,8 @@ from tests.sim.checks import (
     simulate,
     trained_positions,
 )
-from tests.sim.strategies import clusters
+from tests.sim.strategies import clusters, deaths
+from tests.sim.watched import Death
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 BATCH_SAMPLES = 32
@@ -87,6 +88,7 @@ def policies(report: Report) -> list[str]:
     return [phase.policy for phase in report.phases]
 
 
+@pytest.mark.reaches("reductions", "commits", "changes of policy")
 @given(clusters("auto"))
 @settings(max_examples=60)
 def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
@@ -96,10 +98,13 @@ def test_auto_trains_on_every_position_once(cluster: Cluster) -> None:
     assert first.policy == "sync"
 
 
-@given(clusters("auto", changes=True))
+@pytest.mark.reaches("deaths", "joins", "redone reductions", "models handed over")
+@given(clusters("auto", changes=True), deaths())
 @settings(max_examples=30)
-def test_a_change_of_the_membership_ends_nothing(cluster: Cluster) -> None:
-    sim = simulate(cluster)
+def test_a_change_of_the_membership_ends_nothing(
+    cluster: Cluster, dying: list[Death]
+) -> None:
+    sim = simulate(cluster, dying)
     history = sim.history
     dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
     late = {rank for rank in history.ranks if sim.is_turned_away(rank)}

@@ -16,6 +16,7 @@ from elche.coordination.sync_policy import BREAK_PATIENCE_S
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
+from tests.harness.reached import reach
 from tests.sim.checks import positions, simulate, trained_positions
 
 
@@ -115,6 +116,7 @@ def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
     return cluster, victim, at_s
 
 
+@pytest.mark.reaches("steps before it", "deaths", "failures")
 @given(failing())
 @settings(max_examples=60)
 def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
@@ -128,13 +130,16 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
     assert set(sim.history.aborts) == set(range(cluster.world_size)) - {victim}
     slowest_s = max(8 * device.seconds_per_sample for device in cluster.devices)
     assert sim.engine.now_s <= at_s + 3.0 * max(0.02, slowest_s)
+    reach("steps before it", sim.history.windows)
     for rank, abort in sim.history.aborts.items():
         assert (abort.rank, abort.failed_rank) == (rank, victim)
         if cluster.faults[0].kill_rank is not None:
             assert f"rank {victim} is gone" in abort.reason
+            reach("deaths")
         else:
             assert f"rank {victim} failed: ValueError: x" in abort.reason
             assert abort.traceback == "T"
+            reach("failures")
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

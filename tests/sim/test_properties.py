@@ -15,27 +15,31 @@ from tests.sim.checks import (
     simulate,
     trained_positions,
 )
-from tests.sim.strategies import clusters
+from tests.sim.strategies import clusters, deaths
 
 
+@pytest.mark.reaches("reductions", "commits")
 @given(clusters("sync"))
 @settings(max_examples=100)
 def test_sync_trains_on_every_position_once(cluster: Cluster) -> None:
     check_all(simulate(cluster))
 
 
+@pytest.mark.reaches("reductions", "commits", "waits for the slowest")
 @given(clusters("cadence"))
 @settings(max_examples=150)
 def test_cadence_trains_on_every_position_once(cluster: Cluster) -> None:
     check_all(simulate(cluster))
 
 
+@pytest.mark.reaches("reductions", "commits", "late adoptions", "waits for the slowest")
 @given(clusters("async"))
 @settings(max_examples=150)
 def test_async_trains_on_every_position_once(cluster: Cluster) -> None:
     check_all(simulate(cluster))
 
 
+@pytest.mark.reaches("reductions", "commits", "epochs left early")
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @given(data=st.data())
 @settings(max_examples=80)
@@ -58,6 +62,15 @@ def test_a_break_on_any_rank_ends_the_epoch_for_all_with_a_commit(
             assert trained == everything
 
 
+@pytest.mark.reaches(
+    "reductions",
+    "commits",
+    "deaths",
+    "joins",
+    "redone reductions",
+    "results taken over",
+    "models handed over",
+)
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @given(data=st.data())
 @settings(max_examples=150)
@@ -65,7 +78,7 @@ def test_deaths_and_joins_lose_nothing_and_count_nothing_twice(
     policy: str, data: st.DataObject
 ) -> None:
     cluster = data.draw(clusters(policy, changes=True))
-    sim = simulate(cluster)
+    sim = simulate(cluster, data.draw(deaths()))
     history = sim.history
     dead = {rank for rank, sums in history.ranks.items() if sums.has_died}
     late = {rank for rank in history.ranks if sim.is_turned_away(rank)}

@@ -44,6 +44,7 @@ def test_the_same_processes_may_run_twice(policy: str) -> None:
     check_all(simulate(Cluster(run=run, devices=(device,))))
 
 
+@pytest.mark.reaches("reductions", "commits")
 @given(clusters("cadence"))
 @settings(max_examples=60)
 def test_without_el_che_every_window_is_a_batch_and_the_run_ends(
@@ -65,6 +66,7 @@ def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more(policy: str) -
     check_all(simulate(Cluster(run=run, devices=devices)))
 
 
+@pytest.mark.reaches("reductions", "commits")
 @given(clusters("sync"), st.sampled_from([0.0, 0.0005]))
 @settings(max_examples=60)
 def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 
 from elche.coordination.events import Event, WindowClosed, WindowReduced
 from elche.sim.cluster import Cluster
-from elche.sim.simulation import Simulation, Watch
+from elche.sim.simulation import Watch
 from tests.sim.checks import MOST_HAPPENINGS, check_all
 from tests.sim.strategies import clusters
+from tests.sim.watched import WatchedSimulation
 
 
+@pytest.mark.reaches("reductions", "late adoptions")
 @given(clusters("async"))
 @settings(max_examples=25)
 def test_a_window_ends_only_when_the_last_result_is_in_the_ranks_model(
     cluster: Cluster,
 ) -> None:
     """So one reduction is in flight, and no drift is measured from an older base."""
-    sim = Simulation(
+    sim = WatchedSimulation(
         cluster, Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
     )
     reduced: dict[tuple[int, int], int] = {}
@@ -39,5 +42,6 @@ def test_a_window_ends_only_when_the_last_result_is_in_the_ranks_model(
 
     with patch.object(sim, "send", note):
         sim.run()
+    sim.note()
     check_all(sim)
     assert closed

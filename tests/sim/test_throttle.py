@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from elche.coordination.events import BatchesDone, Event
 from elche.sim.cluster import Cluster, Device, Link, Run
-from elche.sim.simulation import Simulation, Watch
+from elche.sim.simulation import Watch
+from tests.harness.reached import reach
 from tests.sim.checks import MOST_HAPPENINGS, check_all
+from tests.sim.watched import WatchedSimulation
 
 
 def leads(cluster: Cluster) -> list[int]:
@@ -21,7 +23,7 @@ def leads(cluster: Cluster) -> list[int]:
     Counted since the end of the last window that is in all models. Overlapped, that is
     the one before last until the last one's result has come.
     """
-    sim = Simulation(
+    sim = WatchedSimulation(
         cluster, Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
     )
     overlapped = cluster.run.policy == "async"
@@ -46,6 +48,7 @@ def leads(cluster: Cluster) -> list[int]:
 
     with patch.object(sim, "send", note):
         sim.run()
+    sim.note()
     check_all(sim)
     return found
 
@@ -72,6 +75,7 @@ def cluster_of(
     )
 
 
+@pytest.mark.reaches("the most that a rank may lead by", "waits for the slowest")
 @given(
     policy=st.sampled_from(["cadence", "async"]),
     most=st.sampled_from([0, 1, 3]),
@@ -85,6 +89,7 @@ def test_no_rank_leads_by_more_than_it_may(
 ) -> None:
     found = leads(cluster_of(policy, most, speeds, latency_s, jitter))
     assert max(found) <= max(1, most)
+    reach("the most that a rank may lead by", max(found) == max(1, most))
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

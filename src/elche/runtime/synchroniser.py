@@ -228,7 +228,6 @@ def make_window_sync(
             optimizer,
             window,
             buffers,
-            steps,
             max_grad_norm=config.max_grad_norm,
             is_sum=config.loss_reduction == "sum",
         )

@@ -159,6 +159,21 @@ def test_a_gradient_that_waits_at_a_windows_end_spoils_no_later_step(
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_gradients_that_wait_go_with_the_update_that_is_discarded(
+    ranks2: RankPool, policy: str
+) -> None:
+    """Two batches a step in windows of three: the third is of parameters that are NaN.
+
+    What it leaves in ``p.grad`` would spoil the next step, and end the run.
+    """
+    options = {"policy": policy, "anchor": 3, "max_anchor": 3}
+    ranks = run(ranks2, {1}, "plain", 2, deterministic=True, **options)
+    assert [rank.ended for rank in ranks] == [("", None, ())] * 2
+    assert discarded(ranks) == [0, 1, 2]
+    assert is_finite(ranks)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_scaler_that_has_not_stepped_yet_skips_the_first_step(
     ranks2: RankPool, policy: str
 ) -> None:

@@ -16,6 +16,8 @@ from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import BatchesDone, Event, WindowClosed
 from elche.coordination.instructions import Abort, EndEpoch, MetricsReported
 from elche.coordination.metrics import EpochMetrics
+from elche.coordination.pacing import Pacing
+from elche.coordination.window_book import Reduction
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import MOST_HAPPENINGS
@@ -165,7 +167,8 @@ def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
 ) -> None:
     """It has run one batch, or none, and waits for the rest of everybody's window."""
     costs_ms: list[float] = []
-    report = ElChe.report_timing
+    slowest: list[int] = []
+    report, watch = ElChe.report_timing, Pacing.watch
 
     def listen(
         el_che: ElChe, wall_ms: list[float], batches: list[int], sync_ms: float
@@ -173,15 +176,22 @@ def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
         costs_ms.append(sync_ms)
         report(el_che, wall_ms, batches, sync_ms)
 
+    def look(pacing: Pacing, reduction: Reduction, batches: int) -> str:
+        slowest.append(batches)
+        return watch(pacing, reduction, batches)
+
     monkeypatch.setattr(ElChe, "report_timing", listen)
+    monkeypatch.setattr(Pacing, "watch", look)
     simulate(of_two(policy, set()), [])
-    usual_ms = max(costs_ms)
+    usual_ms, shortest = max(costs_ms), slowest.count(1)
     costs_ms.clear()
+    slowest.clear()
     sim = simulate(of_two(policy, set(range(60, 360, 20))), [])
     assert not sim.history.aborts
     (books,) = sim.books or []
     assert len(books.discarded) > 15
     assert max(costs_ms) <= usual_ms
+    assert slowest.count(1) <= shortest
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

@@ -94,9 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease_range(self, data: st.DataObject) -> None:
         holder = self.holder(data)
         start, stop = self.part_of(data, self.at(POOL))
-        assert self.ledger.is_pooled(start, stop)
         self.ledger.lease_range(holder, start, stop)
-        assert not self.ledger.is_pooled(start, stop)
         self.granted(holder, start, stop)
 
     def granted(self, holder: int, start: int, stop: int) -> None:
@@ -191,38 +189,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has_closed())
     @rule(data=st.data())
-    def reject(self, data: st.DataObject) -> None:
+    def discard(self, data: st.DataObject) -> None:
         holder = self.holder(data, "closed")
         closed = self.at(("closed", holder))
-        gone = self.ledger.reject(holder)
+        gone = self.ledger.discard(holder)
         assert sorted(b for part in gone for b in range(*part)) == closed
-        self.move(closed, POOL)
-        reach("rejections")
-
-    @precondition(lambda self: self.has_closed())
-    @rule(data=st.data())
-    def reject_part(self, data: st.DataObject) -> None:
-        holder = self.holder(data, "closed")
-        part = self.part_of(data, self.at(("closed", holder)))
-        assert self.ledger.reject(holder, [part]) == (part,)
-        self.move(range(*part), POOL)
-        reach("rejections of a part")
-
-    @precondition(lambda self: COMMITTED in self.where)
-    @rule(data=st.data())
-    def revoke(self, data: st.DataObject) -> None:
-        part = self.part_of(data, self.at(COMMITTED))
-        assert self.ledger.revoke(0, [part]) == self.samples(range(*part))
-        self.move(range(*part), POOL)
-        reach("revoked commits")
-
-    @precondition(lambda self: POOL in self.where and self.is_under_way())
-    @rule(data=st.data())
-    def leave_out(self, data: st.DataObject) -> None:
-        batch = data.draw(st.sampled_from(self.at(POOL)))
-        self.ledger.leave_out(batch, batch + 1)
-        self.where[batch] = LEFT_OUT
-        reach("batches left out")
+        self.move(closed, LEFT_OUT)
+        reach("discarded updates")
 
     @precondition(lambda self: POOL in self.where and self.at_any("staged"))
     @rule()
@@ -232,7 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.move(pooled, LEFT_OUT)
         reach("epochs left early")
 
-    @precondition(lambda self: COMMITTED in self.where and self.is_under_way())
+    @precondition(lambda self: COMMITTED in self.where or LEFT_OUT in self.where)
     @rule()
     def resume(self) -> None:
         """Another membership goes on from what is settled; nothing else counts."""

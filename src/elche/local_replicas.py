@@ -33,6 +33,7 @@ from elche.runtime.replica_checks import (
 )
 from elche.runtime.replica_threads import LossFunction, Part, ReplicaThreads
 from elche.runtime.transfer import batch_length, map_batch
+from elche.torch_internals import accumulated_hooks, gradient_hooks, version
 
 Gradients = list[tuple[nn.Parameter, torch.Tensor | None]]
 
@@ -240,7 +241,7 @@ class LocalReplicas:
                 "process cannot take part in that"
             )
         for name, parameter in self._model.named_parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if gradient_hooks(parameter) or accumulated_hooks(parameter):
                 raise ConfigError(
                     f"{name} has a gradient hook, which a copy of the model would not "
                     "have; change gradients after backward(), or use a process per "
@@ -359,9 +360,9 @@ def _signature(model: nn.Module) -> object:
     return tensors, tuple(map(id, model.modules()))
 
 
-def _versions(model: nn.Module) -> list[int]:
+def _versions(model: nn.Module) -> list[Any]:
     """What every change in place raises: an optimizer's step, a loaded state."""
-    return [p._version for p in model.parameters()]
+    return [version(p) for p in model.parameters()]
 
 
 def _expect_own_gradients(taken: Sequence[Gradients]) -> None:

@@ -97,7 +97,9 @@ class Averager:
     def has_finite_gradients(self) -> bool:
         """Whether all gradients that are there are numbers; waits for them."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return all_finite([g._values() if g.is_sparse else g for g in gradients])
+        return all_finite(
+            [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        )
 
     @torch.no_grad()
     def build(self) -> None:

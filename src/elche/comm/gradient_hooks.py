@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+from elche.torch_internals import accumulated_hooks
 
 
 class GradientHooks:
@@ -40,7 +39,7 @@ class GradientHooks:
 
     def keep_last(self) -> None:
         """Lets hooks of the user's own run first: what they make of it is reduced."""
-        hooked = filter(None, map(_HOOKS, self._parameters))
+        hooked = filter(None, map(accumulated_hooks, self._parameters))
         if set(map(len, hooked)) <= {1}:
             return  # as in most models: there is none but the one here
         for index in range(len(self._handles)):
@@ -49,7 +48,7 @@ class GradientHooks:
     def runs_last(self, index: int) -> bool:
         """Whether no hook of the user's own follows; the next time none will."""
         parameter, handle = self._parameters[index], self._handles[index]
-        hooks: Any = _HOOKS(parameter)
+        hooks: Any = accumulated_hooks(parameter)
         if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted

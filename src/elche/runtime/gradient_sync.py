@@ -19,6 +19,7 @@ from elche.errors import ConfigError
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.loop_guard import LoopGuard
 from elche.runtime.window_sync import WindowSync
+from elche.torch_internals import foreach_mul_, graph_task_id
 
 
 @final
@@ -86,7 +87,7 @@ class GradientSync(WindowSync):
         if self._holds:
             return
         self._touched.append(parameter)
-        number = torch._C._current_graph_task_id()
+        number = graph_task_id()
         if self._pass != number:  # the first of a pass, or of a nested one
             refuse_capture()
             self._pass = number
@@ -195,7 +196,7 @@ class GradientSync(WindowSync):
         """Makes the sum over the window of its mean."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, total)
+            foreach_mul_(gradients, total)
 
     def _share_rates(self, weight: float) -> list[float]:
         """Sets every rate to its mean over the window's batches; returns this rank's.

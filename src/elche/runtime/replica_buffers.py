@@ -10,6 +10,8 @@ from typing import final
 import torch
 from torch import nn
 
+from elche.torch_internals import held_buffers, unsaved_buffers
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:
@@ -57,7 +59,7 @@ class FollowedBuffers:
         for name, buffer in changed.items():
             if buffer.device != place:
                 owner, leaf = _owner(self._model, name)
-                owner._buffers[leaf] = buffer.to(place)
+                held_buffers(owner)[leaf] = buffer.to(place)
         for copy in copies:
             self._hand_on(copy, changed)
             self._take_away(copy, gone)
@@ -71,19 +73,19 @@ class FollowedBuffers:
                 made[id(buffer)] = buffer.detach().to(place, copy=True)
             source, leaf = _owner(self._model, name)
             target, _ = _owner(copy, name)
-            target._buffers.pop(leaf, None)
+            held_buffers(target).pop(leaf, None)
             target.__dict__.pop(leaf, None)  # a plain value before
-            keeps = leaf not in source._non_persistent_buffers_set
+            keeps = leaf not in unsaved_buffers(source)
             target.register_buffer(leaf, made[id(buffer)], persistent=keeps)
 
     def _take_away(self, copy: nn.Module, gone: Iterable[str]) -> None:
         for name in gone:
             source, leaf = _owner(self._model, name)
             target, _ = _owner(copy, name)
-            if leaf in source._buffers:
-                target._buffers[leaf] = None
+            if leaf in held_buffers(source):
+                held_buffers(target)[leaf] = None
             else:
-                target._buffers.pop(leaf, None)
+                held_buffers(target).pop(leaf, None)
 
     def _present(self) -> dict[str, _Held]:
         named = self._model.named_buffers(remove_duplicate=False)

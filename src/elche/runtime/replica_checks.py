@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 
 from elche.errors import ConfigError
@@ -73,7 +72,8 @@ def check_loss_fn(loss_fn: object) -> None:
     Raises:
         ConfigError: it is no function of these two.
     """
-    if isinstance(loss_fn, _Loss) or not callable(loss_fn):
+    kinds = [kind.__module__ for kind in type(loss_fn).__mro__]
+    if nn.MSELoss.__module__ in kinds or not callable(loss_fn):
         raise ConfigError(
             "expected loss_fn to be a function of a replica and its part of the batch "
             f"that returns the mean loss, got {loss_fn!r}"

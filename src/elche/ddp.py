@@ -35,6 +35,7 @@ from elche.comm.ddp_reducer import LossReduction, Reduction
 from elche.comm.ddp_turns import new_wrapper
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError, ConfigError
+from elche.torch_internals import IGNORED_BY_DDP
 
 
 @final
@@ -133,9 +134,7 @@ class DistributedDataParallel(nn.Module):
         self.dim = dim
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True
-        self.parameters_to_ignore: set[str] = set(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
+        self.parameters_to_ignore: set[str] = set(getattr(module, IGNORED_BY_DDP, ()))
         self.module = module
         self._timeout_s = timeout_s
         self._group: Group | None = as_group(process_group, timeout_s)
@@ -366,9 +365,7 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """As torch's: names that stay local; call it before wrapping."""
-        module._ddp_params_and_buffers_to_ignore = list(  # type: ignore[assignment]
-            params_and_buffers_to_ignore
-        )
+        setattr(module, IGNORED_BY_DDP, list(params_and_buffers_to_ignore))
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: reductions are elche's own.

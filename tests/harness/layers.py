@@ -40,6 +40,7 @@ LAYERS = {
     "elche.monitor.progress": Layer.SHELL,
     "elche.pipeline": Layer.SHELL,
     "elche.runtime": Layer.SHELL,
+    "elche.torch_internals": Layer.SHELL,
     "elche.__main__": Layer.SURFACE,
     "elche.bench": Layer.SURFACE,
     "elche.cli": Layer.SURFACE,

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
+
+from elche.torch_internals import current_node, queue_callback
 
 
 def at_backward_end(call: Callable[[], None]) -> None:
@@ -20,13 +21,12 @@ def at_backward_end(call: Callable[[], None]) -> None:
 
     For hooks of gradients. A pass that an error breaks off calls nobody.
     """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(partial(_at_end, call))
+    queue_callback(partial(_at_end, call))
 
 
 def _at_end(call: Callable[[], None]) -> None:
     """A pass has ended; in a node of the one around it, if there is one."""
-    around = torch._C._current_autograd_node()
+    around = current_node()
     if around is None:
         call()
         return

@@ -10,12 +10,15 @@ resized a buffer, or has it no more: each rank keeps its own from then on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from elche.comm.known_buffers import KnownBuffers, held
 from elche.comm.process_group import Group
 from elche.comm.sync_batch_norm import sync_batchnorm_layers
+from elche.torch_internals import NormBase, version
 
 SNAPSHOT_ELEMENTS = 65_536
 
@@ -33,14 +36,14 @@ class BufferWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[tuple[int, Any]] = []
         self._values: list[torch.Tensor | None] = []
         self.mark()
 
     def mark(self) -> None:
         """Takes the present values as unwritten."""
         buffers = list(self._model.buffers())
-        self._marks = [(id(buffer), buffer._version) for buffer in buffers]
+        self._marks = [(id(buffer), version(buffer)) for buffer in buffers]
         self._values = [
             buffer.detach().clone() if _is_comparable(buffer) else None
             for buffer in buffers
@@ -56,7 +59,7 @@ class BufferWatch:
                 continue
             value = self._values[index]
             if (
-                (id(buffer), buffer._version) != self._marks[index]
+                (id(buffer), version(buffer)) != self._marks[index]
                 or id(buffer) in norms
                 or (value is not None and not _same_bits(buffer, value))
             ):
@@ -67,7 +70,7 @@ class BufferWatch:
         return {
             id(buffer)
             for module in self._model.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+            if isinstance(module, NormBase) and module.training
             for buffer in module.buffers(recurse=False)
         }
 

@@ -23,6 +23,7 @@ from elche.comm.ddp_agreement import kept
 from elche.comm.ddp_group import control_device
 from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
+from elche.torch_internals import foreach_copy_
 
 ALIGN_BYTES = 16
 
@@ -103,13 +104,13 @@ class BufferSpreader:
         mine = [present[self._names[at]] for at in self._travelling]
         message = self._exchange.contribution(side)
         if self._group.rank == source:
-            torch._foreach_copy_(self._views[side], mine)
+            foreach_copy_(self._views[side], mine)
         else:
             message.zero_()
         self._exchange.begin(side)
         total = self._exchange.finish("spreading buffers")
         if self._group.rank != source:
-            torch._foreach_copy_(mine, _typed(total, mine))
+            foreach_copy_(mine, _typed(total, mine))
         self._watch.mark()
 
     def _leave_out(self, own: Sequence[int]) -> None:

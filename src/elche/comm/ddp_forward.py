@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError
+from elche.torch_internals import held_parameters, queue_callback
 
 Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
 """What holds a parameter, under what key; its name in the model, itself, its dtype."""
@@ -21,7 +22,7 @@ def places_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Plac
     return [
         (held, key, f"{path}.{key}" if path else key, parameter, parameter.dtype)
         for path, module in model.named_modules()
-        for held in [module._parameters]
+        for held in [held_parameters(module)]
         for key, parameter in held.items()
         if parameter is not None and id(parameter) in wanted
     ]
@@ -131,8 +132,7 @@ class _Once:
         if self._is_called:
             return
         self._is_called = True
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._reset)
+        queue_callback(self._reset)
         self._call()
 
     def _reset(self) -> None:

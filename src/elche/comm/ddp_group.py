@@ -19,6 +19,7 @@ from torch import distributed as dist
 from elche.comm.ddp_turns import ADVICE
 from elche.comm.process_group import Group, late_error
 from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.torch_internals import group_timeout_s
 
 DEFAULT_TIMEOUT_S = 1800.0
 ROLL_CALL_S = 2.0
@@ -98,11 +99,9 @@ class TorchGroup(Group):
 
     def end(self) -> None:
         """Ends a group that was made here, unless torch has ended all of them."""
-        if (
-            dist.is_initialized()
-            and self.torch_group in dist.distributed_c10d._world.pg_map
-        ):
-            dist.destroy_process_group(self.torch_group)
+        with contextlib.suppress(ValueError):  # torch knows it no more
+            if dist.is_initialized():
+                dist.destroy_process_group(self.torch_group)
 
     def close(self) -> None:
         """Leaves the group as it is: it is the user's."""
@@ -176,7 +175,9 @@ def as_group(process_group: Any, timeout_s: float | None) -> Group:
             "expected process_group to be a torch.distributed process group that this "
             f"rank is in, or an elche Group; got {process_group!r}"
         )
-    return TorchGroup(process_group, timeout_s or _timeout_of(process_group))
+    return TorchGroup(
+        process_group, timeout_s or group_timeout_s(process_group) or DEFAULT_TIMEOUT_S
+    )
 
 
 def control_device(group: Group) -> torch.device:
@@ -196,19 +197,8 @@ def _has_ended(pid: int) -> bool:
         return False
 
 
-def _timeout_of(process_group: Any) -> float:
-    """The deadline that the group was made with, in seconds."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            options = process_group._get_backend(torch.device(device)).options
-            return float(options._timeout.total_seconds())
-    return DEFAULT_TIMEOUT_S
-
-
 def _store_of(process_group: Any) -> Any:
     """The store in which the group's ranks found each other, if it can be had."""
     with contextlib.suppress(RuntimeError, AttributeError, KeyError):
         return process_group.get_group_store()
-    with contextlib.suppress(RuntimeError, AttributeError, KeyError, ValueError):
-        return dist.distributed_c10d._world.pg_map[process_group][1]
     return None

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.utils import _to_kwargs
 
 from elche.comm.bucket_contract import Strategy
 from elche.comm.buckets import size_bytes
 from elche.comm.ddp_reducer import LossReduction
 from elche.errors import ConfigError
+from elche.torch_internals import to_device
 
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0
@@ -113,7 +113,7 @@ def input_device(
 
 def moved(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
     """Inputs on a device."""
-    positional, named = _to_kwargs(inputs, kwargs, device, True)
+    positional, named = to_device(inputs, kwargs, device, True)
     return positional[0], named[0]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from elche.comm.ddp_turns import Turn
 from elche.comm.exchange import Exchange, open_exchange
 from elche.comm.process_group import Group
 from elche.errors import CommunicationError, ConfigError, ElcheError
+from elche.torch_internals import graph_task_id, queue_callback
 
 LossReduction = Literal["mean", "sum"]
 
@@ -203,8 +204,7 @@ class WeightedReducer:
             self._is_entered = True
             self._before = self._counted, self._pass.passes
             self._pass.await_end()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._leave_backward)
+            queue_callback(self._leave_backward)
         self._is_armed, self._pending = True, None
         self._counted += weight
 
@@ -356,4 +356,4 @@ class WeightedReducer:
 
 def is_in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task_id() != -1

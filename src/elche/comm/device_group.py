@@ -25,6 +25,7 @@ from torch import distributed as dist
 
 from elche.comm.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ElcheError
+from elche.torch_internals import nccl_options
 
 TRIAL_S = 60.0
 """How long forming and trying may take, less than any deadline of a run."""
@@ -187,11 +188,9 @@ class _Trial:
 
 def _nccl(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
     """NCCL among processes of one host, which meet in a file."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = deadline
     meeting = dist.FileStore(str(store), world_size)
     meeting.set_timeout(deadline)
-    return dist.ProcessGroupNCCL(meeting, rank, world_size, options)
+    return dist.ProcessGroupNCCL(meeting, rank, world_size, nccl_options(deadline))
 
 
 @final

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from elche.torch_internals import foreach_norm
+
 
 @torch.no_grad()
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -14,8 +16,6 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     return all(
-        bool(
-            torch.stack([n.float() for n in torch._foreach_norm(some)]).isfinite().all()
-        )
+        bool(torch.stack([n.float() for n in foreach_norm(some)]).isfinite().all())
         for some in by_device.values()
     )

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elche.torch_internals import foreach_add_, foreach_copy_
+
 SEGMENT_ELEMENTS = 262_144
 
 
@@ -162,7 +164,7 @@ class FlatLayout:
     def read(self, index: int, image: FlatImage) -> None:
         """Copies a segment's tensors into an image, unless they are staged."""
         if self._stage is None:
-            torch._foreach_copy_(image.views[index], self._members(index))
+            foreach_copy_(image.views[index], self._members(index))
 
     def subtract(self, index: int, base: FlatImage, image: FlatImage) -> None:
         """Writes ``base`` less the tensors into an image; staged ones are in it."""
@@ -179,7 +181,7 @@ class FlatLayout:
     def write(self, index: int, image: FlatImage) -> None:
         """Copies a segment into its tensors; staged ones wait for :meth:`flush`."""
         if self._stage is None:
-            torch._foreach_copy_(self._members(index), image.views[index])
+            foreach_copy_(self._members(index), image.views[index])
 
     def add(self, index: int, image: FlatImage) -> None:
         """Adds a segment to its tensors; staged ones wait for :meth:`flush_sum`."""
@@ -187,7 +189,7 @@ class FlatLayout:
             return
         members = self._members(index)
         if all(tensor.device.type == "cpu" for tensor in members):
-            torch._foreach_add_(members, image.views[index])
+            foreach_add_(members, image.views[index])
             return
         for tensor, view in zip(members, image.views[index], strict=True):
             tensor.add_(view.to(tensor.device))
@@ -195,12 +197,12 @@ class FlatLayout:
     def flush(self, image: FlatImage) -> None:
         """Copies a whole image into staged tensors."""
         if self._stage is not None:
-            torch._foreach_copy_(self.tensors, self._stage.put(image.flat))
+            foreach_copy_(self.tensors, self._stage.put(image.flat))
 
     def flush_sum(self, image: FlatImage) -> None:
         """Adds a whole image to staged tensors."""
         if self._stage is not None:
-            torch._foreach_add_(self.tensors, self._stage.put(image.flat))
+            foreach_add_(self.tensors, self._stage.put(image.flat))
 
     def _members(self, index: int) -> list[torch.Tensor]:
         segment = self.segments[index]
@@ -260,7 +262,7 @@ class CudaStage:
         """Begins to copy the tensors' present values into pinned memory."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        torch._foreach_copy_(self._views, list(tensors))
+        foreach_copy_(self._views, list(tensors))
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             host.copy_(self._flat, non_blocking=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+from elche.torch_internals import accumulated_hooks
 
 
 class GradientHooks:
@@ -51,12 +50,12 @@ class GradientHooks:
 
         Called before a forward pass, so that :meth:`was_taken` can tell.
         """
-        hooked = filter(None, map(_HOOKS, self._parameters))
+        hooked = filter(None, map(accumulated_hooks, self._parameters))
         if set(map(len, hooked)) <= {1}:
             return  # as in most models: there is none but the one here
         for index, parameter in enumerate(self._parameters):
             self.runs_last(index)
-            if len(_HOOKS(parameter) or ()) > 1 and parameter.requires_grad:
+            if len(accumulated_hooks(parameter) or ()) > 1 and parameter.requires_grad:
                 self._watch(index, parameter)
 
     def was_taken(self, index: int) -> bool:
@@ -65,7 +64,7 @@ class GradientHooks:
         Asked in the hook here, where ``p.grad`` is None: autograd comes by without a
         gradient, too (a function's backward returned None).
         """
-        hooks: Any = _HOOKS(self._parameters[index])
+        hooks: Any = accumulated_hooks(self._parameters[index])
         if not hooks or next(iter(hooks)) == self._handles[index].id:
             return False  # no hook came before
         return self._brought.get(index, True)
@@ -89,7 +88,7 @@ class GradientHooks:
     def runs_last(self, index: int) -> bool:
         """Whether no hook of the user's own follows; the next time none will."""
         parameter, handle = self._parameters[index], self._handles[index]
-        hooks: Any = _HOOKS(parameter)
+        hooks: Any = accumulated_hooks(parameter)
         if not hooks or next(reversed(hooks)) == handle.id or handle.id not in hooks:
             return True
         hooks[handle.id] = hooks.pop(handle.id)  # torch runs them as inserted

@@ -27,6 +27,7 @@ from elche.comm.finite import all_finite
 from elche.comm.flat import shaped, wire_dtype
 from elche.comm.process_group import Group
 from elche.errors import ConfigError
+from elche.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
 WHAT = "reducing the gradients of a window"
 
@@ -63,7 +64,7 @@ class _Accumulator:
         self._exchange = open_exchange(group, numel, self._dtype, cpu)
 
     def clear(self) -> None:
-        torch._foreach_zero_(self._sums)
+        foreach_zero_(self._sums)
         self._used = [False] * len(self.parameters)
 
     def add(self, samples: float) -> None:
@@ -75,7 +76,7 @@ class _Accumulator:
                 sums.append(self._sums[index])
                 gradients.append(parameter.grad)
         if sums:
-            torch._foreach_add_(sums, gradients, alpha=samples)
+            foreach_add_(sums, gradients, alpha=samples)
 
     @property
     def is_finite(self) -> bool:
@@ -88,7 +89,7 @@ class _Accumulator:
             message.zero_()
             self.exchange.begin(0)
             return
-        torch._foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
+        foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
         message[self._numel : -1] = torch.tensor(self._used, device="cpu").to(
             self._dtype
         )

@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from elche.comm.exchange import wait_until
 from elche.errors import CommunicationError, DeadlineError
+from elche.torch_internals import gloo_options
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -128,10 +129,7 @@ class Group:
         Raises:
             CommunicationError: the ranks did not come together in time.
         """
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen)]
-        options._threads = 2
+        options = gloo_options(timedelta(seconds=timeout_s), listen)
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
         try:
             made = dist.ProcessGroupGloo(store, rank, world_size, options)

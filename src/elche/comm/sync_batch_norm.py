@@ -28,13 +28,18 @@ from typing import TypeVar, cast, final
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from elche.comm.norm_function import Normalise, UnionStatistics
 from elche.comm.norm_scope import NormScope
 from elche.comm.shared_memory import Members
 from elche.errors import ConfigError, ProtocolError
+from elche.torch_internals import (
+    BatchNormBase,
+    disable_dynamo,
+    graph_task_id,
+    held_modules,
+)
 
 Layers = TypeVar("Layers", bound=nn.Module)
 
@@ -43,7 +48,7 @@ HEAD = 2
 
 
 @final
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """BatchNorm1d, 2d and 3d over the batches of all ranks together.
 
     In training mode the statistics are those of the union batch; input is at least
@@ -88,7 +93,9 @@ class SyncBatchNorm(_BatchNorm):
         self._attach(scope or NormScope(), "", is_own=scope is not None)
 
     @classmethod
-    def converted(cls, layer: _BatchNorm, scope: NormScope, name: str) -> SyncBatchNorm:
+    def converted(
+        cls, layer: BatchNormBase, scope: NormScope, name: str
+    ) -> SyncBatchNorm:
         """A layer with everything of a BatchNorm layer: tensors, hooks, modes."""
         made = cls.__new__(cls)
         made.__dict__.update(layer.__dict__)
@@ -136,10 +143,10 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._normalised(input)
 
-    @_disable_dynamo  # torch.compiler.disable would import all of dynamo here
+    @disable_dynamo  # torch.compiler.disable would import all of dynamo here
     def _normalised(self, input: torch.Tensor) -> torch.Tensor:
         """In training mode; a compiled graph ends before other ranks are met."""
-        is_again = torch._C._current_graph_task_id() != -1
+        is_again = graph_task_id() != -1
         if self._scope.world_size == 1:
             return self._normalised_again(input) if is_again else super().forward(input)
         self._check_input_dim(input)
@@ -267,8 +274,8 @@ def convert_sync_batchnorm(module: Layers, group: Members | None = None) -> Laye
     scope = NormScope(group)
     made: dict[int, SyncBatchNorm] = {}
 
-    def replacement(layer: _BatchNorm, name: str) -> SyncBatchNorm:
-        if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
+    def replacement(layer: BatchNormBase, name: str) -> SyncBatchNorm:
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
             raise ConfigError(
                 f"{name or 'the module'} is lazy and does not know its channels yet; "
                 "run one batch through it before it is converted"
@@ -277,13 +284,13 @@ def convert_sync_batchnorm(module: Layers, group: Members | None = None) -> Laye
             made[id(layer)] = SyncBatchNorm.converted(layer, scope, name)
         return made[id(layer)]
 
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         return cast(Layers, replacement(module, ""))
     for path, parent in list(module.named_modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, _BatchNorm):
+        for name, child in list(held_modules(parent).items()):
+            if isinstance(child, BatchNormBase):
                 full = f"{path}.{name}" if path else name
-                parent._modules[name] = replacement(child, full)
+                held_modules(parent)[name] = replacement(child, full)
     return module
 
 

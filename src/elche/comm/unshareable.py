@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-OVERLAPS = 1
-"""What torch answers of a tensor of which several elements share memory."""
-
 
 def why_unshareable(tensor: torch.Tensor) -> str:
     """What is wrong with a parameter or buffer, to stand after its name; "" if nothing.
@@ -23,6 +20,7 @@ def why_unshareable(tensor: torch.Tensor) -> str:
         return f"is {tensor.layout}; expected a dense tensor"
     if tensor.is_meta:
         return "is on the meta device and has no values; use to_empty() and fill it"
-    if torch._debug_has_internal_overlap(tensor) == OVERLAPS:
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(size > 1 and not step for size, step in strides):
         return "has elements that share memory, as expand() makes them; clone() it"
     return ""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 
 from elche.errors import ConfigError, ProtocolError
 from elche.pipeline.guard import ContributionGuard
@@ -27,6 +26,7 @@ from elche.pipeline.weight_gradients import (
     differentiates_inside,
     hooks_made,
 )
+from elche.torch_internals import run_backward
 
 
 @dataclass
@@ -333,7 +333,7 @@ def _differentiate(
                 f"a gradient of shape {list(gradient.shape)} came for an output of "
                 f"shape {list(output.shape)}; expected the same"
             )
-    _engine_run_backward(
+    run_backward(
         outputs,
         gradients,
         False,

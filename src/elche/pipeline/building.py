@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from elche.errors import ConfigError
 from elche.pipeline.naming import names_of_split
 from elche.pipeline.stage import Layer
+from elche.torch_internals import held_parameters
 
 LayerSource = nn.Module | Callable[[], nn.Module]
 Split = Callable[[Any], Sequence[nn.Module]]
@@ -155,7 +156,7 @@ def join_ties(
         first = holder.get_parameter(held)
         for _, module, name in here[1:]:
             owner, _, own = name.rpartition(".")
-            module.get_submodule(owner)._parameters[own] = first
+            held_parameters(module.get_submodule(owner))[own] = first
 
 
 def layers_of(model: Any, split: Split | None) -> LayerList:

@@ -17,13 +17,25 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from elche.pipeline.operations import WeightOperation
 from elche.pipeline.recognition import LINEAR, VIEWS, Recognised, rules
 from elche.pipeline.seen_through import seen_through
 from elche.pipeline.weight_gradients import Site, WeightGradients
+from elche.torch_internals import (
+    PARAMETER_MARK,
+    accumulated_hooks,
+    gradient_hooks,
+    hooks_seen_by,
+    in_autocast,
+    in_forward_mode,
+    in_function_mode,
+    in_functorch,
+    in_projections,
+    saved_tensor_hooks,
+    version,
+)
 
 __all__ = [
     "DeferredWeight",
@@ -62,7 +74,7 @@ class _DeferredFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, used = ctx.saved_tensors
         bias = _learning(ctx.bias)
-        site = Site(ctx.operation, ctx.weight, bias, x, x._version)
+        site = Site(ctx.operation, ctx.weight, bias, x, version(x))
         site.grads.append(grad)
         ctx.store.add(site)
         needed = ctx.needs_input_grad[2]
@@ -82,7 +94,6 @@ class DeferredWeight(torch.Tensor):
     function that torch does not let us see still gives the right gradient.
     """
 
-    _is_param = True  # what nn.Parameter looks at in isinstance
     origin: torch.Tensor
     used: torch.Tensor
     store: WeightGradients
@@ -105,7 +116,7 @@ class DeferredWeight(torch.Tensor):
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
             rule = _RULES.get(func)
-            if rule is not None and not _in_functorch() and not _in_forward_mode():
+            if rule is not None and not in_functorch() and not in_forward_mode():
                 done = _run(rule(*args, **kwargs))
                 if done is not None:
                     return done
@@ -119,6 +130,9 @@ class DeferredWeight(torch.Tensor):
         if func == _SET_DATA and type(args[0]) is DeferredWeight:
             args[0].used = args[0].origin.detach()
         return made
+
+
+setattr(DeferredWeight, PARAMETER_MARK, True)
 
 
 def defer(weight: torch.Tensor, store: WeightGradients) -> DeferredWeight:
@@ -135,14 +149,14 @@ def may_defer(parameter: nn.Parameter) -> bool:
     Hooks of a user on the parameter would; those of an object that says
     ``only_counts`` do not matter.
     """
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    after = accumulated_hooks(parameter) or {}
     owners = (getattr(hook, "__self__", None) for hook in after.values())
     return (
         parameter.requires_grad
         and type(parameter) is nn.Parameter
         and parameter.is_floating_point()
         and parameter.layout is torch.strided
-        and not parameter._backward_hooks
+        and not gradient_hooks(parameter)
         and all(getattr(owner, "only_counts", False) for owner in owners)
     )
 
@@ -153,33 +167,15 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
     torch tells only who registers another one; it takes some microseconds.
     """
     node = get_gradient_edge(parameter).node
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that changes nothing."""
-
-
-def _in_forward_mode() -> bool:
-    return forward_ad._current_level >= 0
+    return any(map(hooks_seen_by, (node.register_prehook, node.register_hook)))
 
 
 def _is_weight(value: Any) -> bool:
     return type(value) is DeferredWeight
 
 
-_saved_tensors_have_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_in_functorch = torch._C._are_functorch_transforms_active
-_in_autocast = torch._C._is_any_autocast_enabled
-_in_function_mode = torch._C._len_torch_function_stack
 _torch_linear = F.linear
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _RULES = rules(_is_weight)
 
 
@@ -202,17 +198,17 @@ def linear(
         or (bias is not None and (learns is None or learns.dim() != 1))
         or F.linear is not _torch_linear
         or weight.store.is_open
-        or _in_function_mode()
-        or _in_forward_mode()
+        or in_function_mode()
+        or in_forward_mode()
         or input.dtype is not weight.used.dtype
-        or _in_autocast()
-        or _in_functorch()
-        or _saved_tensors_have_hooks(True)
+        or in_autocast()
+        or in_functorch()
+        or saved_tensor_hooks(True)
     ):
         return F.linear(input, weight, bias)
     x = LINEAR.kept(input, weight)
     made = F.linear(x, weight.used, used_bias)
-    site = Site(LINEAR, weight.origin, learns, x.detach(), x._version)
+    site = Site(LINEAR, weight.origin, learns, x.detach(), version(x))
     site.catch(made)
     weight.store.sites.append(site)
     return made if x is input else made.view(*input.shape[:-1], made.shape[-1])
@@ -235,7 +231,7 @@ def _run(found: Recognised | None) -> torch.Tensor | None:
         return None
     used = stand_in.used
     if x.is_floating_point():
-        if _in_autocast() and torch.is_autocast_enabled(x.device.type):
+        if in_autocast() and torch.is_autocast_enabled(x.device.type):
             x, used, used_bias = _autocast(x, used, used_bias)
         if x.dtype != used.dtype:
             return None  # torch's own complaint is the best
@@ -253,7 +249,7 @@ def _deferring(
 ) -> torch.Tensor:
     """Runs an operation and notes where its gradients come from."""
     weight, store = stand_in.origin, stand_in.store
-    has_hooks = _saved_tensors_have_hooks(True) is not None
+    has_hooks = saved_tensor_hooks(True) is not None
     store.runs_again |= has_hooks
     # What runs again in backward must come after hooks that a user puts on the output.
     if has_hooks or store.is_open or not x.requires_grad:
@@ -264,7 +260,7 @@ def _deferring(
         site.node = made.grad_fn
     else:
         made = operation.forward(x, *used)
-        site = Site(operation, weight, _learning(bias), x.detach(), x._version)
+        site = Site(operation, weight, _learning(bias), x.detach(), version(x))
         site.catch(made)
     store.sites.append(site)
     return made
@@ -313,8 +309,8 @@ def _plain(value: Any) -> Any:
 
 
 _projections: dict[str, Any] = {
-    name: seen_through(getattr(F, name), linear=linear)
-    for name in ("_in_projection", "_in_projection_packed")
+    name: seen_through(function, linear=linear)
+    for name, function in in_projections.items()
 }
 multi_head_attention = seen_through(
     F.multi_head_attention_forward, linear=linear, **_projections

@@ -22,6 +22,7 @@ from torch import nn
 
 from elche.errors import ContributionError
 from elche.pipeline.deferred import Site
+from elche.torch_internals import accumulated_hooks, version
 
 
 class _Came(list[torch.Tensor]):
@@ -186,7 +187,7 @@ class ContributionGuard:
 
 def _has_hooks_of_users(parameter: torch.Tensor) -> bool:
     """Whether somebody else may have taken the gradient away when it had come."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = accumulated_hooks(parameter) or {}
     return not all(
         getattr(getattr(hook, "__self__", None), "only_counts", False)
         for hook in hooks.values()
@@ -195,7 +196,7 @@ def _has_hooks_of_users(parameter: torch.Tensor) -> bool:
 
 def _version(parameter: torch.Tensor) -> Any:
     grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (id(grad), version(grad))
 
 
 def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from elche.pipeline.deferred import linear, multi_head_attention
 from elche.pipeline.seen_through import seen_through
+from elche.torch_internals import held_parameters
 
 
 @final
@@ -57,7 +58,7 @@ class KnownModules:
 
 
 def _linear_forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    parameters = self._parameters
+    parameters = held_parameters(self)
     weight = parameters.get("weight")
     if weight is None or "bias" not in parameters:  # parametrized since
         return nn.Linear.forward(self, input)  # type: ignore[arg-type]

@@ -190,11 +190,11 @@ VIEWS = frozenset(
         torch.unbind,
         torch.unflatten,
         torch.unsqueeze,
-        vars(torch._C.TensorBase)["T"].__get__,
+        torch.Tensor.T.__get__,  # type: ignore[attr-defined]
         torch.Tensor.__getitem__,
         torch.Tensor.chunk,
         torch.Tensor.flatten,
-        vars(torch._C.TensorBase)["mT"].__get__,
+        torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
         torch.Tensor.narrow,
         torch.Tensor.permute,
         torch.Tensor.reshape,

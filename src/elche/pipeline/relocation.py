@@ -23,6 +23,7 @@ from elche.pipeline.optimizer_state import (
     unpack_state,
 )
 from elche.pipeline.stage import Layer
+from elche.torch_internals import held_buffers
 
 _SHOWN = 3
 
@@ -114,9 +115,8 @@ def unload(message: Message, layer: Layer, keep: set[int]) -> list[tuple[str, Mo
     for name in buffers:
         owner, _, own = name.rpartition(".")
         module = layer.module.get_submodule(owner)
-        held = module._buffers[own]
-        assert held is not None
-        module._buffers[own] = next(tensors).to(held.device)
+        buffers = held_buffers(module)
+        buffers[own] = next(tensors).to(buffers[own].device)
     for one, mode in zip(layer.module.modules(), modes, strict=True):
         one.training = mode
     return come

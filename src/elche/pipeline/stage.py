@@ -21,6 +21,7 @@ from elche.pipeline.deferred import (
 )
 from elche.pipeline.trees import map_tensors
 from elche.pipeline.weight_gradients import hooks_made
+from elche.torch_internals import CAN_SPLIT, held_parameters, is_compiled
 
 
 class OwnBackward(nn.Module):
@@ -226,7 +227,8 @@ class Deferring:
         if hooks_made() != self._hooks_seen:
             self._find_hooks()
         for owner in _owners(self._stage.modules):
-            for name, parameter in owner._parameters.items():
+            held = held_parameters(owner)
+            for name, parameter in held.items():
                 if parameter is None or not may_defer(parameter):
                     continue
                 if id(parameter) in self._hooked:
@@ -234,7 +236,7 @@ class Deferring:
                 if id(parameter) not in made:
                     made[id(parameter)] = defer(parameter, self._store)
                 stand_in = made[id(parameter)]
-                self._slots.append((owner._parameters, name, parameter, stand_in))
+                self._slots.append((held, name, parameter, stand_in))
 
     def _find_hooks(self) -> None:
         """Parameters with hooks on their nodes are left to autograd."""
@@ -263,7 +265,7 @@ def _owners(modules: Sequence[nn.Module]) -> list[nn.Module]:
         one
         for one in owners.values()
         if not isinstance(one, nn.RNNBase)
-        and any(p is not None and p.dim() > 1 for p in one._parameters.values())
+        and any(p is not None and p.dim() > 1 for p in held_parameters(one).values())
     ]
 
 
@@ -278,10 +280,10 @@ def changes_in_place(stage: Stage) -> bool:
 
 def can_split(stage: Stage) -> bool:
     """Whether a stage's weights can be replaced: not in compiled or scripted code."""
-    return not any(
+    return CAN_SPLIT and not any(
         isinstance(one, torch.jit.ScriptModule)
         or type(one).__name__ == "OptimizedModule"
-        or getattr(one, "_compiled_call_impl", None) is not None
+        or is_compiled(one)
         for top in stage.modules
         for one in top.modules()
     )

@@ -7,7 +7,6 @@ one product, where autograd makes the product first and adds it then.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
 from elche.pipeline.operations import WeightOperation
+from elche.torch_internals import catch_gradient, version
 
 
 @final
@@ -56,15 +56,9 @@ class Site:
     def catch(self, output: torch.Tensor) -> None:
         """Has autograd put the gradient of the output into `grads`.
 
-        What ``Tensor.register_hook`` does without the handle that it makes, which is
-        most of its cost. The hook is a method of C, so that backward runs no Python.
+        The hook is a method of C, so that backward runs no Python.
         """
-        node = output.grad_fn
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        hooks["ours"] = self.grads.append
-        output._backward_hooks = hooks
-        node._register_hook_dict(output)  # type: ignore[union-attr]
-        self.node = node
+        self.node = catch_gradient(output, self.grads.append)
 
     def catch_last(self) -> None:
         """Takes the gradient after all hooks that a user has put there since.
@@ -188,7 +182,7 @@ class WeightGradients:
         self, site: Site, touched: list[torch.Tensor], derived: _Derived
     ) -> None:
         operation, weight, bias = site.operation, site.weight, site.bias
-        if site.x._version != site.version:
+        if version(site.x) != site.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been "
                 "modified by an inplace operation: the input of a weight of shape "

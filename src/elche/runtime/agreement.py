@@ -20,6 +20,7 @@ from elche.runtime.environment import Placement
 from elche.runtime.leased_data import horizon_batches
 from elche.runtime.prefetch import most_ahead
 from elche.runtime.training import Training
+from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,9 +60,9 @@ def join_event(
     apart where a model has been trained before.
     """
     passing = {
-        id(module._buffers[name])
+        id(held_buffers(module)[name])
         for module in model.modules()
-        for name in module._non_persistent_buffers_set
+        for name in unsaved_buffers(module)
     }
     saved = [each for each in model.named_buffers() if id(each[1]) not in passing]
     named = [*model.named_parameters(), *saved]
@@ -188,9 +189,8 @@ def _check_closure(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
 
 def min_share_samples(model: nn.Module) -> int:
     """Least samples that the model can train on: BatchNorm of one rank needs two."""
-    norm = nn.modules.batchnorm._BatchNorm
     alone = (
-        isinstance(module, norm) and not isinstance(module, SyncBatchNorm)
+        isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
         for module in model.modules()
     )
     return 2 if any(alone) else 1

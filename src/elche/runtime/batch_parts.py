@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from elche.errors import ConfigError
+from elche.torch_internals import tree_leaves, tree_map
 
 
 def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:

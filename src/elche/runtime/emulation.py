@@ -23,10 +23,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
+from elche.torch_internals import queue_callback, tree_leaves
 
 FORWARD_FRACTION = 1 / 3
 """Share of a sample's time spent in the forward pass; the backward has the rest."""
@@ -216,8 +216,7 @@ class EmulationHandle:
     def _running_backward(self) -> _BackwardPass:
         if not self._backward.running:
             self._backward = _BackwardPass(running=True, begin_s=time.perf_counter())
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            queue_callback(self._end_backward)
         return self._backward
 
     def _end_backward(self) -> None:

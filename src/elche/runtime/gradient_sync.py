@@ -18,6 +18,7 @@ from elche.coordination.instructions import Reduce
 from elche.errors import ConfigError
 from elche.runtime.loop_guard import LoopGuard
 from elche.runtime.window_sync import WindowSync
+from elche.torch_internals import foreach_mul_, graph_task_id
 
 
 @final
@@ -83,7 +84,7 @@ class GradientSync(WindowSync):
             return  # what a hook before returned, which torch refuses after all of them
         if parameter.grad is not None or self._hooks.was_taken(index):
             self._touched.append(parameter)  # others came without: there is none to add
-        number = torch._C._current_graph_task_id()
+        number = graph_task_id()
         if self._pass != number:  # the first of a pass, or of a nested one
             refuse_capture()
             self._pass = number
@@ -173,7 +174,7 @@ class GradientSync(WindowSync):
         """Makes the sum over the window of its mean."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, total)
+            foreach_mul_(gradients, total)
 
     def _share_rates(self, weight: float) -> list[float]:
         """Sets every rate to its mean over the window's batches; returns this rank's.

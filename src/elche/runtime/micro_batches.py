@@ -33,6 +33,7 @@ from elche.errors import ConfigError
 from elche.runtime.batch_parts import cut_batch
 from elche.runtime.batch_weights import BatchWeights
 from elche.runtime.transfer import batch_length
+from elche.torch_internals import NormBase
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +299,7 @@ def _written_buffers(model: nn.Module) -> list[torch.Tensor]:
     norms = {
         id(buffer)
         for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
+        if isinstance(module, NormBase)
         for buffer in module.buffers(recurse=False)
     }
     return [

@@ -9,6 +9,8 @@ from typing import Any, final
 
 from torch import nn
 
+from elche.torch_internals import held_modules, held_parameters
+
 _IS_TRAINED = attrgetter("requires_grad")
 _VALUES = methodcaller("values")
 
@@ -34,7 +36,7 @@ class ParameterWatch:
         holders = [
             held
             for module in model.modules()
-            for held in (module._parameters, module._modules)
+            for held in (held_parameters(module), held_modules(module))
         ]
         self._empty = [held for held in holders if not held]
         self._filled = [held for held in holders if held]

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from elche.errors import ConfigError
+from elche.torch_internals import version
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ResidentDataset:
         except torch.cuda.OutOfMemoryError:
             logger.warning("no device memory left to keep the data set there")
             return False
-        self._copied = [(tensor, tensor._version) for tensor in tensors]
+        self._copied = [(tensor, version(tensor)) for tensor in tensors]
         return True
 
     def batch(self, keys: Sequence[int]) -> list[torch.Tensor]:
@@ -106,8 +107,8 @@ class ResidentDataset:
     def _is_current(self) -> bool:
         tensors = self._dataset.tensors
         return len(tensors) == len(self._copied) and all(
-            now is then and now._version == version
-            for now, (then, version) in zip(tensors, self._copied, strict=True)
+            now is then and version(now) == copied
+            for now, (then, copied) in zip(tensors, self._copied, strict=True)
         )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
 from elche.comm.process_group import Group
 from elche.errors import ConfigError, MismatchError
@@ -23,6 +22,7 @@ from elche.runtime.sample_seeds import (
     seed_generators,
     untraced_generators,
 )
+from elche.torch_internals import as_if_alone
 
 HEAD_SAMPLES = 2
 """So many samples at the beginning of an epoch are compared between processes."""
@@ -141,7 +141,7 @@ class StreamReader:
         with contextlib.ExitStack() as stack:
             if self.seed is not None:
                 stack.enter_context(untraced_generators())
-            stack.enter_context(_as_if_alone())
+            stack.enter_context(as_if_alone())
             yield
 
     def _forget(self) -> None:
@@ -224,14 +224,3 @@ class StreamReader:
                 "which elche then divides: seed the stream's own generators alike on "
                 "every rank, and do not divide it by rank"
             )
-
-
-@contextlib.contextmanager
-def _as_if_alone() -> Iterator[None]:
-    """Hides from a stream that a worker reads it: it shall not divide itself."""
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info

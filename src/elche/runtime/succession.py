@@ -32,7 +32,7 @@ def rates(optimizers: Sequence[torch.optim.Optimizer], rank: int) -> str:
     it is used, and left out. One that a scheduler of torch's sets depends on how often
     this rank's loop has called it, so such a text is like no other rank's.
     """
-    if any(hasattr(each.step, "_wrapped_by_lr_sched") for each in optimizers):
+    if any("step" in vars(each) and _is_scheduled(each) for each in optimizers):
         return f"scheduled on rank {rank}"
     settings = [
         [
@@ -46,6 +46,10 @@ def rates(optimizers: Sequence[torch.optim.Optimizer], rank: int) -> str:
         for optimizer in optimizers
     ]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def take_over(

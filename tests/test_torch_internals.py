@@ -1,0 +1,171 @@
+"""Private names of torch: in one module, and each can be missing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+from elche import torch_internals
+from elche.torch_internals import INTERNALS, SCALER_FLAG
+from tests.torch_without import CHECKS, REFUSED
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "elche"
+HOME = SRC / "torch_internals.py"
+NOT_TORCH = ("_fields", "_extra_state", "_elche_")
+"""Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
+ELSEWHERE = {
+    "demo/pipeline_contender.py": {"_get_init_p2p_neighbors_ops"},  # torch's own side
+    "runtime/scaler_skips.py": {"_getframe"},
+}
+
+
+def test_every_name_is_here_and_has_a_check() -> None:
+    names = [each.name for each in INTERNALS]
+    assert set(names) == CHECKS.keys()
+    assert len(set(names)) == len(names)
+    assert [each.name for each in INTERNALS if not each.is_there] == []
+    assert CHECKS.keys() >= REFUSED
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, str]]:
+    """What comes of every check, by the name that is missing; "" for none."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.torch_without", "", *CHECKS],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return {each["name"]: each for each in lines}
+
+
+def test_with_all_names_all_is_right(outcomes: dict[str, dict[str, str]]) -> None:
+    assert outcomes[""] == {"name": "", "warnings": [], "error": ""}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_without_a_name(name: str, outcomes: dict[str, dict[str, str]]) -> None:
+    found = outcomes[name]
+    (warning,) = found["warnings"]
+    assert warning.startswith(f"torch {torch.__version__} has no {name} (")
+    if name in REFUSED:
+        expected = f"expected a torch that has {name}"
+        assert found["error"].startswith(f"elche.errors.ConfigError: {expected}")
+    else:
+        assert found["error"] == ""
+
+
+def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    assert not hasattr(optimizer, SCALER_FLAG)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    weight.grad = None  # as a window takes it
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
+def test_nested_values_are_mapped_as_torch_does() -> None:
+    packed = rnn.pack_sequence([torch.ones(2)])
+    tree = {"a": [1, (2, packed)], "b": ()}
+    leaf = rnn.PackedSequence
+
+    def is_leaf(item: object) -> bool:
+        return isinstance(item, leaf)
+
+    def call(item: object) -> object:
+        return item if is_leaf(item) else -1
+
+    own = torch_internals._map(call, tree, is_leaf)
+    assert own == torch_internals.tree_map(call, tree, is_leaf=is_leaf)
+    assert own == {"a": [-1, (-1, packed)], "b": ()}
+
+
+def _private(text: str) -> bool:
+    return text.startswith("_") and not text.startswith(("__", *NOT_TORCH))
+
+
+def _own_names(trees: list[ast.Module]) -> set[str]:
+    """Names with an underscore that elche defines itself."""
+    own: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            own.add(node.attr)
+    return own
+
+
+def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Private names in a module that are not elche's: lines and names."""
+    torchs = {each.name.rpartition(".")[2] for each in INTERNALS} | {SCALER_FLAG}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            is_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if node.attr not in own or (node.attr in torchs and not is_self):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            module = getattr(node, "module", None) or ""
+            names = [*module.split("."), *(a.name for a in node.names)]
+            parts = [part for name in names for part in name.split(".")]
+            if not module.startswith("elche"):
+                yield from ((node.lineno, part) for part in parts if _private(part))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+            and _private(node.value)
+            and node.value not in own
+        ):
+            yield node.lineno, node.value
+
+
+def test_no_other_module_names_what_is_private_to_torch() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+    own = _own_names([tree for path, tree in trees.items() if path != HOME])
+    found = [
+        f"{path.relative_to(SRC)}:{line}: {name}"
+        for path, tree in trees.items()
+        if path != HOME
+        for line, name in _foreign(tree, own)
+        if name not in ELSEWHERE.get(str(path.relative_to(SRC)), ())
+    ]
+    assert found == ["runtime/scaler_skips.py:23: _step_supports_amp_scaling"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._current_graph_task_id()",
+        "from torch.utils._pytree import tree_map",
+        "from torch.autograd.graph import _engine_run_backward",
+        "import torch._dynamo",
+        "module._parameters",
+        "getattr(parameter, '_post_accumulate_grad_hooks')",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert list(_foreign(ast.parse(source), {"_parameters"}))

@@ -1,0 +1,468 @@
+"""elche on a torch that has one of its private names no more.
+
+Run as a script with names, it forks a process for each: the name is taken away while
+elche is imported, and what relies on it is tried. One line of JSON per name: the
+warnings, and the error of what was tried, "" where it was right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Without:
+    """An owner of names, but for one."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    def __call__(self) -> Any:
+        return Without(self._owner(), self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(name)
+        return getattr(self._owner, name)
+
+
+@contextlib.contextmanager
+def taken_away(name: str) -> Iterator[None]:
+    """A name is gone: from its module, or where it is a type's, from what is looked up.
+
+    Types in C cannot be changed.
+    """
+    where, _, attribute = name.rpartition(".")
+    owner = pkgutil.resolve_name(where.removesuffix("()"))
+    if isinstance(owner, ModuleType):
+        value = getattr(owner, attribute)
+        delattr(owner, attribute)
+        try:
+            yield
+        finally:
+            setattr(owner, attribute, value)
+        return
+    resolve = pkgutil.resolve_name
+
+    def resolved(asked: str) -> Any:
+        found = resolve(asked)
+        return Without(owner, attribute) if found is owner else found
+
+    with mock.patch.object(pkgutil, "resolve_name", resolved):
+        yield
+
+
+class Net(nn.Module):
+    """Attention and a linear layer, as pipelines defer them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, _ = self.attention(x, x, x)
+        out: torch.Tensor = self.out(x + seen)
+        return out
+
+
+def expect_equal(found: nn.Module, expected: nn.Module) -> None:
+    """Gradients of two models are the same up to rounding."""
+    for (name, one), other in zip(
+        found.named_parameters(), expected.parameters(), strict=True
+    ):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def split_backward() -> None:
+    from elche.pipeline.backward import StageBackward
+    from elche.pipeline.guard import ContributionGuard
+    from elche.pipeline.messages import Message
+    from elche.pipeline.stage import Layer, Stage
+    from elche.torch_internals import CAN_SPLIT
+
+    model, plain = Net(), Net()
+    for each in (model, plain):  # a user's hook, which nobody may pass over
+        each.out.weight.register_hook(lambda gradient: gradient * 2)
+    stage = Stage(0, [Layer("", model)], unpacks=True)
+    guard = ContributionGuard(0, dict(model.named_parameters()), "test")
+    runner = StageBackward(stage, guard)
+    batches = [torch.randn(4, 5, 8) for _ in range(2)]
+    for _ in range(2):
+        runner.begin_step()
+        for number, x in enumerate(batches):
+            message = Message((x,), ["t"], (True,))
+            runner.keep(number, runner.forward(number, message, {}, is_split=True))
+        for number, x in enumerate(batches):
+            x = x.clone().requires_grad_()
+            plain(x).sum().backward()
+            (found,) = runner.backward_input(number, [torch.ones(4, 5, 3)])
+            assert found is not None
+            assert x.grad is not None
+            torch.testing.assert_close(found, x.grad)
+        for number in range(len(batches)):
+            runner.backward_weight(number)
+        runner.end_step()
+        expect_equal(model, plain)
+    assert (runner.profile.deferred_flops > 0) == CAN_SPLIT
+
+
+def split_with(name: str) -> Callable[[], None]:
+    """As :func:`split_backward`; what the rest is about is not split at all."""
+
+    def check() -> None:
+        from elche import torch_internals
+
+        assert name not in {i.name for i in torch_internals.INTERNALS if i.is_there}
+        assert not torch_internals.CAN_SPLIT
+        split_backward()
+
+    return check
+
+
+def windows() -> None:
+    """A window of gradients, with nested, broken off and repeated backward passes."""
+    window_of(is_sum=False)
+    window_of(is_sum=True)
+
+
+def window_of(*, is_sum: bool) -> None:
+    from elche.comm.gradient_window import GradientWindow
+    from elche.runtime.gradient_sync import GradientSync
+    from tests.comm.bus import Bus
+
+    model, plain = Net(), Net()
+    parameters = list(model.parameters())
+    window = GradientWindow(parameters, Bus(1).group(0))
+    window.build()
+    buffers: Any = SimpleNamespace(average=lambda plan: None)
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    seen: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad for p in parameters if p.grad is not None)
+    )
+    sync = GradientSync(
+        parameters, optimizer, window, buffers, is_sum=is_sum, **steps_of()
+    )
+    sync.attach()
+    total = torch.zeros(())
+    for number in range(3):
+        x = torch.randn(4, 5, 8, requires_grad=True)
+        sync.begin_batch(4.0)
+        if number == 2:
+            with contextlib.suppress(ZeroDivisionError):
+                (model(x) + _Breaks.apply(x)[..., :3]).sum().backward()
+            sync.rewind()
+        made = checkpoint(model, x, use_reentrant=True) if number else model(x)
+        made.mean().backward()
+        sync.batch_done()
+        total = total + plain(x).mean() * (1 if is_sum else 1 / 3)
+    total.backward()
+    sync.close(begins=False)
+    sync.reduce(SimpleNamespace())  # type: ignore[arg-type]
+    sync.detach()
+    expected = [p.grad for p in plain.parameters() if p.grad is not None]
+    assert len(seen) == len(expected)
+    for found, right in zip(seen, expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def steps_of() -> dict[str, Any]:
+    """What a `GradientSync` is also made with."""
+    return {"steps": SimpleNamespace()}
+
+
+class _Breaks(torch.autograd.Function):
+    """A backward pass breaks off here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+def wrapper() -> None:
+    """elche.DistributedDataParallel, with hooks that come before its own."""
+    from elche.comm.ddp_group import DEFAULT_TIMEOUT_S
+    from elche.ddp import DistributedDataParallel
+    from elche.torch_internals import INTERNALS
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=77),
+    )
+    model, plain = Net(), Net()
+    wrapped = DistributedDataParallel(model)
+
+    def doubled(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 2
+
+    for each in (model, plain):
+        each.out.weight.register_post_accumulate_grad_hook(doubled)
+    for _ in range(2):
+        x = torch.randn(4, 5, 8)
+        model.zero_grad()
+        plain.zero_grad()
+        wrapped(x).mean().backward()
+        plain(x).mean().backward()
+        expect_equal(model, plain)
+    group: Any = wrapped._group
+    is_told = all(i.is_there for i in INTERNALS if i.name == BACKEND)
+    assert group._timeout_s == (77 if is_told else DEFAULT_TIMEOUT_S)
+    dist.destroy_process_group()
+
+
+def norm() -> None:
+    from elche.comm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
+    from elche.runtime.agreement import min_share_samples
+
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = copy.deepcopy(plain)
+    assert min_share_samples(model) == 2
+    model = convert_sync_batchnorm(model)
+    assert len(sync_batchnorm_layers(model)) == 1
+    assert min_share_samples(model) == 1
+    x = torch.randn(8, 4, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+    plain(x).square().mean().backward()
+    expect_equal(model, plain)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+def buffers() -> None:
+    from elche.runtime.replica_buffers import FollowedBuffers
+
+    from elche.comm.buffers import BufferWatch
+
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].eval()
+    model.register_buffer("large", torch.zeros(100_000))
+    model.register_parameter("at", nn.Parameter(torch.zeros(1)))
+    copies = [copy.deepcopy(model)]
+    watch, follow = BufferWatch(model), FollowedBuffers(model)
+    model.get_buffer("large").add_(1)
+    model(torch.randn(4, 3))
+    names = [name for name, _ in model.named_buffers()]
+    written = {names[index] for index in watch.written()}
+    assert {"large", "0.running_mean", "0.running_var"} <= written
+    model.register_buffer("kept", torch.ones(2))
+    model.register_buffer("passing", torch.ones(3), persistent=False)
+    follow.follow(copies)
+    assert torch.equal(copies[0].get_buffer("passing"), torch.ones(3))
+    assert copies[0].state_dict().keys() == model.state_dict().keys()
+
+
+def versions() -> None:
+    from torch.utils.data import TensorDataset
+
+    from elche.runtime.resident_data import ResidentDataset
+
+    data = TensorDataset(torch.arange(6.0))
+    resident = ResidentDataset(data)
+    assert resident.place(torch.device("cpu"))
+    data.tensors[0].mul_(2)
+    (found,) = resident.batch([1, 2])
+    assert found.tolist() == [2.0, 4.0]
+
+
+def parameters() -> None:
+    from elche.runtime.parameter_watch import ParameterWatch
+
+    assert ParameterWatch(Net()).is_same
+
+
+def finite() -> None:
+    from elche.comm.finite import all_finite
+
+    assert all_finite([torch.ones(3), torch.ones(2, dtype=torch.complex64)])
+    assert not all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
+
+
+def batches() -> None:
+    from elche.runtime.batch_parts import cut_batch
+
+    x = torch.arange(8.0).view(4, 2)
+    found = cut_batch({"x": x, "y": [x, ("a", 1)], "names": list("abcd")}, 1, 3, 4)
+    assert found["names"] == ["b", "c"]
+    assert found["y"][1] == ("a", 1)
+    assert torch.equal(found["x"], x[1:3])
+    assert torch.equal(found["y"][0], x[1:3])
+
+
+def leaves() -> None:
+    from elche.torch_internals import tree_leaves
+
+    assert tree_leaves(({"a": [1, 2]}, 3, None)) in ([1, 2, 3, None], [1, 2, 3])
+
+
+def moved() -> None:
+    from elche.comm.ddp_options import moved
+
+    x = torch.ones(2, 3)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    args, named = moved((x, [x, "text"]), {"of": (x, 1)}, torch.device("meta"))
+    assert args[0].is_meta
+    assert args[1][0].is_meta
+    assert args[1][1] == "text"
+    assert named["of"][0].is_meta
+    (same,), _ = moved((packed,), {}, torch.device("cpu"))
+    assert torch.equal(same.data, packed.data)
+
+
+def stream() -> None:
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils import worker
+
+    from elche.torch_internals import as_if_alone
+
+    with as_if_alone():
+        assert get_worker_info() is None
+    with mock.patch.object(worker, "_worker_info", SimpleNamespace(id=1)):
+        with as_if_alone():
+            assert get_worker_info() is None
+        assert get_worker_info() is not None
+
+
+def gloo() -> None:
+    from elche.torch_internals import gloo_options
+
+    options = gloo_options(timedelta(seconds=7), "127.0.0.1")
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+
+
+SPLIT = (
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._len_torch_function_stack",
+    "torch.autograd.forward_ad._current_level",
+    "torch.nn.functional._in_projection",
+    "torch.nn.functional._in_projection_packed",
+    "torch.nn.functional.has_torch_function",
+    "torch._C._FunctionBase._register_hook_dict",
+    "torch.nn.Module._compiled_call_impl",
+    "torch.Tensor._backward_hooks",
+)
+BACKEND = "torch.distributed.ProcessGroup._get_backend"
+GLOO = "torch.distributed.ProcessGroupGloo._Options"
+TIMEOUT = "torch._C._distributed_c10d.Backend.Options._timeout"
+CHECKS: dict[str, list[Callable[[], None]]] = {
+    "torch.autograd.Variable._execution_engine.queue_callback": [windows],
+    "torch._C._current_autograd_node": [windows],
+    "torch._C._current_graph_task_id": [windows, wrapper, norm],
+    "torch.autograd.graph._engine_run_backward": [split_backward],
+    **{name: [split_with(name)] for name in SPLIT},
+    "torch.Tensor._post_accumulate_grad_hooks": [split_backward, wrapper],
+    "torch.Tensor._version": [versions, buffers, split_with("torch.Tensor._version")],
+    "torch.nn.Module()._parameters": [parameters],
+    "torch.nn.Module()._buffers": [buffers],
+    "torch.nn.Module()._modules": [norm],
+    "torch.nn.Module()._non_persistent_buffers_set": [buffers],
+    "torch.nn.modules.batchnorm._BatchNorm": [norm, buffers],
+    "torch.nn.modules.batchnorm._NormBase": [norm, buffers],
+    "torch._compile._disable_dynamo": [norm],
+    **{f"torch._foreach_{each}_": [windows] for each in ("add", "copy", "mul", "zero")},
+    "torch._foreach_norm": [finite],
+    "torch.utils._pytree.tree_map": [batches],
+    "torch.utils._pytree.tree_leaves": [batches, leaves],
+    "torch.distributed.utils._to_kwargs": [moved],
+    "torch.utils.data._utils.worker._worker_info": [stream],
+    TIMEOUT: [gloo],
+    **{name: [gloo] for name in (GLOO, f"{GLOO}._devices", f"{GLOO}._threads")},
+    BACKEND: [wrapper],
+}
+"""What relies on each name."""
+REFUSED = {
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch._C._current_autograd_node",
+    "torch.nn.Module()._parameters",
+    "torch.nn.Module()._buffers",
+    "torch.nn.Module()._modules",
+    "torch.utils.data._utils.worker._worker_info",
+    TIMEOUT,
+    GLOO,
+    f"{GLOO}._devices",
+    f"{GLOO}._threads",
+}
+"""Names without which what relies on them is an error that names them."""
+
+
+class Warnings(logging.Handler):
+    """Keeps what elche warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def tried(name: str) -> dict[str, Any]:
+    """Imports elche without a name (none where it is empty), and tries all checks."""
+    warnings = Warnings()
+    logging.getLogger("elche").addHandler(warnings)
+    with taken_away(name) if name else contextlib.nullcontext():
+        import elche.comm.sync_batch_norm
+        import elche.ddp
+        import elche.pipeline.backward
+        import elche.runtime.gradient_sync  # noqa: F401
+    checks = CHECKS[name] if name else {c for each in CHECKS.values() for c in each}
+    error = ""
+    for check in checks:
+        if not name and check.__name__ == "check":  # says that a name is gone
+            continue
+        try:
+            check()
+        except Exception as found:
+            error = "".join(traceback.format_exception_only(found)).strip()
+            traceback.print_exc()
+    return {"name": name, "warnings": warnings.texts, "error": error}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    pkgutil.resolve_name("torch._dynamo")  # checkpointing imports it: once for all
+    for name in sys.argv[1:]:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                print(json.dumps(tried(name)), flush=True)
+                code = 0
+            finally:
+                os._exit(code)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

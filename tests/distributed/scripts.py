@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.comm.control_channel import ControlChannel
+from elche.coordination.events import Event, StepsDone
 
 
 def _train(case: str, policy: str) -> None:
@@ -43,7 +45,7 @@ def _train(case: str, policy: str) -> None:
 
 
 def _endless(case: str, policy: str) -> None:
-    """Trains on; with `stop` the last rank stops amid a step that the others begin."""
+    """Trains on; with `stop` the last rank stops as soon as it has reported steps."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     data = TensorDataset(torch.randn(100_000, 4))
@@ -59,10 +61,22 @@ def _endless(case: str, policy: str) -> None:
             if number == 20:
                 print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
                 if case == "stop" and is_last:
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    _stop_after_report()
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _stop_after_report() -> None:
+    """The coordinator grants more, and the others wait for this rank meanwhile."""
+    send = ControlChannel.send
+
+    def send_and_stop(channel: ControlChannel, *events: Event) -> None:
+        send(channel, *events)
+        if any(isinstance(event, StepsDone) for event in events):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    ControlChannel.send = send_and_stop  # type: ignore[method-assign]
 
 
 def _fail(case: str) -> None:

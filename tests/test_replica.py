@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from elche.comm.process_group import gather_texts
 from elche.comm.sync_batch_norm import convert_sync_batchnorm
-from elche.errors import ConfigError
+from elche.ddp import DistributedDataParallel
+from elche.errors import CommunicationError, ConfigError
 from elche.replica import Replica, init_group
 from elche.runtime.manual_run import (
     current_manual_run,
@@ -40,6 +42,49 @@ def _filled(value: float) -> nn.Module:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     return model
+
+
+@pytest.mark.usefixtures("no_sockets")
+def test_a_group_of_one_returns_its_input() -> None:
+    group = init_group()
+    for value in (torch.arange(3.0), torch.tensor([True]), torch.zeros(0)):
+        found = value.clone()
+        group.all_reduce(found, "summing")
+        group.broadcast(found, "spreading")
+        work = group.all_reduce_async(found)
+        assert work.is_completed()
+        group.wait(work, "summing")
+        assert torch.equal(found, value)
+    assert group.hosts() == (group.host,)
+    assert gather_texts(group, "alone", "telling") == ["alone"]
+    group.wait_until(lambda: True, "nobody")
+    group.close()
+    with pytest.raises(CommunicationError, match="has ended on rank 0"):
+        group.all_reduce(torch.ones(1), "summing")
+
+
+@pytest.mark.usefixtures("no_sockets")
+def test_the_wrapper_in_a_group_of_one_trains_as_plain_torch_does() -> None:
+    ends = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        model: Any = plain.double()
+        if wraps:
+            model = convert_sync_batchnorm(model)
+            model = DistributedDataParallel(model, process_group=init_group())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for size in (4, 3, 5):
+            optimizer.zero_grad()
+            x = torch.arange(4.0 * size, dtype=torch.float64).view(size, 4) / 7
+            model(x).square().mean().backward()
+            optimizer.step()
+        ends.append(list(model.parameters()))
+        if wraps:
+            assert model.last_reduction.weights == (5.0,)
+            model.set_group(init_group())
+    for mine, other in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.usefixtures("no_sockets")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from elche.errors import ConfigError
 
 Strategy = Literal["overlapped", "synchronous"]
@@ -77,9 +79,8 @@ class Closed:
 class Owner(Protocol):
     """Decides when gradients are reduced and how they weigh."""
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether a gradient that appears now belongs to a reduction."""
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """A gradient has been accumulated: whether it belongs to a reduction."""
 
     def open_pass(self, side: int) -> float:
         """A pass begins; returns what this rank's gradients are multiplied by."""

@@ -220,10 +220,10 @@ class BucketPass:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         owner = self._owner()
-        if owner is None or not owner.is_armed:
-            return
         if id(parameter) not in self._index:
             return  # what a hook before returned, which torch refuses after all of them
+        if owner is None or not owner.takes(parameter):
+            return
         with self._lock:  # devices of one module have a thread each
             index = self._index[id(parameter)]
             is_undefined = parameter.grad is None and not self._hooks.was_taken(index)

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from elche.comm.accumulated import Accumulated
 from elche.comm.bucket_contract import Closed, PassOptions
 from elche.comm.bucket_pass import BucketPass
 from elche.comm.buckets import BucketInfo
@@ -100,6 +101,7 @@ class WeightedReducer:
         self._pass = BucketPass(self._parameters, self._names, group, options, self)
         self._control: Exchange | None = None
         self._counted = 0.0
+        self._accumulated = Accumulated()
         self._set: float | None = None
         self._weight = 0.0
         self._has_float16 = any(p.dtype is torch.float16 for p in self._parameters)
@@ -130,15 +132,17 @@ class WeightedReducer:
         """Memory of the buckets: what is sent and what is summed, twice each."""
         return self._pass.extra_bytes
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether a gradient that appears now is reduced.
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient that has been accumulated is reduced.
 
         In a backward pass that comes to the parameters by another way than what the
         last forward returned (a loss kept on the module), it is that forward's.
         """
+        self._forget_dropped(but=parameter)
         if not self._is_armed and self._pending is not None:
             self.enter_backward(self._pending)
+        if not self._is_armed:
+            self._accumulated.add(parameter)
         return self._is_armed
 
     @property
@@ -200,6 +204,7 @@ class WeightedReducer:
         Args:
             weight: added to this rank's, if a gradient of the model's comes.
         """
+        self._forget_dropped()
         if not self._is_entered:
             self._is_entered = True
             self._before = self._counted, self._pass.passes
@@ -228,11 +233,18 @@ class WeightedReducer:
 
     def count(self, weight: float) -> None:
         """Adds to this rank's weight in the next reduction."""
+        self._forget_dropped()
         self._counted += weight
+
+    def _forget_dropped(self, but: torch.Tensor | None = None) -> None:
+        """Takes back the weight of gradients that the loop has dropped since."""
+        if self._accumulated.was_dropped(but):
+            self._counted = 0.0
 
     @property
     def has_counted(self) -> bool:
         """Whether a forward pass weighs in the next reduction already."""
+        self._forget_dropped()
         return self._counted > 0.0 or self._pending is not None
 
     @property
@@ -253,6 +265,7 @@ class WeightedReducer:
         Raises:
             CommunicationError: it failed, or not everybody came in time.
         """
+        self._forget_dropped()
         self._is_joined = joined
         try:
             self._pass.run_without_backward()
@@ -314,6 +327,7 @@ class WeightedReducer:
                 factor *= sum(weight > 0 for weight in weights) / world_size
         hand_out = not self._is_joined
         self._counted, self._set = 0.0, None
+        self._accumulated.clear()
         self._is_armed, self._pending = False, None
         if self.refuses_joined and self.last.joined:
             raise ElcheError(

@@ -98,8 +98,7 @@ class GradientReducer:
         """Backward passes reduced so far."""
         return self._pass.passes
 
-    @property
-    def is_armed(self) -> bool:
+    def takes(self, parameter: torch.Tensor) -> bool:
         """Whether a step is under way whose gradients are complete."""
         return self._scale is not None and not self._holds
 

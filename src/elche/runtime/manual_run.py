@@ -53,7 +53,7 @@ class ManualRun:
         if placement.device.type == "cuda":
             torch.cuda.set_device(placement.device)
         if placement.world_size == 1:
-            return ManualRun(Group(None, 0, 1, config.timeout_s), None)
+            return ManualRun(Group.alone(config.timeout_s), None)
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)
         try:

@@ -1,0 +1,201 @@
+"""What this rank weighs in a reduction where the loop drops gradients before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.process_group import Group
+from elche.ddp import DistributedDataParallel
+
+DROPPED, REDUCED = 4, 20
+
+
+class Loop:
+    """A model in a group of one, whose weight is that of what it reduces."""
+
+    def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = model or nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+        self.ddp = DistributedDataParallel(
+            self.model, process_group=Group.alone(10.0), **options
+        )
+        self.backward(1)  # buckets follow an observed order from here on
+        self.model.zero_grad()
+
+    def loss(self, count: int) -> torch.Tensor:
+        out: torch.Tensor = self.ddp(torch.ones(count, 3))
+        return out.square().mean()
+
+    def backward(self, count: int, factor: float = 1.0, *, local: bool = False) -> None:
+        with self.ddp.no_sync() if local else nullcontext():
+            (self.loss(count) * factor).backward()
+
+    @property
+    def weight(self) -> float:
+        """What the last reduction weighed."""
+        assert self.ddp.last_reduction is not None
+        return self.ddp.last_reduction.total_weight
+
+
+def replace_by_zeros(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = torch.zeros_like(parameter.grad)
+
+
+DROPS: dict[str, Callable[[nn.Module], None]] = {
+    "to none": lambda model: model.zero_grad(),
+    "to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "by an optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "replaced": replace_by_zeros,
+}
+dropped = pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
+as_views = pytest.mark.parametrize("as_views", [False, True])
+
+
+@dropped
+@as_views
+def test_what_was_dropped_weighs_nothing(
+    drop: Callable[[nn.Module], None], as_views: bool
+) -> None:
+    loop = Loop(gradient_as_bucket_view=as_views)
+    for _ in range(2):
+        loop.backward(DROPPED, local=True)
+        drop(loop.model)
+        loop.backward(REDUCED)
+        assert loop.weight == REDUCED
+        drop(loop.model)
+
+
+@dropped
+@as_views
+def test_what_is_dropped_between_forward_and_backward(
+    drop: Callable[[nn.Module], None], as_views: bool
+) -> None:
+    loop = Loop(gradient_as_bucket_view=as_views)
+    loop.backward(DROPPED, local=True)
+    loss = loop.loss(REDUCED)
+    drop(loop.model)
+    loss.backward()
+    assert loop.weight == REDUCED
+
+
+@dropped
+def test_a_gradient_that_comes_before_that_of_the_output(
+    drop: Callable[[nn.Module], None],
+) -> None:
+    """The pass has added to a parameter when it is seen to begin."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    loop = Loop(model)
+
+    def backward(count: int) -> None:
+        out = loop.ddp(torch.ones(count, 3))
+        loss = (out * model.scale).square().mean()  # beyond what the forward returns
+        drop(model)
+        loss.backward()
+
+    backward(1)
+    with loop.ddp.no_sync():
+        backward(DROPPED)
+        backward(5)
+    backward(REDUCED)
+    assert loop.weight == REDUCED
+
+
+@dropped
+def test_what_is_accumulated_after_a_drop_weighs(
+    drop: Callable[[nn.Module], None],
+) -> None:
+    loop = Loop()
+    loop.backward(DROPPED, local=True)
+    loop.backward(DROPPED, local=True)
+    drop(loop.model)
+    loop.backward(3, local=True)
+    loop.backward(5, local=True)
+    loop.backward(REDUCED)
+    assert loop.weight == 3 + 5 + REDUCED
+
+
+def test_a_step_without_a_batch_after_a_drop() -> None:
+    loop = Loop()
+    loop.backward(DROPPED, local=True)
+    loop.ddp.join_step()
+    assert loop.weight == DROPPED
+    loop.backward(DROPPED, local=True)
+    loop.model.zero_grad()
+    loop.ddp.join_step()
+    assert loop.weight == 0
+
+
+def test_a_forward_that_was_never_backward_after_a_drop() -> None:
+    """Its weight is not counted, and what was dropped before it neither."""
+    loop = Loop()
+    loop.backward(DROPPED, local=True)
+    loop.model.zero_grad()
+    loop.loss(7)
+    loop.backward(REDUCED)
+    assert loop.weight == REDUCED
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def edited(loop: Loop) -> None:
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+    for parameter in loop.model.parameters():
+        parameter.grad = parameter.grad * 2.0  # type: ignore[operator]
+
+
+def frozen(loop: Loop) -> None:
+    loop.model[0].requires_grad_(False)  # type: ignore[index]
+    loop.model[0].zero_grad()  # type: ignore[index]
+
+
+KEEPS: dict[str, Callable[[Loop], None]] = {
+    "nothing happens": lambda loop: None,
+    "gradients are clipped and replaced": edited,
+    "some are dropped": lambda loop: loop.model[0].zero_grad(),  # type: ignore[index]
+    "a part is frozen": frozen,
+    "a forward has no backward": lambda loop: loop.loss(9) and None,
+}
+
+
+@pytest.mark.parametrize("happens", KEEPS.values(), ids=KEEPS)
+@as_views
+def test_what_is_kept_weighs(happens: Callable[[Loop], None], as_views: bool) -> None:
+    loop = Loop(gradient_as_bucket_view=as_views)
+    loop.backward(3, local=True)
+    happens(loop)
+    loop.backward(5, local=True)
+    happens(loop)
+    loop.backward(REDUCED)
+    assert loop.weight == 3 + 5 + REDUCED
+
+
+@as_views
+def test_a_gradient_that_is_zero_weighs(as_views: bool) -> None:
+    """Samples of which nothing is learned are samples."""
+    loop = Loop(gradient_as_bucket_view=as_views)
+    loop.model[2].weight.register_post_accumulate_grad_hook(halve)  # type: ignore[index]
+    loop.backward(3, factor=0.0, local=True)
+    loop.backward(5, factor=0.0, local=True)
+    loop.backward(REDUCED)
+    assert loop.weight == 3 + 5 + REDUCED
+
+
+def test_a_weight_may_be_set_after_a_drop() -> None:
+    """Layers that weigh in the forward have not seen this step's batch yet."""
+    loop = Loop()
+    loop.backward(DROPPED, local=True)
+    assert loop.ddp._built.reducer.has_counted
+    loop.model.zero_grad()
+    assert not loop.ddp._built.reducer.has_counted

@@ -95,6 +95,32 @@ def test_evaluation_is_not_in_the_scalars() -> None:
     assert [record.scalars["twice"] for record in result.history] == [9.0, 9.0]
 
 
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_evaluation_is_a_mean_whatever_the_loss_adds_up(
+    reduction: str, weighs: bool
+) -> None:
+    """Over batches of other sizes, or other weights; the model hands its input on."""
+    values = torch.arange(6.0).reshape(6, 1)
+    expected = float((values * (1 + values)).sum() / (1 + values).sum())
+    weigh = (lambda x: 1 + x) if weighs else torch.ones_like
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch[0]
+        total: torch.Tensor = (model(x) * weigh(x)).sum()
+        return total if reduction == "sum" else total / weigh(x).sum()
+
+    result = trainer(
+        loss,
+        eval_dataset=TensorDataset(values),
+        eval_batch_size=4,
+        epochs=1,
+        loss_reduction=reduction,
+        weight_of=(lambda batch: weigh(batch[0]).sum()) if weighs else None,
+    ).fit()
+    assert result.history[0].eval_loss == pytest.approx(expected if weighs else 2.5)
+
+
 def test_a_loss_that_is_not_finite_shows() -> None:
     def broken(model: nn.Module, batch: Any) -> torch.Tensor:
         out: torch.Tensor = model(batch[0]).mean()

@@ -64,6 +64,7 @@ def test_a_reduction_may_take_long_before_one_was_measured() -> None:
     assert pacing(max_anchor=5).pace().patience_s == pytest.approx(17.0)
 
 
+@pytest.mark.reaches("last windows", "windows that are not")
 @given(st.floats(0.0, 60.0), st.floats(0.001, 400.0), st.booleans())
 def test_the_last_window_hides_the_reduction_before_it(
     reduction_s: float, left_s: float, overlapped: bool
@@ -76,8 +77,10 @@ def test_the_last_window_hides_the_reduction_before_it(
     covered = left_s - usual.wall_s >= ROOM * reduction_s + SLOWEST_S
     if not overlapped or covered or left_s > 200.0 * SLOWEST_S:
         assert last is None
+        reach("windows that are not", overlapped)
         return
     assert last is not None
+    reach("last windows")
     assert last.wall_s is not None
     assert last.wall_s > max(left_s, usual.wall_s)
     planned_s = max(left_s, usual.wall_s)

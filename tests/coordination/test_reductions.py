@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
 from elche.coordination.events import WindowClosed
-from elche.coordination.reductions import ReductionPlanner
+from elche.coordination.reductions import (
+    FEW_WINDOWS,
+    SETTLED_WINDOWS,
+    ReductionPlanner,
+)
 from elche.coordination.window_book import Part, Reduction, WindowBook
 from elche.errors import ProtocolError
 from tests.harness.reached import reach
@@ -102,6 +106,31 @@ def test_the_outer_step_and_its_defaults(
     found = settings_of(samples, **options)
     names = ("outer", "outer_lr", "outer_momentum")
     assert tuple(found[name] for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("batches", "outer"),
+    [(FEW_WINDOWS * 10 - 1, "average"), (FEW_WINDOWS * 10, "nesterov")],
+)
+def test_a_run_of_few_windows_has_no_time_for_momentum(
+    batches: int, outer: str
+) -> None:
+    for epochs in (1, 3):
+        planner = ReductionPlanner(RunConfig(policy="cadence"), epochs)
+        parts = parts_of((8, 8))
+        assert planner.settings(parts, batches, 10 * epochs)["outer"] == outer
+
+
+def test_what_windows_there_will_be_is_looked_at_until_el_che_has_settled() -> None:
+    """Later a change of the outer step would be one in the middle of a run."""
+    planner, parts = ReductionPlanner(RunConfig(policy="cadence"), 1), parts_of((8, 8))
+    for window in range(SETTLED_WINDOWS):
+        long = window % 2
+        found = planner.settings(parts, 100, 10 if long else 90)["outer"]
+        assert found == ("nesterov" if long else "average")
+    # Windows in which nobody trained are not counted, nor do they step.
+    assert planner.settings(parts_of((0, 0)), 100, 90)["outer"] == "average"
+    assert planner.settings(parts, 100, 90)["outer"] == "nesterov"
 
 
 def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:

@@ -1,0 +1,108 @@
+"""What the window policies take from a measured window, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.policy import Member
+from elche.coordination.window_policy import WindowPolicy
+
+RANKS = (0, 1)
+BATCH_S = (0.1, 0.4)
+HORIZON = 12
+"""Batches that each loader draws ahead: no lease is late in these few windows."""
+
+
+class Driven:
+    """Two ranks that do as many batches in a window as they are told to.
+
+    Args:
+        policy: its name.
+        batches: of the epoch.
+    """
+
+    def __init__(self, policy: str, batches: int) -> None:
+        members = [Member(rank, "cpu", HORIZON) for rank in RANKS]
+        self.policy = WindowPolicy(RunConfig(policy=policy), members, None)
+        self.pacing = self.policy._state.pacing
+        self.now_s, self.window = 0.0, 0
+        self.policy.begin_epoch(0, BatchSizes(((8, batches),)), 0.0)
+
+    def run_window(self) -> None:
+        """A batch of the slow rank, four of the fast one; then both close."""
+        for rank, count in zip(RANKS, (4, 1), strict=True):
+            for _ in range(count):
+                start = self.policy._state.ledger._holdings[rank].leased[0][0]
+                self._tell(self._done(rank, start))
+        self.now_s += BATCH_S[1]
+        for rank in RANKS:
+            self._tell(
+                WindowClosed(
+                    rank=rank,
+                    epoch=0,
+                    window=self.window,
+                    state="",
+                    changed_buffers=(),
+                )
+            )
+        self.window += 1
+
+    def reduced(self, after_s: float, **said: Any) -> None:
+        """Both have the result of the window that was closed last."""
+        self.now_s += after_s
+        values = {"sync_s": 0.0, "wait_s": 0.0, "divergence": 0.0, "adopted_at": 0}
+        for rank in RANKS:
+            self._tell(
+                WindowReduced(
+                    rank=rank, epoch=0, window=self.window - 1, **(values | said)
+                )
+            )
+
+    def _done(self, rank: int, batch: int) -> BatchesDone:
+        return BatchesDone(
+            rank=rank,
+            epoch=0,
+            window=self.window,
+            start=batch,
+            stop=batch + 1,
+            samples=8,
+            busy_s=BATCH_S[rank],
+            data_wait_s=0.0,
+            timed=1,
+            timed_s=BATCH_S[rank],
+        )
+
+    def _tell(self, event: Any) -> None:
+        self.policy.handle(event, self.now_s)
+        self.policy.check()
+
+
+@pytest.mark.parametrize(("batches", "is_tail"), [(200, False), (24, True)])
+def test_a_window_after_which_nothing_is_pooled_says_nothing_of_its_cost(
+    batches: int, is_tail: bool
+) -> None:
+    """Ranks end an epoch at other times than a window, and wait for each other."""
+    driven = Driven("cadence", batches)
+    for _ in range(3):
+        driven.run_window()
+        driven.reduced(0.4, sync_s=0.4)
+    state = driven.policy._state
+    assert state.has_work  # so it is not the last window, whatever the pool holds
+    assert (state.ledger.pooled == 0) == is_tail
+    assert (driven.pacing.el_che.anchor == 1) == is_tail
+
+
+@pytest.mark.parametrize(("adopted_at", "reduction_s"), [(0, 0.35), (3, 0.30)])
+def test_a_result_that_came_during_a_batch_is_dated_to_its_middle(
+    adopted_at: int, reduction_s: float
+) -> None:
+    """It is seen when the batch ends, half a batch too late on average."""
+    driven = Driven("async", 200)
+    driven.run_window()
+    driven.reduced(0.35, adopted_at=adopted_at)
+    assert driven.pacing.reduction_s == pytest.approx(reduction_s)

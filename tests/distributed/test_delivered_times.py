@@ -1,0 +1,103 @@
+"""What a batch really cost reaches the coordinator: its data, its way, its computing.
+
+Ranks measure by a clock that their own loader, transfers and computing move, so what is
+reported is known to the digit on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elche
+from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.prefetch import DevicePrefetcher
+from tests.distributed.virtual_clock import VirtualClock, virtual_clock
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES, BATCH_SIZE = 96, 8
+LOAD_S, MOVE_S, COMPUTE_S = 0.25, 0.5, 1.0
+"""Loading a sample on rank 0, moving a batch, and computing with it."""
+
+
+class Slow(Dataset[Any]):
+    """Samples that take long to load: on rank 1 three times as long as on rank 0."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.loaded_s = 0.0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        load_s = LOAD_S * (1 + 2 * elche.rank())
+        self.clock.advance(load_s)
+        self.loaded_s += load_s
+        return torch.full((2,), float(index))
+
+
+@dataclass
+class Spent:
+    """What one rank's clock says of an epoch, and what was told of all ranks."""
+
+    loaded_s: float
+    moved_s: float
+    computed_s: float
+    told: elche.EpochMetrics
+
+
+def _epoch(policy: str) -> Spent:
+    """An epoch on a device to which moving a batch takes long."""
+    moved_s = computed_s = 0.0
+    take = DevicePrefetcher.take
+
+    def slow_take(prefetcher: DevicePrefetcher[Any]) -> Any:
+        nonlocal moved_s
+        got = take(prefetcher)
+        if got is not None:
+            clock.advance(MOVE_S)
+            prefetcher.transfer_s = MOVE_S
+            moved_s += MOVE_S
+        return got
+
+    with virtual_clock() as clock, patch.object(DevicePrefetcher, "take", slow_take):
+        torch.manual_seed(3)
+        model = nn.Linear(2, 1)
+        data = Slow(clock)
+        model, optimizer, loader = elche.setup(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-6),
+            DataLoader(data, BATCH_SIZE),
+            policy=policy,
+        )
+        for x in loader:
+            clock.advance(COMPUTE_S)
+            computed_s += COMPUTE_S
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told = elche.epoch_metrics()
+        elche.shutdown()
+    return Spent(data.loaded_s, moved_s, computed_s, told)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_what_a_batch_cost_is_told_by_its_parts(ranks2: RankPool, policy: str) -> None:
+    spent = ranks2.run(_epoch, policy, case_setup=serve_in_thread)
+    told = spent[0].told
+    assert told == spent[1].told
+    for rank, mine in enumerate(spent):
+        assert min(mine.loaded_s, mine.moved_s, mine.computed_s) > 0.0
+        assert told.data_wait_s[rank] == pytest.approx(mine.loaded_s)
+        assert told.transfer_s[rank] == pytest.approx(mine.moved_s)
+        parts_s = mine.loaded_s + mine.moved_s + mine.computed_s
+        assert told.busy_s[rank] == pytest.approx(parts_s)

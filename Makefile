@@ -8,11 +8,27 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
-# One thread per process: ranks on one machine fight for cores otherwise.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One thread per process: ranks on one machine fight for cores otherwise. Bytecode is
+# kept even where an image says not to: tests start processes by the hundred.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Test processes at a time; 0 runs all tests in this one.
+WORKERS ?= 2
+# Ranks mostly wait, for each other and for emulated devices. A file stays with one
+# process, and files come in their order, so that rank pools are kept and no long file
+# is left for the end.
+BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Of the pure tests, whole simulated runs and searches for plans are left out.
+QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
+	tests/test_architecture.py tests/test_config.py tests/test_config_together.py \
+	tests/test_imports.py tests/test_layers.py \
+	$(addprefix --ignore=tests/,monitor/test_plots.py schedule/test_auto.py \
+	schedule/test_independent.py schedule/test_partition.py \
+	schedule/test_plan_command.py schedule/test_planner.py sim/test_auto.py \
+	sim/test_efficiency.py sim/test_membership.py sim/test_runs.py \
+	sim/test_slow_link.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full fuzz lint types bench format clean
+.PHONY: help demo quick test test-full fuzz lint types bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -20,11 +36,14 @@ help: ## this list
 demo: $(STAMP) ## train a small GPT on two unequal workers and compare
 	$(BIN)/elche demo
 
+quick: lint types ## for every edit: lint, types and the quick ones of the pure tests
+	$(PYTEST) -q -m "not slow" -n $(WORKERS) --dist worksteal $(QUICK)
+
 test: $(STAMP) ## the tests, without the slow ones
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(BY_FILE)
 
 test-full: $(STAMP) ## all tests
-	$(PYTEST)
+	$(PYTEST) $(BY_FILE)
 
 fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0

@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elche.sim.comparison import compare, table
+from comparison import compare, table
+
 from elche.sim_command import load_cluster
 
 

@@ -98,7 +98,7 @@ def coding_figures(codec: Codec, drift: torch.Tensor) -> dict[str, float]:
     decoded = torch.empty_like(values)
     megabytes = 4e-6 * values.numel()
     return {
-        "bytes_per_element": codec.bytes_per_element,
+        "bytes_per_element": codec.encoded_bytes(codec.block) / codec.block,
         "encode_mb_s": megabytes / quickest_s(lambda: body.write(0, values)),
         "decode_mb_s": megabytes / quickest_s(lambda: body.read(0, decoded)),
         "error_gaussian": relative_error(codec, values),

@@ -53,6 +53,8 @@ class LinkBenchConfig(BenchConfig):
     def spec(self, name: str, seed: int) -> ContenderSpec:
         """What a contender trains; nothing goes through the memory of this host."""
         spec, options = super().spec(name, seed), dict[str, Any]()
+        if spec.kind == "solo":  # on this host's own network
+            return spec
         samples = spec.samples
         if spec.kind == "elche":
             options["transport"] = "gloo"
@@ -61,8 +63,9 @@ class LinkBenchConfig(BenchConfig):
         if self.time_capped and "ddp" in name:
             steps = self.seconds / self._reduction_s()
             samples = min(samples, self.whole_batches(steps * self.batch_size))
-        counter = str(SENT_BYTES)
-        return replace(spec, samples=samples, options=options, sent_counter=counter)
+        return replace(
+            spec, samples=samples, options=options, sent_counter=str(SENT_BYTES)
+        )
 
     def values(self) -> dict[str, Any]:
         """The settings, for JSON."""

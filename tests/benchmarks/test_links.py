@@ -88,6 +88,8 @@ def test_settings() -> None:
     spec = config.spec("elche-async", 0)
     assert spec.options == {"codec": "int8", "transport": "gloo"}
     assert config.spec("elche-sync", 0).options == {"transport": "gloo"}
+    assert spec.sent_counter == str(namespaces.SENT_BYTES)
+    assert config.spec("solo-0", 0).sent_counter is None
     assert config.command().startswith("python -m benchmarks.links --speeds 1,0.25 ")
     assert config.command().endswith("--link-mbit 100 --link-delay-ms 0 --codec int8")
     assert config.values()["link_mbit"] == 100.0

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.window import WindowClock, should_close
+from elche.cadence.throughput import CostEstimate
+from elche.cadence.window import should_close
 from elche.errors import ConfigError
 
 
@@ -54,44 +55,19 @@ def test_constant_batches_end_at_the_nearest_boundary(
 @given(
     st.lists(st.floats(1e-3, 5.0), min_size=1, max_size=50),
     st.floats(1e-3, 50.0),
-    st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_window_always_closes_and_never_late_by_a_batch(
-    taken: list[float], wall_s: float, timed: bool
+    taken: list[float], wall_s: float
 ) -> None:
-    clock = WindowClock()
-    clock.start(0.0, wall_s, 1)
-    now_s, done, closed = 0.0, 0, False
+    expected, now_s, done, closed = CostEstimate(), 0.0, 0, False
     while not closed:
         last_s = taken[done % len(taken)]
+        expected.observe(last_s)
         now_s += last_s
         done += 1
-        closed = clock.batch_done(now_s, timed=timed)
-    assert clock.batches_done == done
-    assert clock.elapsed_s == pytest.approx(now_s)
+        closed = should_close(now_s, expected.value, wall_s, done)
     assert now_s - last_s < wall_s * (1 + 1e-9)
-
-
-def test_without_timings_the_count_rules() -> None:
-    clock = WindowClock()
-    clock.start(0.0, 0.0, 3)
-    assert [clock.batch_done(t) for t in (1.0, 2.0, 3.0)] == [False, False, True]
-    assert clock.batch_s == 1.0
-    clock.start(10.0, 5.0, 3)  # now the time rules; the smoothed time is kept
-    assert clock.batches_done == 0
-    ends = [clock.batch_done(10.0 + t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    assert ends == [False, False, False, False, True]
-
-
-def test_a_compilation_does_not_count_as_a_batch_time() -> None:
-    clock = WindowClock()
-    clock.start(0.0, 0.0, 4)
-    clock.batch_done(30.0, timed=False)
-    assert clock.batch_s == 0.0
-    clock.batch_done(31.0)
-    clock.batch_done(31.0)  # a clock too coarse to see the batch
-    assert clock.batch_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -109,28 +85,21 @@ def test_what_is_no_time_is_refused(
         should_close(elapsed_s, batch_s, wall_s, 1)
 
 
-def test_an_impossible_plan_is_refused() -> None:
-    clock = WindowClock()
-    with pytest.raises(ConfigError, match="wall_s must be finite"):
-        clock.start(0.0, math.inf, 1)
-    with pytest.raises(ConfigError, match="batches must be at least 1"):
-        clock.start(0.0, 1.0, 0)
-
-
 def test_jittered_ranks_end_within_half_a_batch_of_each_other_on_average() -> None:
     rng = random.Random(3)
-    clocks = [WindowClock(), WindowClock()]
+    estimates = [CostEstimate(), CostEstimate()]
     costs_s, wall_s = (0.01, 0.04), 0.4
     gaps = []
     for _ in range(200):
         ends = []
-        for clock, cost_s in zip(clocks, costs_s, strict=True):
-            now_s = 0.0
-            clock.start(now_s, wall_s, 1)
-            closed = False
+        for expected, cost_s in zip(estimates, costs_s, strict=True):
+            now_s, done, closed = 0.0, 0, False
             while not closed:
-                now_s += cost_s * rng.uniform(0.7, 1.3)
-                closed = clock.batch_done(now_s)
+                last_s = cost_s * rng.uniform(0.7, 1.3)
+                expected.observe(last_s)
+                now_s += last_s
+                done += 1
+                closed = should_close(now_s, expected.value, wall_s, done)
             ends.append(now_s)
         gaps.append(abs(ends[0] - ends[1]))
     assert sum(gaps) / len(gaps) < 0.04 / 2

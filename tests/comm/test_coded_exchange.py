@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elche.comm.codec import CHUNK_ELEMENTS, CODECS, Codec
 from elche.comm.codec_routes import sent_bytes
 from elche.errors import ProtocolError
+from tests.comm.codec_bounds import error_bound
 from tests.comm.peers import (
     Peer,
     exchanges,
@@ -34,7 +35,7 @@ def one_error(codec: Codec, world_size: int, weights: float) -> float:
     the error of an element that is the largest of its block. The mean that an owner
     encodes is at most 1 + 2 e and its own residual.
     """
-    factor = codec.error_bound(1.0)
+    factor = error_bound(codec, 1.0)
     sent = factor / (1 - factor)
     mean = factor * (1 + 2 * sent) / (1 - factor) if world_size > 2 else 0.0
     return weights * (sent + mean + 1e-4)

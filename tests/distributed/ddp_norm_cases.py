@@ -37,7 +37,8 @@ def train_norms(plan: Plan) -> tuple[Trace, set[bool]]:
         model = converted(3 + this_place().rank)
         trace = steps(plan, wrap(plan, model))
         (layer,) = sync_batchnorm_layers(model).values()
-        met = {isinstance(each, SharedExchange) for each in layer.scope.exchanges}
+        exchanges = layer.scope._exchanges.values()
+        met = {isinstance(each, SharedExchange) for each in exchanges}
         assert layer.spans_ranks
     return trace, met
 

@@ -83,7 +83,7 @@ def train_shared(
     replica.check_equal()
     expected = SharedExchange if transport == "auto" else GlooExchange
     for layer in sync_batchnorm_layers(model).values():
-        exchanges = layer.scope.exchanges
+        exchanges = layer.scope._exchanges.values()
         assert exchanges
         assert all(isinstance(each, expected) for each in exchanges)
     state = _state(model)

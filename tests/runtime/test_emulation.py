@@ -233,7 +233,7 @@ def test_overruns_are_counted() -> None:
     model = make_model()
     handle = emulate(model, EmulationConfig(speed=1e6))
     train_step(model)
-    assert handle.steps == handle.overrun_steps == 1
+    assert handle.steps == 1
     assert handle.overrun_s > 0
 
 
@@ -241,7 +241,7 @@ def test_compute_within_the_declared_time_is_no_overrun(clock: Clock) -> None:
     model = make_model()
     handle = emulate(model, EmulationConfig(speed=0.1))
     train_step(model)
-    assert handle.overrun_steps == 0
+    assert handle.overrun_s == 0.0
     assert clock.now_s == pytest.approx(SAMPLES * 1.25e-2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.comparison import compare, table
 from elche.coordination.auto_policy import OBSERVED_WINDOWS
 from elche.coordination.auto_windows import ALONE_ANCHOR
 from elche.coordination.events import EpochOpened, Event
@@ -23,7 +24,6 @@ from elche.sim.cluster import (
     LinkChange,
     Run,
 )
-from elche.sim.comparison import compare, table
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from elche.sim_command import load_cluster

@@ -42,8 +42,6 @@ LIMIT = 2.0**127
 """Magnitudes from here on count as not finite."""
 
 SMALLEST_SCALE = 2.0**-126
-SCALE_SLACK = (1.0 + 2.0**-7) * (1.0 + 2.0**-13)
-"""Rounding a scale up to bfloat16, and dividing by it, may add this much."""
 
 
 class Codec(ABC):
@@ -74,19 +72,6 @@ class Codec(ABC):
             scratch: float32 memory of `CHUNK_ELEMENTS` that encoding may write to; None
                 for memory of its own.
         """
-
-    @abstractmethod
-    def error_bound(self, largest: float) -> float:
-        """The largest error of an element of a block.
-
-        Args:
-            largest: the largest magnitude in the block, below 2^127.
-        """
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Size of an element of a whole block, its part of the scale included."""
-        return self.encoded_bytes(self.block) / self.block
 
 
 class Encoded(ABC):
@@ -140,12 +125,6 @@ class PlainCodec(Codec):
     ) -> Encoded:
         """See :meth:`Codec.over`."""
         return _PlainEncoded(memory.view(self._dtype))
-
-    def error_bound(self, largest: float) -> float:
-        """See :meth:`Codec.error_bound`."""
-        if self._dtype == torch.float32:
-            return 0.0
-        return largest * torch.finfo(self._dtype).eps / 2 + 2.0**-134
 
 
 @final
@@ -201,12 +180,6 @@ class BlockCodec(Codec):
         if scratch is None:
             scratch = torch.empty(0, dtype=torch.float32, device=memory.device)
         return _BlockEncoded(self, memory, numel, scratch)
-
-    def error_bound(self, largest: float) -> float:
-        """See :meth:`Codec.error_bound`."""
-        # A scale below the smallest one is none: what it stood for is the error.
-        lost = self.largest_code * SMALLEST_SCALE
-        return max(largest / self.largest_code * SCALE_SLACK / 2, min(largest, lost))
 
 
 @final

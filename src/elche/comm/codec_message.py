@@ -35,7 +35,6 @@ class CodedMessage:
             begin + TRAILER_BYTES, dtype=torch.uint8, device="cpu"
         )
         encoded = self.memory[: codec.encoded_bytes(len(part))]
-        self._block = codec.block
         self._body = codec.over(encoded, len(part), scratch)
         self._weight = self.memory[begin : begin + 4].view(torch.float32)
         self._number = self.memory[begin + 4 :].view(torch.int32)

@@ -46,11 +46,6 @@ class NormScope:
         return 1 if self._group is None else self._group.world_size
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """What messages have passed through so far, one per size."""
-        return list(self._exchanges.values())
-
-    @property
     def loss_weight(self) -> float | None:
         """See :meth:`weigh`."""
         return self._loss_weight

@@ -79,11 +79,6 @@ class GradientReducer:
         return self._parameters
 
     @property
-    def bucket_sizes_bytes(self) -> list[int]:
-        """Bytes of gradients per bucket, in order of reduction."""
-        return [bucket.size_bytes for bucket in self._pass.buckets]
-
-    @property
     def extra_bytes(self) -> int:
         """Memory of the buckets: what is sent and what is summed, twice each."""
         return self._pass.extra_bytes

@@ -168,12 +168,6 @@ class Leasing:
             self.hungry.add(rank)
         return grants
 
-    def feed_hungry(self, now_s: float) -> list[GrantBatches]:
-        """Asks again for ranks that were refused: the pool has grown."""
-        return [
-            grant for rank in sorted(self.hungry) for grant in self.top_up(rank, now_s)
-        ]
-
     def feed_first(self, now_s: float) -> list[GrantBatches]:
         """Leases the next batch to the rank that would end it first, if refused."""
         if not self.hungry or not self._ledger.pooled:

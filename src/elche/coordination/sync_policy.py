@@ -63,7 +63,6 @@ class SyncPolicy(Policy):
         self._shares = StepShares(config, self._members, min_share_samples)
         self._is_deterministic = config.deterministic
         self._is_stopping = self._makes_room = self._is_paused = False
-        self.measured_steps = 0
         self._step_s = math.inf
         self._epoch = -1
         self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
@@ -341,7 +340,6 @@ class SyncPolicy(Policy):
             steps = grant.steps
             self._shares.measured(reports, steps)
             self._step_s = max(report.busy_s for report in reports) / steps
-            self.measured_steps += steps
 
     def _top_up(self) -> list[Instruction]:
         """Grants steps until the loaders' horizon and two grants are covered."""

@@ -119,11 +119,6 @@ class WindowLoop:
         self.end: EndEpoch | None = None
 
     @property
-    def opened_s(self) -> float:
-        """When the window under way began."""
-        return self._opened_s
-
-    @property
     def progress_samples(self) -> float:
         """Samples of the run before this window, plus planned ones so far."""
         committed, planned, batches = self._progress

@@ -44,12 +44,6 @@ class Reduction:
     end_s: float
     waited_s: float
 
-    @property
-    def hidden_share(self) -> float:
-        """How much of it ran beside other work of this rank."""
-        lasted_s = self.end_s - self.begin_s
-        return 1.0 - min(1.0, self.waited_s / lasted_s) if lasted_s > 0 else 1.0
-
 
 @final
 class _Line:

@@ -111,11 +111,7 @@ class EmulationHandle:
             taken by declaration, in seconds.
         overrun_s: time by which real compute exceeded the declaration, in
             seconds. What the scheduler adds to a sleep is not in it.
-        overrun_steps: backward passes that ended with an overrun of more than
-            `OVERRUN_TOLERANCE` of their declared time, the forward included.
     """
-
-    OVERRUN_TOLERANCE = 0.02
 
     def __init__(self, model: nn.Module, config: EmulationConfig) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -134,7 +130,6 @@ class EmulationHandle:
         self.steps = 0
         self.nominal_s = 0.0
         self.overrun_s = 0.0
-        self.overrun_steps = 0
         self._num_parameters = len(parameters)
         self._forward_begin_s = 0.0
         self._forward_samples = 0
@@ -230,8 +225,6 @@ class EmulationHandle:
         self.steps += 1
         self.nominal_s += nominal_s
         self.overrun_s += overrun_s
-        if overrun_s > self.OVERRUN_TOLERANCE * nominal_s:
-            self.overrun_steps += 1
 
     def _backward_time_s(self, backward: _BackwardPass) -> float:
         fraction = 1 - FORWARD_FRACTION

@@ -1,4 +1,4 @@
-"""Policies compared on one simulated cluster, by goodput. Pure."""
+"""Policies compared on one simulated cluster, by goodput."""
 
 from __future__ import annotations
 

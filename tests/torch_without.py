@@ -161,9 +161,7 @@ def window_of(*, is_sum: bool) -> None:
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad for p in parameters if p.grad is not None)
     )
-    sync = GradientSync(
-        parameters, optimizer, window, buffers, is_sum=is_sum, **steps_of()
-    )
+    sync = GradientSync(parameters, optimizer, window, buffers, is_sum=is_sum)
     sync.attach()
     total = torch.zeros(())
     for number in range(3):
@@ -185,11 +183,6 @@ def window_of(*, is_sum: bool) -> None:
     assert len(seen) == len(expected)
     for found, right in zip(seen, expected, strict=True):
         torch.testing.assert_close(found, right)
-
-
-def steps_of() -> dict[str, Any]:
-    """What a `GradientSync` is also made with."""
-    return {"steps": SimpleNamespace()}
 
 
 class _Breaks(torch.autograd.Function):

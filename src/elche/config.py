@@ -59,15 +59,15 @@ class RunConfig:
             A subclass of `elche.Guard`, or where it is (``"package.module:Name"``),
             judges instead: the coordinator's process imports it, finds it beside the
             script or on PYTHONPATH, and calls it without arguments. Kept as text.
-        non_finite: what happens where a rank learned what is no number, under averaged
-            parameters and gradient windows: its part is left out of the window and its
-            batches are trained on again, now watched one by one. Where one gives no
-            number again, or the rank brings nothing finite in three windows, ``"stop"``
-            ends the run and names it; ``"leave_out"`` goes on without that batch alone,
-            and warns. Under ``sync`` a step is one of all ranks and nothing can be left
-            out of it: whatever is set, the run ends soon after parameters have become
-            NaN, and names the rank and samples whose gradient was none first. Windows
-            do not begin on such parameters either. One device does nothing of this.
+        non_finite: what happens under windows where a rank's update is not finite. It
+            is discarded, and its batches are not trained on again; the rank warns,
+            naming them, and its next windows are of one batch until its update is
+            finite. If it is not twice in a row, ``"stop"`` ends the run and names rank
+            and samples; ``"leave_out"`` goes on. Under ``sync`` a step is one of all
+            ranks and nothing can be left out of it: whatever is set, the run ends soon
+            after parameters have become NaN, and names the rank and samples whose
+            gradient was none first. Windows end on such parameters, too, and do not
+            begin on them. One device does nothing of this.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.

@@ -8,7 +8,7 @@
     ├── CommunicationError     a collective or the control channel failed
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
-    ├── NonFiniteError         what a rank learned was no number, again
+    ├── NonFiniteError         what a rank learned is not finite, again, or the model
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
     └── ProtocolError          a message that may not come now, or not at all
         └── TransitionError    an impossible transition; carries the story
@@ -37,10 +37,10 @@ class CommunicationError(ElcheError):
 
 
 class NonFiniteError(ElcheError):
-    """What a rank learned was not finite, and trying again did not help.
+    """What a rank learned was not finite twice in a row, or the model is lost.
 
     Attributes:
-        rank: where it happened last.
+        rank: where it happened.
         batches: (start, stop) of the epoch's batches that it was learned from.
         part: (start, stop) of the samples of the batch, where only some are meant.
         samples: the dataset's keys of all that; on a rank, and not in the coordinator.

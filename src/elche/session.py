@@ -103,7 +103,7 @@ def setup(
 
     Asking the loader for a batch or an epoch raises these as well (ConfigError where
     ``weight_of`` fails or returns what is no weight, naming rank and batch), and
-    NonFiniteError where what a rank learned was no number again (see
+    NonFiniteError where what a rank learned was not finite again (see
     `elche.RunConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """

@@ -81,7 +81,7 @@ class Trainer:
         Raises:
             ConfigError: the loss is not a scalar, or an argument is wrong.
             MismatchError: ranks disagree about model, data or settings.
-            NonFiniteError: what a rank learned was no number again (see
+            NonFiniteError: what a rank learned was not finite again (see
                 `elche.RunConfig.non_finite`), or under ``sync`` the model is none.
             RemoteRankError: another rank failed.
             CommunicationError: the ranks did not come together, or lost each other;

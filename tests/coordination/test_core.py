@@ -532,27 +532,3 @@ def test_after_an_abort_every_newcomer_is_told() -> None:
         assert told.rank == 2
         assert "opens epoch 4, expected 0" in told.reason
     assert core.handle(Tick(), 1e9) == []
-
-
-def test_a_rank_cannot_blame_a_batch_that_it_had_not() -> None:
-    core, _ = opened(plan_of("cadence"))
-    core.handle(batch_done(0, 0), 1.0)
-    core.handle(closed(1, 0), 1.0)
-    blaming = replace(closed(0, 0), is_finite=False, culprits=(1,))
-    told = core.handle(blaming, 1.0)
-    assert "blames batch 1, which it had not" in reason_of(told, 2)
-
-
-def test_what_spoilt_a_window_is_leased_again_as_suspect() -> None:
-    core, told = opened(plan_of("cadence"))
-    first = [grant for grant in told if isinstance(grant, GrantBatches)]
-    held = [b for g in first if g.rank == 0 for b in range(g.start, g.stop)]
-    told = core.handle(batch_done(0, held[0]), 1.0)
-    told += core.handle(closed(1, 0), 1.0)
-    told += core.handle(replace(closed(0, 0), is_finite=False), 1.0)
-    for batch in held[1:]:
-        told += core.handle(batch_done(0, batch, window=1), 2.0)
-        core.check()
-    leases = [grant for grant in told if isinstance(grant, GrantBatches)]
-    suspects = [part for grant in leases for part in grant.suspects]
-    assert suspects == [(held[0], held[0] + 1)]

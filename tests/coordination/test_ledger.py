@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.ledger import EpochLedger
-from elche.errors import ProtocolError, TransitionError
+from elche.errors import TransitionError
 
 pytestmark = pytest.mark.hypothesis
 
@@ -24,9 +24,7 @@ MOVES = st.lists(
                 "close",
                 "stage",
                 "commit",
-                "leave out",
-                "reject",
-                "revoke",
+                "discard",
             ]
         ),
         st.integers(0, 2),
@@ -49,19 +47,11 @@ def _move(ledger: EpochLedger, what: str, holder: int, most: int) -> None:
         ledger.stage()
     elif what == "commit":
         ledger.commit()
-    elif what == "reject" and ledger.parts(holder):
-        start, stop = ledger.parts(holder)[most % len(ledger.parts(holder))]
-        ledger.reject(holder, [(start + (most > 2 and stop > start + 1), stop)])
+    elif what == "discard":
+        parts, committed = ledger.parts(holder), ledger.committed_samples
+        assert ledger.discard(holder) == parts
+        assert (ledger.parts(holder), ledger.committed_samples) == ((), committed)
         ledger.check()
-    elif what == "revoke" and ledger._committed:
-        start, stop = ledger._committed[most % len(ledger._committed)]
-        before = ledger.committed_samples
-        gone = ledger.revoke(holder, [(start + (most > 2 and stop > start + 1), stop)])
-        assert ledger.committed_samples == before - gone
-        ledger.check()
-    elif what == "leave out" and ledger.pooled:
-        start, _ = ledger.pooled_ranges()[0]
-        ledger.leave_out(start, start + 1)
 
 
 @given(SIZES, MOVES)
@@ -109,31 +99,19 @@ def test_a_ledger_that_has_begun_takes_no_state() -> None:
         ledger.load_state_dict(state)
 
 
-def test_nobody_takes_back_what_it_has_not_closed() -> None:
-    ledger = EpochLedger(BatchSizes(((4, 3),)), [0])
-    ledger.lease(0, 3)
-    ledger.train(0, 0, 2)
-    ledger.close(0)
-    with pytest.raises(
-        ProtocolError, match=r"takes back batches 1\.\.2, but has closed"
-    ):
-        ledger.reject(0, [(1, 3)])
-    with pytest.raises(ProtocolError, match=r"back batches 0\.\.1, but committed are"):
-        ledger.revoke(0, [(0, 2)])
+def test_what_is_discarded_is_done_and_outlives_a_break() -> None:
+    ledger = EpochLedger(BatchSizes(((4, 3),)), [0, 1])
+    for holder in (0, 1):
+        start, stop = ledger.lease(holder, 1)
+        ledger.train(holder, start, stop)
+        ledger.close(holder)
+    assert ledger.discard(1) == ((1, 2),)
+    ledger.remove(1)
+    ledger.stage()
+    ledger.commit()
     ledger.check()
-
-
-def test_neighbours_are_taken_back_whatever_order_they_were_trained_in() -> None:
-    """A batch that another rank gave back is trained on after the next one."""
-    ledger = EpochLedger(BatchSizes(((4, 4),)), [0, 1])
-    ledger.lease(1, 1)
-    ledger.lease(0, 2)
-    ledger.give_back(1)
-    ledger.lease(0, 1)
-    ledger.train(0, 1, 3)
-    ledger.train(0, 0, 1)
-    ledger.close(0)
-    assert ledger.reject(0, [(0, 2)]) == ((0, 2),)
-    assert ledger.parts(0) == ((2, 3),)
-    assert ledger.pooled == 3
-    ledger.check()
+    later = EpochLedger(ledger.sizes, [7])
+    later.load_state_dict(ledger.state_dict())
+    assert later.lease(7, 3) == (2, 3)
+    later.check()
+    assert (ledger.used_samples, ledger.committed_samples) == (4, 4)

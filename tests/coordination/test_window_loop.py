@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.instructions import OpenWindow, Reduce
+from elche.coordination.instructions import Adopt, OpenWindow, Reduce, Regroup
 from elche.coordination.window_loop import LINGER_S, LOOK_EVERY_S, Do, WindowLoop
 
 
@@ -61,6 +61,25 @@ def test_a_rank_that_went_astray_trains_no_batch_that_would_be_lost() -> None:
     assert loop.next(1.1, has_work=True).do is Do.BEGIN
     loop.begun()
     assert loop.next(1.1, has_work=True).do is Do.FINISH
+    loop.reduced(1.2)
+    assert loop.next(1.2, has_work=True).do is Do.TRAIN
+
+
+def test_a_model_that_is_handed_over_is_not_the_mean_to_start_from() -> None:
+    """Once: a rank that was astray trained on after it, and lost that to the mean."""
+    loop = overlapped()
+    loop.closed(1.0, is_finite=False)
+    loop.handle(opened(1), 1.0)
+    loop.handle(Regroup(rank=0, generation=1, left=(), joined=(2,)), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.REGROUP
+    loop.regrouped()
+    assert loop.next(1.0, has_work=True).do is Do.WAIT
+    loop.handle(Adopt(rank=0, epoch=0, window=-1, source=0), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.ADOPT
+    loop.reduced(1.0)
+    assert loop.next(1.0, has_work=True).do is Do.WAIT
+    loop.handle(reduction(), 1.1)
+    loop.begun()
     loop.reduced(1.2)
     assert loop.next(1.2, has_work=True).do is Do.TRAIN
 

@@ -105,11 +105,8 @@ class ScriptedFeed:
 
 
 class Sync:
-    is_overlapped = accumulates = False
-    has_stepped = True
-
-    def forget(self) -> None:
-        """Nothing is kept."""
+    is_overlapped = False
+    has_moved = True
 
     def state_layout(self) -> str:
         return ""

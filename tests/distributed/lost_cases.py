@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import elche
-from elche import session
 from elche.errors import NonFiniteError
 from tests.distributed.cases import Task, build
 
@@ -119,78 +118,6 @@ def leave_at_unequal_steps(task: Task) -> str:
     return said
 
 
-@dataclass
-class Survived:
-    """What a rank holds after an epoch of windows with bad samples.
-
-    Attributes:
-        ended: what the run ended with, "" if it did not; and the batches named.
-        left_out: batches that were left out.
-        order: samples that this rank has trained on.
-        metrics: of the epoch.
-        values: of the model and both optimizers' states.
-    """
-
-    ended: tuple[str, tuple[tuple[int, int], ...]]
-    left_out: list[int]
-    order: list[int]
-    metrics: elche.EpochMetrics | None
-    values: dict[str, torch.Tensor]
-
-
-def train_through_bad_samples(
-    task: Task, bad: tuple[int, ...], loop: str, accumulated: int = 1
-) -> Survived:
-    """One epoch under windows; two optimizers step the model where asked."""
-    model, optimizer, loader = build(task)
-    second = None
-    if loop == "two optimizers":
-        first, last = list(model.parameters())[:2], list(model.parameters())[2:]
-        optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
-        second = torch.optim.AdamW(last, lr=1e-2)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
-    run = session.current_run()
-    assert run is not None
-    scales = loop == "scaler"
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
-    order: list[int] = []
-    said: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
-    try:
-        for x, y, index, _ in loader:
-            order += index.tolist()
-            at = len(order) // task.batch_size % accumulated
-            if loop == "zeroes first" and at == 1:
-                optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            if set(bad) & set(index.tolist()):
-                loss = loss * float("nan")
-            scaler.scale(loss).backward()
-            if at:
-                continue
-            if scales:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                continue
-            for each in (optimizer, second):
-                if each is not None:
-                    each.step()
-                    if loop != "zeroes first":
-                        each.zero_grad()
-    except NonFiniteError as error:
-        said = str(error), error.batches
-    left_out = [b for r in run.reports for part in r.left_out for b in range(*part)]
-    values = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    for number, each in enumerate((optimizer, second)):
-        for at, state in enumerate(each.state.values() if each is not None else ()):
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    values[f"{number} {at} {name}"] = value.clone()
-    metrics = None if said[0] else elche.epoch_metrics()
-    elche.shutdown()
-    return Survived(said, left_out, order, metrics, values)
-
-
 class _Lines(logging.Handler):
     """Keeps what is logged."""
 
@@ -200,6 +127,108 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+@dataclass
+class Survived:
+    """What a rank holds after epochs of windows with bad samples.
+
+    Attributes:
+        ended: what the run ended with, "" if it did not; the rank and batches named.
+        order: samples that this rank has trained on.
+        metrics: of the last epoch, None where the run ended.
+        progress: of the run, in samples.
+        values: of the model and both optimizers' states.
+        discarded: what this rank said of updates of its own.
+    """
+
+    ended: tuple[str, int | None, tuple[tuple[int, int], ...]]
+    order: list[int]
+    metrics: elche.EpochMetrics | None
+    progress: float
+    values: dict[str, torch.Tensor]
+    discarded: list[str]
+
+
+class _Steps:
+    """Steps of a loop, in its variants.
+
+    Two optimizers step the model where asked; the common parameters overflow in the
+    step of a window, or in an outer step, where asked; and where rank 1 is broken, none
+    of its losses is a number.
+    """
+
+    def __init__(
+        self, loop: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.loop = loop
+        self.is_broken = loop == "rank 1 is broken" and elche.rank() == 1
+        self.optimizers = [optimizer]
+        if loop == "two optimizers":
+            last = list(model.parameters())[2:]
+            self.optimizers.append(torch.optim.AdamW(last, lr=1e-2))
+        if loop == "overflows":
+            optimizer.param_groups[0]["lr"] = 1e38
+        enabled = loop == "scaler"
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+
+    def step(self, loss: torch.Tensor, *, is_bad: bool, at: int) -> None:
+        """A batch; ``at`` counts those since the last step, 0 where one is due."""
+        if self.loop == "zeroes first" and at == 1:
+            self.optimizers[0].zero_grad()
+        if self.loop == "overflows":
+            loss = loss * 1e6
+        if is_bad or self.is_broken:
+            loss = loss * float("nan")
+        self.scaler.scale(loss).backward()
+        if at:
+            return
+        for each in self.optimizers:
+            self.scaler.step(each)
+            if self.loop == "leaps":
+                for group in each.param_groups:
+                    torch._foreach_add_([p.detach() for p in group["params"]], 100.0)
+            if self.loop != "zeroes first":
+                each.zero_grad()
+        self.scaler.update()
+
+
+def train_through_bad_samples(
+    task: Task, bad: tuple[int, ...], loop: str, accumulated: int = 1
+) -> Survived:
+    """Epochs under windows, in which the loss of some samples is no number."""
+    model, optimizer, loader = build(task)
+    if loop == "two optimizers":
+        first = list(model.parameters())[:2]
+        optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    steps = _Steps(loop, model, optimizer)
+    order: list[int] = []
+    ended: tuple[str, int | None, tuple[tuple[int, int], ...]] = ("", None, ())
+    kept, log = _Lines(), logging.getLogger("elche")
+    log.addHandler(kept)
+    try:
+        for _ in range(task.epochs):
+            for x, y, index, _ in loader:
+                order += index.tolist()
+                at = len(order) // task.batch_size % accumulated
+                is_bad = bool(set(bad) & set(index.tolist()))
+                steps.step(F.cross_entropy(model(x), y), is_bad=is_bad, at=at)
+    except NonFiniteError as error:
+        ended = str(error), error.rank, error.batches
+    finally:
+        log.removeHandler(kept)
+    values = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    for number, each in enumerate(steps.optimizers):
+        for at, state in enumerate(each.state.values()):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    values[f"{number} {at} {name}"] = value.clone()
+    metrics = None if ended[0] else elche.epoch_metrics()
+    progress = 0.0 if ended[0] else elche.progress_samples()
+    elche.shutdown()
+    discarded = [line for line in kept.lines if "so it is discarded" in line]
+    return Survived(ended, order, metrics, progress, values, discarded)
 
 
 def train_with_a_late_optimizer(

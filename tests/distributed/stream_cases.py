@@ -184,10 +184,8 @@ class Streamed:
     orders: list[list[int]]
     draws: dict[tuple[int, int], float]
     state: dict[str, torch.Tensor]
-    opened: int
     length: int
     warnings: list[str]
-    left_out: list[tuple[int, int]]
 
 
 class _Kept(logging.Handler):
@@ -228,8 +226,6 @@ def _streamed(task: StreamTask) -> Streamed:
             **task.options,
         )
         orders, draws = _train(task, model, optimizer, ours)
-        run = session.current_run()
-        reports = [] if run is None else run.reports
         length = len(ours)
         elche.shutdown()
     finally:
@@ -238,10 +234,8 @@ def _streamed(task: StreamTask) -> Streamed:
         orders,
         draws,
         {name: value.detach().clone() for name, value in model.state_dict().items()},
-        len(stream.opened),
         length,
         kept.lines,
-        [part for report in reports for part in report.left_out],
     )
 
 

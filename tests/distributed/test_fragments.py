@@ -14,7 +14,6 @@ from tests.distributed.cases import Task, difference, identical, shared
 from tests.distributed.fragment_cases import Turns, reference, sent_per_window, train
 from tests.distributed.overlap_cases import meeting
 from tests.distributed.test_sync import FOUR_TO_ONE
-from tests.distributed.window_cases import POISON, train_on_poison
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -57,20 +56,6 @@ def test_a_break_synchronises_all_fragments(ranks3: RankPool, policy: str) -> No
     task = Task(samples=400, batch_size=4, loop="break", epochs=3, options=options)
     traces = ranks3.run(shared, task, case_setup=serve_in_thread)
     assert identical([trace.state for trace in traces])
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_rank_that_went_astray_joins_the_others_again(
-    ranks2: RankPool, policy: str
-) -> None:
-    options = {"policy": policy, "fragments": 2, "max_anchor": 1}
-    options["non_finite"] = "leave_out"
-    task = Task(samples=400, batch_size=8, epochs=1, shuffle=False, options=options)
-    ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
-    left_out = [batch for part in ranks[0].left_out[0] for batch in range(*part)]
-    assert POISON // 8 in left_out
-    assert identical([rank.state for rank in ranks])
-    assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
 
 
 @pytest.mark.parametrize(

@@ -11,28 +11,44 @@ import torch
 
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import Task, identical, label_sum
-from tests.distributed.window_cases import POISON, Poisoned, train_on_poison
+from tests.distributed.lost_cases import Survived, train_through_bad_samples
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 
-BATCH = 8
-TASK = Task(samples=400, batch_size=BATCH, epochs=1, optimizer="adamw", shuffle=False)
+BAD = 17
+TASK = Task(samples=400, batch_size=8, epochs=1, optimizer="adamw", shuffle=False)
 
 
-def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Poisoned]:
+def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Survived]:
     environment = [
         {"ELCHE_SPEED": str(speed), "ELCHE_MS_PER_SAMPLE": "0.2"} for speed in speeds
     ]
-    task = dataclasses.replace(
-        TASK, options={"seed": 5, "non_finite": "leave_out", **options}
+    task = dataclasses.replace(TASK, options={"seed": 5, **options})
+    return pool.run(
+        train_through_bad_samples,
+        task,
+        (BAD,),
+        "plain",
+        case_setup=serve_in_thread,
+        env=environment,
     )
-    return pool.run(train_on_poison, task, case_setup=serve_in_thread, env=environment)
+
+
+def check_discarded(ranks: list[Survived]) -> None:
+    """Once, and every sample was trained on once."""
+    assert sorted(n for rank in ranks for n in rank.order) == list(range(TASK.samples))
+    assert sum(len(rank.discarded) for rank in ranks) == 1
+    metrics = ranks[0].metrics
+    assert metrics is not None
+    assert sum(metrics.discarded_samples) == TASK.samples - metrics.samples >= 8
+    for rank in ranks:
+        assert all(torch.isfinite(value).all() for value in rank.values.values())
 
 
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_replay_tries_and_leaves_out_what_the_recorded_run_did(
+def test_a_replay_discards_what_the_recorded_run_did(
     ranks2: RankPool, policy: str, weighs: bool, tmp_path: Path
 ) -> None:
     record = str(tmp_path / "plan.json")
@@ -42,17 +58,17 @@ def test_a_replay_tries_and_leaves_out_what_the_recorded_run_did(
     first = run(ranks2, (1.0, 0.5), record=record, **options)
     again = run(ranks2, (0.4, 1.0), replay=record, **options)
     assert [rank.order for rank in again] == [rank.order for rank in first]
-    assert [rank.left_out for rank in again] == [rank.left_out for rank in first]
-    assert first[0].left_out == [((POISON // BATCH, POISON // BATCH + 1),)]
-    assert identical([first[0].state, *(rank.state for rank in again)])
-    assert sum(rank.order.count(POISON) for rank in again) == 2
+    assert [rank.discarded for rank in again] == [rank.discarded for rank in first]
+    check_discarded(again)
+    for before, after in zip(first, again, strict=True):
+        assert identical([before.values, after.values])
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_deterministic_run_tries_again_after_its_plan(
+def test_a_deterministic_run_keeps_to_its_plan(
     ranks2: RankPool, policy: str, tmp_path: Path
 ) -> None:
-    """What it rejects depends on no time, nor does when that is tried again."""
+    """What it discards depends on no time."""
     record = str(tmp_path / "plan.json")
     options = {"policy": policy, "anchor": 3, "speed_hints": (1.0, 0.5)}
     fixed = {**options, "deterministic": True}
@@ -62,11 +78,7 @@ def test_a_deterministic_run_tries_again_after_its_plan(
         run(ranks2, (0.5, 1.0), replay=record, **options),
     ]
     for ranks in runs:
-        assert ranks[0].left_out == [((POISON // BATCH, POISON // BATCH + 1),)]
-        assert ranks[0].metrics.samples == TASK.samples - BATCH
-        seen = [index for rank in ranks for index in rank.order]
-        assert set(seen) == set(range(TASK.samples))
-        assert seen.count(POISON) == 2
-    assert identical([rank.state for ranks in runs for rank in ranks])
-    state = runs[0][0].state
-    assert all(torch.isfinite(value).all() for value in state.values())
+        check_discarded(ranks)
+        assert ranks[0].order == runs[0][0].order
+        for before, after in zip(runs[0], ranks, strict=True):
+            assert identical([before.values, after.values])

@@ -140,17 +140,16 @@ def test_the_rest_of_a_longer_stream_is_left(ranks2: RankPool) -> None:
     assert all(len(rank.warnings) <= 1 for rank in ranks)
 
 
-def test_a_lease_that_came_back_is_read_again(ranks2: RankPool) -> None:
-    """A batch that gives no number is tried twice, the second time from the start."""
+def test_what_is_discarded_of_a_stream_is_named_by_its_positions(
+    ranks2: RankPool,
+) -> None:
     options = {"policy": "cadence", "max_anchor": 0}  # a window is a batch
-    options["non_finite"] = "leave_out"
     task = StreamTask(poison=20, epochs=1, options=options)
     ranks = run(ranks2, task)
-    seen = positions(ranks, 0)
-    assert set(seen) == set(range(task.samples))
-    assert seen.count(20) == 2
-    assert (2, 3) in ranks[0].left_out
-    assert max(rank.opened for rank in ranks) >= 2
+    assert positions(ranks, 0) == list(range(task.samples))
+    (said,) = [line for rank in ranks for line in rank.warnings]
+    assert "what it learned in epoch 0 from batches 2 is not finite" in said
+    assert said.endswith("samples [16, 17, 18, 19, 20, 21, 22, 23]")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import elche
-from elche.errors import NonFiniteError
 from elche.runtime.coordinator import serve_in_thread
 from tests.distributed.cases import (
     Task,
     Trace,
-    build,
     difference,
     identical,
     plain,
@@ -24,12 +20,10 @@ from tests.distributed.cases import (
 )
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.window_cases import (
-    POISON,
     follow_progress_with_gradient_windows,
     share_with_slow_loader,
     shared_by_virtual_speeds,
     shared_over_slow_link,
-    train_on_poison,
 )
 from tests.harness.rank_pool import RankPool
 
@@ -215,144 +209,6 @@ def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) 
     # Free, the fast one does 57 of them. It may lead by one per window, and does what
     # is left when the slow one has no more to do.
     assert max(counts) <= 45
-
-
-@pytest.mark.parametrize(
-    ("policy", "update"),
-    [("cadence", "parameters"), ("cadence", "gradients"), ("async", "parameters")],
-)
-def test_a_poisoned_batch_alone_is_left_out(
-    ranks2: RankPool, policy: str, update: str
-) -> None:
-    """Batches of the same windows go back, and are in the model in the end."""
-    task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
-    task = _with(task, policy=policy, update=update, anchor=4, max_anchor=4)
-    task = _with(task, non_finite="leave_out")
-    ranks = ranks2.run(train_on_poison, task, case_setup=serve_in_thread)
-    seen = [index for rank in ranks for index in rank.order]
-    assert seen.count(POISON) == 2
-    left_out = [batch for part in ranks[0].left_out[0] for batch in range(*part)]
-    assert left_out == [POISON // 8]
-    assert set(range(400)) == set(seen)
-    assert len(seen) > 400 + 8  # others were trained on again
-    assert identical([rank.state for rank in ranks])
-    assert all(torch.isfinite(value).all() for value in ranks[0].state.values())
-    # Only what is in the model is counted; what was tried for nothing is told beside.
-    metrics = ranks[0].metrics
-    assert metrics == ranks[1].metrics
-    assert metrics.samples == 400 - 8
-    assert metrics.samples == ranks[0].progress_samples == ranks[1].progress_samples
-    for rank, trained in enumerate(ranks):
-        used = metrics.rank_samples[rank] + metrics.discarded_samples[rank]
-        assert used == len(trained.order)
-    moments = [value for rank in ranks for value in rank.moments]
-    assert moments
-    assert all(torch.isfinite(value).all() for value in moments)
-
-
-def stop_at_poison(task: Task) -> tuple[str, tuple[tuple[int, int], ...]]:
-    with pytest.raises(NonFiniteError, match=r"was not finite") as caught:
-        train_on_poison(task)
-    elche.shutdown()
-    return str(caught.value), caught.value.batches
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_run_stops_at_what_is_no_number_again(
-    ranks2: RankPool, policy: str, deterministic: bool
-) -> None:
-    """And names that batch alone on every rank, also where plans are fixed."""
-    task = Task(samples=400, batch_size=8, epochs=1, shuffle=False)
-    task = _with(task, policy=policy, anchor=4, max_anchor=4)
-    task = _with(task, deterministic=deterministic)
-    ends = ranks2.run(stop_at_poison, task, case_setup=serve_in_thread)
-    at = POISON // 8
-    for said, batches in ends:
-        assert batches == ((at, at + 1),)
-        assert f"samples {list(range(8 * at, 8 * at + 8))}" in said
-        assert "for the second time" in said
-
-
-def train_with_broken_ranks(task: Task, broken: tuple[int, ...]) -> str:
-    """What the run ended with, "" if it did not."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
-    scale, said = float("nan") if elche.rank() in broken else 1.0, ""
-    try:
-        for _ in range(task.epochs):
-            for x, y, _, _ in loader:
-                (F.cross_entropy(model(x), y) * scale).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except NonFiniteError as error:
-        said = str(error)
-    elche.shutdown()
-    return said
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_a_rank_that_brings_nothing_finite_stops_the_run(
-    ranks2: RankPool, policy: str
-) -> None:
-    task = _with(Task(samples=400, batch_size=8, epochs=2), policy=policy, max_anchor=1)
-    ends = ranks2.run(train_with_broken_ranks, task, (1,), case_setup=serve_in_thread)
-    for said in ends:
-        assert "what rank 1 learned in epoch" in said
-        assert "in 3 windows in a row" in said or "for the second time" in said
-
-
-def train_on_a_lost_model(task: Task) -> str:
-    """The model is lost before an epoch; its batches are not at fault."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
-    for _ in loader:
-        pass
-    with torch.no_grad():
-        next(model.parameters()).fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"before windows began in epoch 1") as no:
-        next(iter(loader))
-    elche.shutdown()
-    return str(no.value)
-
-
-@pytest.mark.parametrize(
-    ("policy", "update"), [("cadence", "gradients"), ("async", "parameters")]
-)
-def test_no_batch_is_blamed_for_a_model_that_was_lost_before(
-    ranks2: RankPool, policy: str, update: str
-) -> None:
-    task = _with(Task(samples=160, batch_size=8), policy=policy, update=update)
-    task = _with(task, non_finite="leave_out")
-    ends = ranks2.run(train_on_a_lost_model, task, case_setup=serve_in_thread)
-    assert all("samples" not in said for said in ends)
-
-
-def train_on_bad_beginning(task: Task) -> dict[str, torch.Tensor]:
-    """An epoch whose first two batches are no numbers, BatchNorm in the way of them."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
-    for x, y, index, _ in loader:
-        x[index < 2 * task.batch_size] = float("nan")
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    elche.shutdown()
-    return state
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_statistics_outlive_a_window_that_is_rejected_whole(
-    ranks2: RankPool, policy: str
-) -> None:
-    task = Task(samples=160, batch_size=8, model="norm", shuffle=False)
-    task = _with(task, policy=policy, deterministic=True, non_finite="leave_out")
-    states = ranks2.run(train_on_bad_beginning, task, case_setup=serve_in_thread)
-    assert identical(states)
-    assert all(torch.isfinite(value).all() for value in states[0].values())
-    # Eighteen of twenty batches count.
-    assert int(states[0]["1.num_batches_tracked"]) == 18
 
 
 @pytest.mark.parametrize("sync_s", [0.0, 0.5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from elche.runtime import run_epochs
 from elche.runtime.news import RunNews
 from tests.distributed.cases import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
-
-POISON = 17
 
 
 def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
@@ -65,47 +62,6 @@ def shared_and_heard(
         return shared(task, at_step)
     finally:
         RunNews.take = take  # type: ignore[method-assign]
-
-
-@dataclasses.dataclass
-class Poisoned:
-    """What a rank holds after training on data with a sample that gives no number."""
-
-    state: dict[str, torch.Tensor]
-    left_out: list[tuple[tuple[int, int], ...]]
-    order: list[int]
-    metrics: elche.EpochMetrics
-    progress_samples: float
-    moments: list[torch.Tensor]
-
-
-def train_on_poison(task: Task) -> Poisoned:
-    """One epoch in which one sample's loss is not finite, whoever trains on it."""
-    model, optimizer, loader = build(task)
-    options = {"policy": "sync", **task.options}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
-    order: list[int] = []
-    for x, y, index, _ in loader:
-        order += index.tolist()
-        loss = F.cross_entropy(model(x), y)
-        if POISON in index.tolist():
-            loss = loss * float("nan")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run = session.current_run()
-    assert run is not None
-    left_out = [report.left_out for report in run.reports]
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    metrics, progress = elche.epoch_metrics(), elche.progress_samples()
-    moments = [
-        value.clone()
-        for held in optimizer.state.values()
-        for value in held.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    elche.shutdown()
-    return Poisoned(state, left_out, order, metrics, progress, moments)
 
 
 class SlowToLoad(Dataset[Any]):

@@ -8,8 +8,6 @@ from torch import nn
 
 from elche.runtime.local_steps import LocalSteps
 from elche.runtime.optimizers_seen import OptimizersSeen
-from elche.runtime.scalars import ScalarLog
-from elche.runtime.scaler_skips import ScalerSkips
 
 
 @pytest.mark.parametrize("only_lost", [True, False])
@@ -19,7 +17,7 @@ def test_those_that_hold_a_nan_begin_anew(only_lost: bool) -> None:
     first = torch.optim.AdamW(model[0].parameters())
     second = torch.optim.Adafactor(model[1].parameters())
     seen = OptimizersSeen(model, first)
-    steps = LocalSteps(model, seen, ScalerSkips(first, ScalarLog()))
+    steps = LocalSteps(model, seen)
     seen.attach()
     model(torch.ones(4, 3)).sum().backward()
     for parameter in model[1].parameters():

@@ -8,48 +8,33 @@ import pytest
 import torch
 
 from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.instructions import EndEpoch
-from elche.runtime.news import RunNews
+from elche.runtime.news import tell_discarded
 from elche.runtime.positions import EpochPositions
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 
 
-def ended(*left_out: tuple[int, int]) -> EndEpoch:
-    return EndEpoch(
-        rank=0,
-        epoch=4,
-        samples=(7,),
-        busy_s=(1.0,),
-        data_wait_s=(0.0,),
-        sync_s=0.0,
-        windows=1,
-        anchor=1,
-        shares=(1.0,),
-        left_out=left_out,
-    )
-
-
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        (torch.tensor(KEYS), ("[9, 1]", "[8, 2, 6]")),
-        ([f"s{key}" for key in KEYS], ("['s9', 's1']", "['s8', 's2', 's6']")),
+        (torch.tensor(KEYS), "[9, 1, 8, 2, 6]"),
+        ([f"s{key}" for key in KEYS], "['s9', 's1', 's8', 's2', 's6']"),
     ],
 )
-def test_what_was_left_out_twice_is_named_with_its_samples(
-    keys: torch.Tensor | list[str],
-    named: tuple[str, str],
-    caplog: pytest.LogCaptureFixture,
+def test_a_discarded_update_is_told_with_its_rank_batches_and_samples(
+    keys: torch.Tensor | list[str], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The samples are keys of the data set, as the sampler drew them."""
     positions = EpochPositions(keys, BatchSizes(((2, 3), (1, 1))), 4, None)
     with caplog.at_level(logging.WARNING, "elche"):
-        RunNews(1).name_left_out(ended((1, 2)), positions)
-        assert caplog.messages == []  # one rank says it
-        RunNews(0).name_left_out(ended((1, 2), (2, 4)), positions)
-    first, second = caplog.messages
-    assert first.startswith("epoch 4: batches 1 to 1 were left out: ")
-    assert first.endswith(f"not tried again; samples {named[0]}")
-    assert second.startswith("epoch 4: batches 2 to 3 were left out: ")
-    assert second.endswith(f"samples {named[1]}")
+        tell_discarded(3, [(1, 2), (2, 4)], positions)
+    (said,) = caplog.messages
+    assert said.startswith("rank 3: what it learned in epoch 4 from batches 1 to 3 is ")
+    assert said.endswith(f"samples {named}")
+
+
+def test_of_many_samples_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    positions = EpochPositions(torch.arange(200), BatchSizes(((2, 100),)), 0, None)
+    with caplog.at_level(logging.WARNING, "elche"):
+        tell_discarded(0, [(0, 50)], positions)
+    assert caplog.messages[0].endswith("62, 63] and 36 more")

@@ -1,192 +1,204 @@
-"""Batches that give no number, in simulated windows: they alone are left out."""
+"""Updates that are not finite, in simulated windows: discarded, counted once, told."""
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from elche.cadence.el_che import ElChe
+from elche.coordination.batch_ranges import BatchSizes
 from elche.coordination.events import BatchesDone, Event, WindowClosed
-from elche.coordination.instructions import EndEpoch, GrantBatches
-from elche.coordination.suspects import Suspects
-from elche.coordination.window_loop import WindowLoop
+from elche.coordination.instructions import Abort, EndEpoch, MetricsReported
+from elche.coordination.metrics import EpochMetrics
+from elche.coordination.pacing import Pacing
+from elche.coordination.window_book import Reduction
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
-from elche.sim.window_worker import WindowEpoch
+from tests.sim.checks import MOST_HAPPENINGS
+from tests.sim.strategies import clusters
 
-BATCHES = 120
 
-
-class Learned:
-    """What a rank has learned, whose loop steps every so many batches.
+class Heard:
+    """What ranks said of their windows.
 
     Attributes:
-        model: batches that steps were taken along.
-        gradients: batches whose gradients wait for a step.
+        windows: of each rank that had batches, in order: which, and if it was finite.
     """
 
-    def __init__(self, bad: set[int], accumulated: int) -> None:
-        self._bad = bad
-        self._accumulated = accumulated
-        self._trained = 0
-        self._kept: list[int] = []
-        self._sent: list[int] = []
-        self.model: list[int] = []
-        self.gradients: list[int] = []
-        self.has_stepped = False
+    def __init__(self, events: list[Event]) -> None:
+        self.windows: dict[int, list[tuple[list[int], bool]]] = {}
+        had: dict[int, list[int]] = {}
+        for event in events:
+            if isinstance(event, BatchesDone):
+                had.setdefault(event.rank, []).extend(range(event.start, event.stop))
+            elif isinstance(event, WindowClosed) and had.get(event.rank):
+                window = had.pop(event.rank), event.is_finite
+                self.windows.setdefault(event.rank, []).append(window)
 
-    @property
-    def is_finite(self) -> bool:
-        return not self._bad & set(self.model)
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        return not self._bad & set(self.gradients)
-
-    @property
-    def accumulates(self) -> bool:
-        return self._accumulated > 1
-
-    def train(self, batch: int) -> None:
-        self._trained += 1
-        self.gradients.append(batch)
-        self.has_stepped = self._trained % self._accumulated == 0
-        if self.has_stepped:
-            self.model += self.gradients
-            self.gradients = []
-
-    def keep(self) -> None:
-        self._kept = list(self.model)
-
-    def restore(self, batches: int) -> None:
-        self.model, self.gradients = list(self._kept), []
-
-    def drop_gradients(self, batches: int) -> None:
-        self.gradients = []
-
-    def forget(self) -> None: ...
-
-    def close(self) -> bool:
-        """The window ends; what is no number is not sent, and not kept either."""
-        is_finite = self.is_finite
-        if not is_finite:
-            self.model, self.gradients = list(self._sent), []
-        self._sent = list(self.model)
-        return is_finite
+    def twice_in_a_row(self) -> set[int]:
+        """Ranks that brought nothing finite in two windows in a row."""
+        return {
+            rank
+            for rank, windows in self.windows.items()
+            if any(not (a or b) for (_, a), (_, b) in pairwise(windows))
+        }
 
 
-class Poisoned:
-    """Ranks of a simulation whose data hold some batches that give no number."""
+def simulate(cluster: Cluster, told: list[Any]) -> Simulation:
+    """A run, and what its core told."""
+    watch = Watch(checks=True, details=True, most_happenings=MOST_HAPPENINGS)
+    sim = Simulation(cluster, watch)
+    handle = sim.core.handle
 
-    def __init__(
-        self, bad: set[int], accumulated: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self._bad = bad
-        self._accumulated = accumulated
-        self._learned: dict[int, Learned] = {}
-        self._suspects: dict[int, Suspects] = {}
-        self._is_finite = True
-        self.tried: list[int] = []
-        self.left_out: list[int] = []
-        self.samples = 0
-        send, handle, closed = Simulation.send, WindowEpoch._handle, WindowLoop.closed
-        me = self
+    def listen(event: Event, now_s: float) -> Any:
+        answer = handle(event, now_s)
+        told.extend(answer)
+        return answer
 
-        def send_spoilt(sim: Simulation, event: Event) -> None:
-            send(sim, me.spoilt(event))
-
-        def hear(worker: WindowEpoch, instruction: Any) -> None:
-            me.hear(instruction)
-            handle(worker, instruction)
-
-        def close(loop: WindowLoop, now_s: float) -> None:
-            closed(loop, now_s, is_finite=me._is_finite)
-
-        monkeypatch.setattr(Simulation, "send", send_spoilt)
-        monkeypatch.setattr(WindowEpoch, "_handle", hear)
-        monkeypatch.setattr(WindowLoop, "closed", close)
-
-    def hear(self, instruction: Any) -> None:
-        if isinstance(instruction, GrantBatches):
-            self._of(instruction.rank)[1].add(instruction.suspects)
-        if isinstance(instruction, EndEpoch) and instruction.rank == 0:
-            self.left_out = [b for part in instruction.left_out for b in range(*part)]
-            self.samples = sum(instruction.samples)
-
-    def spoilt(self, event: Event) -> Event:
-        if isinstance(event, BatchesDone):
-            learned, suspects = self._of(event.rank)
-            for batch in range(event.start, event.stop):
-                self.tried.append(batch)
-                suspects.begin(batch)
-                learned.train(batch)
-                suspects.done(batch)
-        if isinstance(event, WindowClosed):
-            learned, suspects = self._of(event.rank)
-            culprits, rejected = suspects.window_ends()
-            self._is_finite = learned.close()
-            lost = suspects.closed(is_finite=self._is_finite)
-            return replace(
-                event,
-                is_finite=self._is_finite,
-                culprits=culprits,
-                rejected=rejected,
-                lost=lost,
-            )
-        return event
-
-    @property
-    def learned(self) -> list[int]:
-        """Batches in all ranks' models, or in gradients that wait."""
-        every = self._learned.values()
-        return [b for each in every for b in (*each.model, *each.gradients)]
-
-    def _of(self, rank: int) -> tuple[Learned, Suspects]:
-        learned = self._learned.setdefault(rank, Learned(self._bad, self._accumulated))
-        return learned, self._suspects.setdefault(rank, Suspects(learned))
+    sim.core.handle = listen  # type: ignore[method-assign]
+    sim.run()
+    return sim
 
 
-def cluster_of(policy: str, seed: int, **options: Any) -> Cluster:
-    run = Run(
-        policy=policy,
-        samples=8 * BATCHES,
-        batch_size=8,
-        model_bytes=1e6,
-        seed=seed,
-        options={"anchor": 3, "non_finite": "leave_out", **options},
-    )
-    return Cluster(
-        run=run,
-        devices=tuple(
-            Device(seconds_per_sample=s, jitter=0.3) for s in (0.001, 0.0017, 0.004)
-        ),
-        link=Link(latency_s=0.0005, spread_s=0.003),
-    )
+def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
+    """Some of its batches give no number."""
+    last = BatchSizes(cluster.run.sizes).num_batches - 1
+    bad = data.draw(st.sets(st.integers(0, last), max_size=max(1, last // 4)))
+    options = {**cluster.run.options, "non_finite": non_finite}
+    run = replace(cluster.run, bad_batches=tuple(bad), options=options)
+    return replace(cluster, run=run)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@given(data=st.data())
+@settings(max_examples=80)
+def test_every_batch_is_in_the_model_or_discarded_once(
+    policy: str, changes: bool, data: st.DataObject
+) -> None:
+    """Whatever is bad, and whoever dies or joins; the books find what is not."""
+    cluster = data.draw(clusters(policy, changes=changes))
+    cluster = with_bad(data, cluster, "leave_out")
+    told: list[Any] = []
+    sim = simulate(cluster, told)
+    history, (books,) = sim.history, sim.books or []
+    if not changes:
+        assert not history.aborts, next(iter(history.aborts.values())).reason
+        assert history.finished == set(range(cluster.world_size))
+    elif not history.finished:
+        return  # nobody is left who could tell
+    sizes, bad = BatchSizes(cluster.run.sizes), set(cluster.run.bad_batches)
+    everything = set(range(sizes.num_batches))
+    for epoch in range(cluster.run.epochs):
+        gone = {batch for e, batch in books.discarded if e == epoch}
+        assert bad <= gone
+        assert history.committed[0, epoch] == everything - gone
+    if changes:
+        return
+    spoilt: Counter[int] = Counter()
+    for windows in Heard(sim.events).windows.values():
+        for batches, is_finite in windows:
+            assert is_finite == (not bad.intersection(batches))
+            spoilt.update([] if is_finite else batches)
+    assert spoilt == Counter(batch for _, batch in books.discarded)
+    metrics = [
+        EpochMetrics.from_json(one.values)
+        for one in told
+        if isinstance(one, MetricsReported) and one.window < 0 and one.rank == 0
+    ]
+    for epoch, metric in enumerate(metrics):
+        gone = {batch for e, batch in books.discarded if e == epoch}
+        lost = sum(sizes.samples_in(batch, batch + 1) for batch in gone)
+        assert sum(metric.discarded_samples) == lost
+        assert metric.samples == sizes.num_samples - lost
+    ends = [one for one in told if isinstance(one, EndEpoch) and one.rank == 0]
+    assert [sum(end.samples) for end in ends] == [each.samples for each in metrics]
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("seed", "accumulated"), [*enumerate([1, 1, 1, 1, 3, 4, 5])])
-def test_they_alone_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    deterministic: bool,
-    seed: int,
-    accumulated: int,
+@given(data=st.data())
+@settings(max_examples=80)
+def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
+    policy: str, data: st.DataObject
 ) -> None:
-    """Each is tried twice at least; every other batch is in the model, once."""
-    draw = random.Random(seed)
-    bad = set(draw.sample(range(BATCHES), draw.choice([1, 2, 5, 20])))
-    bad |= {BATCHES - 1} if seed % 2 else set()
-    poisoned = Poisoned(bad, accumulated, monkeypatch)
-    cluster = cluster_of(policy, seed, deterministic=deterministic)
-    sim = Simulation(cluster, Watch(checks=True))
-    sim.books = None  # they know of no contribution that is rejected
-    sim.run()
-    assert not sim.history.aborts, next(iter(sim.history.aborts.values())).reason
-    assert sorted(poisoned.left_out) == sorted(bad)
-    assert sorted(poisoned.learned) == sorted(set(range(BATCHES)) - bad)
-    assert poisoned.samples == 8 * (BATCHES - len(bad))
-    assert all(poisoned.tried.count(batch) >= 2 for batch in bad)
+    cluster = with_bad(data, data.draw(clusters(policy, most_ranks=4)), "stop")
+    told: list[Any] = []
+    sim = simulate(cluster, told)
+    heard = Heard(sim.events)
+    aborts = [one for one in told if isinstance(one, Abort)]
+    assert bool(aborts) == bool(heard.twice_in_a_row())
+    if aborts:
+        assert {one.kind for one in aborts} == {"non_finite"}
+        (rank,) = {one.failed_rank for one in aborts}
+        assert rank in heard.twice_in_a_row()
+        named = {batch for part in aborts[0].batches for batch in range(*part)}
+        assert named.intersection(cluster.run.bad_batches)
+    else:
+        assert sim.history.finished == set(range(cluster.world_size))
+    if cluster.run.options.get("deterministic"):
+        return  # a plan says what is in a window
+    for windows in heard.windows.values():
+        for (_, was_finite), (batches, _) in pairwise(windows):
+            assert was_finite or len(batches) == 1
+
+
+def of_two(policy: str, bad: set[int], **options: Any) -> Cluster:
+    run = Run(
+        policy=policy,
+        samples=8 * 400,
+        batch_size=8,
+        model_bytes=1e6,
+        options={"non_finite": "leave_out", **options},
+        bad_batches=tuple(bad),
+    )
+    devices = (Device(seconds_per_sample=0.001), Device(seconds_per_sample=0.003))
+    return Cluster(run=run, devices=devices, link=Link(latency_s=0.0005))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_wait_of_a_rank_that_is_astray_lengthens_no_window(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has run one batch, or none, and waits for the rest of everybody's window."""
+    costs_ms: list[float] = []
+    slowest: list[int] = []
+    report, watch = ElChe.report_timing, Pacing.watch
+
+    def listen(
+        el_che: ElChe, wall_ms: list[float], batches: list[int], sync_ms: float
+    ) -> None:
+        costs_ms.append(sync_ms)
+        report(el_che, wall_ms, batches, sync_ms)
+
+    def look(pacing: Pacing, reduction: Reduction, batches: int) -> str:
+        slowest.append(batches)
+        return watch(pacing, reduction, batches)
+
+    monkeypatch.setattr(ElChe, "report_timing", listen)
+    monkeypatch.setattr(Pacing, "watch", look)
+    simulate(of_two(policy, set()), [])
+    usual_ms, shortest = max(costs_ms), slowest.count(1)
+    costs_ms.clear()
+    slowest.clear()
+    sim = simulate(of_two(policy, set(range(60, 360, 20))), [])
+    assert not sim.history.aborts
+    (books,) = sim.books or []
+    assert len(books.discarded) > 15
+    assert max(costs_ms) <= usual_ms
+    assert slowest.count(1) <= shortest
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_is_discarded_ends_with_the_window(policy: str) -> None:
+    """Of windows of about sixteen batches of both, one is lost."""
+    options = {"anchor": 4, "max_anchor": 4}
+    sim = simulate(of_two(policy, {200}, **options), [])
+    (books,) = sim.books or []
+    assert 200 in {batch for _, batch in books.discarded}
+    assert len(books.discarded) <= 16

@@ -94,12 +94,9 @@ class Averager:
         return all_finite(self._parameters)
 
     @property
-    def has_finite_gradients(self) -> bool:
-        """Whether all gradients that are there are numbers; waits for them."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return all_finite(
-            [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        )
+    def has_moved(self) -> bool:
+        """Whether the parameters are no longer the common ones; waits for them."""
+        return any(group.has_moved for group in self._groups)
 
     @torch.no_grad()
     def build(self) -> None:
@@ -198,7 +195,7 @@ class Averager:
         Raises:
             ProtocolError: this rank's parameters are not the common ones.
         """
-        if any(group.has_moved for group in self._groups):
+        if self.has_moved:
             raise ProtocolError(
                 "the parameters have moved since the last synchronisation; expected "
                 "state_dict() at a drained one, where an epoch ends"

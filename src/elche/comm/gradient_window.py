@@ -67,15 +67,6 @@ class _Accumulator:
         foreach_zero_(self._sums)
         self._used = [False] * len(self.parameters)
 
-    def kept(self) -> tuple[list[torch.Tensor], list[bool]]:
-        """Copies of the sums, and which parameters have any."""
-        return [each.clone() for each in self._sums], list(self._used)
-
-    def restore(self, kept: tuple[list[torch.Tensor], list[bool]]) -> None:
-        """Makes them what they were."""
-        foreach_copy_(self._sums, kept[0])
-        self._used = list(kept[1])
-
     def add(self, samples: float) -> None:
         """Moves every ``p.grad`` into the sums."""
         sums, gradients = [], []
@@ -151,9 +142,6 @@ class GradientWindow:
         self._group = group
         self._samples = 0.0
         self._is_reduced = False
-        self._kept: tuple[float, list[tuple[list[torch.Tensor], list[bool]]]] | None = (
-            None
-        )
 
     @property
     def extra_bytes(self) -> int:
@@ -210,26 +198,6 @@ class GradientWindow:
         if is_whole:
             self._samples += samples
         self.clear()
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Remembers what was added up; a reduction that is over is not needed again."""
-        if self._is_reduced:
-            self._forget()
-        self._kept = self._samples, [each.kept() for each in self._sums]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Makes it what was kept last."""
-        assert self._kept is not None
-        self._samples, parts = self._kept
-        for each, kept in zip(self._sums, parts, strict=True):
-            each.restore(kept)
-        self.clear()
-
-    def forget_kept(self) -> None:
-        """Nothing is kept any more."""
-        self._kept = None
 
     def reduce(self, *, counts: bool = True) -> float:
         """Sums over all ranks, and waits for it: :meth:`begin`, then :meth:`finish`."""

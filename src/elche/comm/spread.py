@@ -13,11 +13,11 @@ class SyncResult:
     Attributes:
         divergence: ‖θ_r − θ̄‖ / ‖θ_{k+1}‖ over the trained parameters; 0.0 if the rank
             contributed nothing, NaN if its parameters or the mean are not finite.
-        parameter_norm: ‖θ_{k+1}‖.
+        parameter_norm: ‖θ_{k+1}‖; None if it was not measured.
     """
 
     divergence: float
-    parameter_norm: float
+    parameter_norm: float | None
 
 
 @dataclass(slots=True)

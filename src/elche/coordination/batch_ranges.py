@@ -70,34 +70,28 @@ def count_batches(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def without(
-    holder: int, ranges: Sequence[Range], part: Range, are: str = "has closed"
-) -> list[Range]:
-    """The ranges without a part of them, which ``holder`` takes back.
-
-    It may lie in several: neighbours are not always trained on one after the other.
-    """
-    start, stop = part
-    kept: list[Range] = []
-    found = 0
-    for begin, end in ranges:
-        low, high = max(begin, start), min(end, stop)
-        if low >= high:
-            kept.append((begin, end))
-            continue
-        found += high - low
-        rest = [(begin, low), (high, end)]
-        kept += [each for each in rest if each[0] < each[1]]
-    if start < stop and found == stop - start:
-        return kept
-    raise ProtocolError(
-        f"{holder} takes back batches {start}..{stop - 1}, but {are} {list(ranges)[:4]}"
-    )
-
-
 def append_range(ranges: deque[Range] | list[Range], part: Range) -> None:
     """Appends a range, joined to the last one where they touch."""
     if ranges and ranges[-1][1] == part[0]:
         ranges[-1] = (ranges[-1][0], part[1])
     else:
         ranges.append(part)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same batches as few ranges, in order."""
+    parts: list[Range] = []
+    for part in sorted(ranges):
+        append_range(parts, part)
+    return parts
+
+
+def named(ranges: Iterable[Range]) -> str:
+    """Batches in words, as in "3, 5 to 7"; "none" without any."""
+    return (
+        ", ".join(
+            str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+            for start, stop in joined(ranges)
+        )
+        or "none"
+    )

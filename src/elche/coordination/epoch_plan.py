@@ -101,18 +101,10 @@ class WindowSource(ABC):
     def window(self, number: int) -> WindowPlan | None:
         """The plan of the epoch's window ``number`` (from 0); None past its end."""
 
-    def try_again(self, first: int, batches: Sequence[int]) -> None:  # noqa: B027
-        """These gave no number, or were beside one that did.
-
-        Args:
-            first: the first window that no rank can have begun.
-            batches: in order.
-        """
-
 
 @final
 class RecordedWindows(WindowSource):
-    """Windows of a recorded epoch: when it tried again what failed is in the record."""
+    """Windows of a recorded epoch."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self._windows = plan.windows
@@ -126,9 +118,6 @@ class RecordedWindows(WindowSource):
 class FixedWindows(WindowSource):
     """Windows of fixed counts: what ``deterministic=True`` runs.
 
-    What is to be tried again comes after all others. That depends on what was rejected,
-    and so on no time.
-
     Args:
         sizes: the epoch's batches.
         counts: batches per rank and window.
@@ -141,16 +130,13 @@ class FixedWindows(WindowSource):
         self._sizes = sizes
         self._counts = list(counts)
         self._committed_samples = committed_samples
-        self._num_windows = -(-sizes.num_batches // sum(self._counts))
-        self._again: list[WindowPlan] = []
 
     def window(self, number: int) -> WindowPlan | None:
         """See :meth:`WindowSource.window`."""
         total, end = sum(self._counts), self._sizes.num_batches
         first = number * total
         if first >= end:
-            index = number - self._num_windows
-            return self._again[index] if index < len(self._again) else None
+            return None
         parts: list[list[Range]] = []
         at = first
         for count in self._counts:
@@ -166,29 +152,3 @@ class FixedWindows(WindowSource):
             planned_samples=self._sizes.samples_in(first, at),
             planned_batches=counts,
         )
-
-    def try_again(self, first: int, batches: Sequence[int]) -> None:
-        """See :meth:`WindowSource.try_again`."""
-        committed = self._committed_samples + self._sizes.num_samples
-        left = list(batches)
-        while left or self._num_windows + len(self._again) < first:
-            has_begun = self._num_windows + len(self._again) < first
-            parts: list[list[Range]] = []
-            for count in self._counts:
-                take = 0 if has_begun else count
-                parts.append([(batch, batch + 1) for batch in left[:take]])
-                del left[:take]
-            taken = [batch for part in parts for batch, _ in part]
-            samples = self._samples_of(taken)
-            self._again.append(
-                WindowPlan(
-                    parts=parts,
-                    adopt_at=[min(1, len(part)) for part in parts],
-                    committed_samples=committed - samples - self._samples_of(left),
-                    planned_samples=samples,
-                    planned_batches=[len(part) for part in parts],
-                )
-            )
-
-    def _samples_of(self, batches: Sequence[int]) -> int:
-        return sum(self._sizes.samples_in(batch, batch + 1) for batch in batches)

@@ -106,12 +106,11 @@ class WindowClosed:
 
     ``state`` names the layout of its optimizer state ("" when it has none),
     ``changed_buffers`` are indices of float buffers written since the last reduction,
-    ``is_finite`` is False when its drift cannot be used. ``rejected`` are batches
-    (start, stop) that are not in it, as the rank has taken them back, and ``culprits``
-    those that were found to be at fault. ``lost`` are batches of earlier windows whose
-    gradients waited for a step, which this one took back. ``scalars`` are (name,
-    weighted sum, weight) of what the user logged. ``weight`` is what the user says that
-    its batches weigh in the mean over ranks, None where their samples do.
+    ``is_finite`` is False when its update cannot be used; ``has_moved`` is False where
+    the update is known to be none, as all gradients wait for a step (looked at only
+    after one that was not finite). ``scalars`` are (name, weighted sum, weight) of what
+    the user logged. ``weight`` is what the user says that its batches weigh in the mean
+    over ranks, None where their samples do.
     """
 
     rank: int
@@ -120,9 +119,7 @@ class WindowClosed:
     state: str
     changed_buffers: tuple[int, ...]
     is_finite: bool = True
-    culprits: tuple[int, ...] = ()
-    rejected: Runs = ()
-    lost: Runs = ()
+    has_moved: bool = True
     scalars: Scalars = ()
     weight: float | None = None
 

@@ -66,16 +66,12 @@ class GrantSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
-    """Windows: a lease of the batches ``start <= batch < stop``.
-
-    One of ``suspects`` may have spoilt a window: who trains on them finds out which.
-    """
+    """Windows: a lease of the batches ``start <= batch < stop``."""
 
     rank: int
     epoch: int
     start: int
     stop: int
-    suspects: Runs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +180,7 @@ class Adopt:
 class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
-    ``left_out`` are batches (start, stop) whose contribution was no number, and which
-    are not tried again; ``plan`` records the epoch for a replay (told to the first rank
-    only).
+    ``plan`` records the epoch for a replay (told to the first rank only).
     """
 
     rank: int
@@ -198,7 +192,6 @@ class EndEpoch:
     windows: int
     anchor: int
     shares: tuple[float, ...]
-    left_out: Runs = ()
     plan: str = ""
 
 

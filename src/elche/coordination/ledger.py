@@ -3,7 +3,7 @@
 A batch is a range of *positions* of the epoch's permutation; the ledger keeps the
 account in batches, in which leases are granted, and counts samples by their sizes.
 Every batch is in exactly one place at any time (:meth:`EpochLedger.check`), and it
-leaves the pool for the model exactly once. Pure.
+leaves the pool for good exactly once. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from elche.coordination.batch_ranges import (
     Range,
     append_range,
     count_batches,
-    without,
 )
 from elche.errors import ProtocolError, TransitionError
 
@@ -42,9 +41,10 @@ class EpochLedger:
     """The account of one epoch.
 
     A batch goes from the pool to a *lease*, is *trained*, *closed* with its window,
-    *staged* while that is reduced, and *committed*. Whatever a lost holder had short of
-    a commit returns to the pool. Granting, training and counting cost the same however
-    many holders there are.
+    *staged* while that is reduced, and *committed*; or *discarded*, where its window
+    closes with an update that is not finite. Whatever a lost holder had short of that
+    returns to the pool. Granting, training and counting cost the same however many
+    holders there are.
 
     Args:
         sizes: the epoch's batch sizes.
@@ -61,7 +61,7 @@ class EpochLedger:
         self._holdings = {holder: _Holding() for holder in holders}
         self._committed: list[Range] = []
         self._committed_samples = 0
-        self._abandoned: list[Range] = []
+        self._left_out: list[Range] = []
         self._gone: set[int] = set()
 
     @property
@@ -147,10 +147,6 @@ class EpochLedger:
         self._take(start, stop)
         self._granted(holder, (start, stop))
 
-    def is_pooled(self, start: int, stop: int) -> bool:
-        """Whether nobody holds any of the batches ``start <= batch < stop``."""
-        return any(begin <= start < stop <= end for begin, end in self._pool)
-
     def pooled_ranges(self) -> tuple[Range, ...]:
         """What nobody holds."""
         return tuple(self._pool)
@@ -164,7 +160,7 @@ class EpochLedger:
         return {
             "sizes": [list(run) for run in self.sizes.runs],
             "committed": [list(part) for part in self._committed],
-            "left_out": [list(part) for part in self._abandoned],
+            "left_out": [list(part) for part in self._left_out],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +185,9 @@ class EpochLedger:
         for start, stop in state["committed"]:
             self._settle(int(start), int(stop))
         for start, stop in state["left_out"]:
-            self.leave_out(int(start), int(stop))
+            self._take(int(start), int(stop))
+            self._pooled -= int(stop) - int(start)
+            self._left_out.append((int(start), int(stop)))
 
     def skip(self, batches: int) -> None:
         """The first batches have been committed under another account."""
@@ -305,50 +303,12 @@ class EpochLedger:
         self._leased -= count
         return count
 
-    def reject(
-        self, holder: int, parts: Sequence[Range] | None = None
-    ) -> tuple[Range, ...]:
-        """Returns what a holder has closed to the pool: it cannot be used.
-
-        Args:
-            holder: who has closed it.
-            parts: only these batches (start, stop); None for all.
-
-        Returns:
-            What went back.
-
-        Raises:
-            ProtocolError: the holder has not closed all of that.
-        """
+    def discard(self, holder: int) -> tuple[Range, ...]:
+        """What a holder has closed is done, and in no model; returns its batches."""
         holding = self._holdings[holder]
-        gone = tuple(holding.closed) if parts is None else tuple(parts)
-        kept: Sequence[Range] = holding.closed
-        for part in gone:
-            kept = without(holder, kept, part)
-        holding.closed = list(kept)
-        self._return(gone)
+        gone, holding.closed = tuple(holding.closed), []
+        self._left_out.extend(gone)
         return gone
-
-    def revoke(self, holder: int, parts: Sequence[Range]) -> int:
-        """Returns committed batches to the pool: they are in no model after all.
-
-        Args:
-            holder: who says so.
-            parts: the batches (start, stop).
-
-        Returns:
-            Their samples.
-
-        Raises:
-            ProtocolError: they are not committed.
-        """
-        for part in parts:
-            are = "committed are"
-            self._committed = without(holder, self._committed, part, are)
-        self._return(parts)
-        samples = self._samples_in(parts)
-        self._committed_samples -= samples
-        return samples
 
     def remove(self, holder: int) -> None:
         """A holder is gone: what it had returns to the pool.
@@ -368,20 +328,14 @@ class EpochLedger:
     def abandon(self) -> int:
         """Takes what is pooled out of the epoch (the loop ended early)."""
         count = self._pooled
-        self._abandoned.extend(self._pool)
+        self._left_out.extend(self._pool)
         self._pool.clear()
         self._pooled = 0
         return count
 
-    def leave_out(self, start: int, stop: int) -> None:
-        """Takes pooled batches out of the epoch for good."""
-        self._take(start, stop)
-        self._pooled -= stop - start
-        self._abandoned.append((start, stop))
-
     def check(self) -> None:
         """Asserts that every batch is in exactly one place, and the counts."""
-        places = [*self._pool, *self._committed, *self._abandoned]
+        places = [*self._pool, *self._committed, *self._left_out]
         leased = 0
         for holding in self._holdings.values():
             assert count_batches(holding.leased) == holding.leased_count

@@ -69,8 +69,8 @@ class Metrics:
         rank_samples: samples of each rank whose contribution is in the model.
         discarded_samples: samples that each rank trained on beside them, and whose
             contribution is in no model: it was not finite, or its rank was lost before
-            it was reduced. Unless they were left out of the epoch, they were trained
-            on again, and count there as well.
+            it was reduced. These, but not those, were trained on again, and count
+            there as well.
         busy_s: delivered time (data wait, transfer and compute).
         data_wait_s: of it, waiting for data.
         transfer_s: of it, moving batches to the device.
@@ -215,9 +215,7 @@ class WindowMetrics(Metrics):
     """What a window brought; see `Metrics` for the other attributes.
 
     Under ``sync``, where every step is a synchronisation, it covers the steps that the
-    ranks reported together. Samples of earlier windows that this one lost (their
-    gradients waited for a step that was taken back) are subtracted here, so that
-    windows add up to their epoch: a rank's may be negative.
+    ranks reported together.
 
     Attributes:
         window: its number; under ``sync`` that of the last step in the epoch.

@@ -132,7 +132,7 @@ class Pacing:
 
         What a window costs beside its batches is the reduction, and the wait at its
         end as far as it is more than whole batches explain. The end of an epoch tells
-        nothing about either.
+        nothing about either, nor does the wait of a rank that is astray.
 
         Args:
             parts: what each rank did in the window.
@@ -146,7 +146,8 @@ class Pacing:
         self._pace = None
         before = self.el_che.anchor
         sync_s = 0.0
-        if last is not None and not is_tail and self._may_grow:
+        is_usual = last is not None and not (is_tail or last.astray)
+        if last is not None and is_usual and self._may_grow:
             window_s = self.el_che.anchor_wall_ms / 1e3
             busy = [r for r, part in parts.items() if part.batches and r not in idle]
             cost_s, wait_s = last.cost_s(busy)

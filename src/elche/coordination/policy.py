@@ -87,9 +87,8 @@ class EpochTotals:
         now_s: float,
         anchor: int,
         plan: str,
-        left_out: tuple[tuple[int, int], ...] = (),
     ) -> list[Instruction]:
-        """What the epoch brought, to every rank; plan and names to the first one only.
+        """What the epoch brought, to every rank; the plan to the first one only.
 
         The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
         did is told to the first one only, and the totals to the others.
@@ -117,7 +116,6 @@ class EpochTotals:
             windows=self.windows,
             anchor=anchor,
             shares=whole.shares,
-            left_out=left_out,
             plan=plan,
         )
         others = replace(
@@ -126,7 +124,6 @@ class EpochTotals:
             busy_s=small.busy_s,
             data_wait_s=small.data_wait_s,
             shares=small.shares,
-            left_out=(),
             plan="",
         )
         return told + [

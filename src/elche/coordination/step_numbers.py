@@ -125,8 +125,8 @@ class StepNumbers:
             f"the model's parameters have become NaN in epoch {epoch}; {who}. "
             "A step under sync is one of all ranks, and nothing can be left out of it: "
             "look at the data, the loss and the learning rate, take a GradScaler, or "
-            "choose a policy of windows ('cadence', 'async'), where "
-            "non_finite='leave_out' goes on without a batch",
+            "choose a policy of windows ('cadence', 'async'), where an update that is "
+            "not finite is discarded",
             rank,
             batches,
             part,

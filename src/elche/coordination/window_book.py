@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elche.coordination.batch_ranges import Range
 from elche.coordination.events import BatchesDone, WindowClosed, WindowReduced
 from elche.coordination.instructions import OpenWindow
 from elche.errors import ProtocolError
@@ -19,8 +20,11 @@ from elche.errors import ProtocolError
 class Part:
     """One rank's part of one window.
 
+    ``trained`` are its batches once it is closed; ``samples`` those that weigh.
     ``permitted`` batches is the most that it has been told it may run, None without a
-    limit. Where ``is_drained``, its rank knew that the epoch ends when it began it.
+    limit. Where ``is_astray``, its update is not finite, or the one before was not and
+    it is of one batch: how long its rank waits for the others says nothing. Where
+    ``is_drained``, its rank knew that the epoch ends when it began it.
     """
 
     batches: int = 0
@@ -28,9 +32,11 @@ class Part:
     timed: int = 0
     timed_s: float = 0.0
     closed: WindowClosed | None = None
+    trained: tuple[Range, ...] = ()
     opened: OpenWindow | None = None
     told_to_close: bool = False
     permitted: int | None = None
+    is_astray: bool = False
     is_drained: bool = False
 
     @property
@@ -155,6 +161,7 @@ class Reduction:
     Attributes:
         begun_s: when all ranks had closed the window; None where that says nothing
             about how long it takes.
+        astray: ranks whose waits say nothing; see `Part`.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class Reduction:
         self.is_handover = is_handover
         self.attempt = 0
         self.begun_s: float | None = None
+        self.astray: frozenset[int] = frozenset()
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)
 

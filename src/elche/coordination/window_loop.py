@@ -242,7 +242,8 @@ class WindowLoop:
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = self._in_flight = None
-        self._awaits_result = self._is_astray = False
+        self._awaits_result = False
+        self._is_astray &= self._owes  # a model that was handed over is no mean
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
@@ -250,7 +251,6 @@ class WindowLoop:
         """The new group stands; a reduction of the old one is void."""
         assert self._regroup is not None
         done, self._regroup = self._regroup, None
-        self._is_astray = False
         self._in_flight = self._reduce = self._adopt = None
         return done
 

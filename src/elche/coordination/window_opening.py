@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from elche.coordination.batch_ranges import Range
-from elche.coordination.epoch_plan import WindowPlan
 from elche.coordination.instructions import (
     CloseWindow,
     GrantBatches,
@@ -92,21 +89,6 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
     return [GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)]
 
 
-def name_suspects(state: WindowState, told: Iterable[Instruction]) -> list[Instruction]:
-    """Says with a lease which of its batches may have spoilt a window."""
-    return [
-        replace(each, suspects=_suspects(state, each))
-        if isinstance(each, GrantBatches) and state.rejected
-        else each
-        for each in told
-    ]
-
-
-def _suspects(state: WindowState, lease: GrantBatches) -> tuple[Range, ...]:
-    batches = range(lease.start, lease.stop)
-    return tuple((batch, batch + 1) for batch in batches if batch in state.rejected)
-
-
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
@@ -120,7 +102,7 @@ def grant_planned(state: WindowState) -> list[Instruction]:
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
             break
         plan = state.source.window(state.planned_until - state.first_window)
-        if plan is None or not _is_there(state, plan):
+        if plan is None:
             break
         state.planned_until += 1
         for rank, parts in zip(ranks, plan.parts, strict=True):
@@ -130,12 +112,6 @@ def grant_planned(state: WindowState) -> list[Instruction]:
                     GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
                 )
     return granted
-
-
-def _is_there(state: WindowState, plan: WindowPlan) -> bool:
-    """Whether a plan's batches can be leased: a second try waits for the first."""
-    parts = [part for parts in plan.parts for part in parts]
-    return all(state.ledger.is_pooled(start, stop) for start, stop in parts)
 
 
 def _is_owed(state: WindowState, rank: int) -> bool:
@@ -217,17 +193,19 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
         committed += state.planned_samples
     else:
         state.planned_samples = planned_samples
-    plan = state.planned(window)
+    plan, part = state.planned(window), state.book.part(rank)
     if plan is None:
         batches = most = pace.batches[rank]
         if state.uncalibrated:
             most = max(batches, CALIBRATION_BATCHES)
+        part.is_astray = rank in state.astray
+        ends_by_time = pace.wall_s is not None and not part.is_astray
         opened = OpenWindow(
             rank=rank,
             epoch=state.epoch,
             window=window,
             wall_s=pace.wall_s,
-            max_batches=most if pace.wall_s is None else None,
+            max_batches=None if ends_by_time else 1 if part.is_astray else most,
             hold_after=_permit(state, rank),
             adopt_at=None,
             patience_s=pace.patience_s,
@@ -250,7 +228,6 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             planned_samples=plan.planned_samples,
             planned_batches=plan.planned_batches[at],
         )
-    part = state.book.part(rank)
     part.opened, part.permitted = opened, opened.hold_after
     part.is_drained = state.is_draining
     return opened

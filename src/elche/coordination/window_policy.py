@@ -31,14 +31,14 @@ from elche.coordination.window_book import check_claim
 from elche.coordination.window_closing import (
     begin_reduction,
     end_plan,
-    reject_unusable,
+    judge_update,
+    refuse_lost,
 )
 from elche.coordination.window_members import add_member, remove_member, settle
 from elche.coordination.window_opening import (
     calibrate,
     close_idle,
     lease,
-    name_suspects,
     next_window,
     open_windows,
     permits,
@@ -138,7 +138,7 @@ class WindowPolicy(Policy):
             rank: which.
             batch_s: what a batch took it last.
         """
-        return name_suspects(self._state, try_out(self._state, rank, batch_s))
+        return try_out(self._state, rank, batch_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
@@ -207,8 +207,7 @@ class WindowPolicy(Policy):
         self, instructions: list[Instruction], *, epoch_over: bool = False
     ) -> Outcome:
         notes, self._state.notes = self._state.notes, []
-        told = name_suspects(self._state, instructions)
-        return Outcome(told, epoch_over, notes)
+        return Outcome(instructions, epoch_over, notes)
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
@@ -246,6 +245,8 @@ class WindowPolicy(Policy):
         if event.scalars:
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
+        part.trained = state.ledger.parts(rank)
+        judge_update(state, rank)
         if state.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
         told: list[Instruction] = []
@@ -266,8 +267,6 @@ class WindowPolicy(Policy):
     def _end_window(self, now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
-        trained = {rank: state.ledger.parts(rank) for rank in state.members}
-        reject_unusable(state)
         touched = any(part.batches for part in state.book.parts.values())
         if not touched:
             end_plan(state)
@@ -291,7 +290,7 @@ class WindowPolicy(Policy):
                     idle=state.idle,
                 )
             )
-        told = begin_reduction(state, self._planner, trained)
+        told = begin_reduction(state, self._planner)
         if state.is_overlapped and state.reduction is not None:
             state.reduction.begun_s = now_s
         state.progress_samples += state.ledger.stage()
@@ -322,6 +321,7 @@ class WindowPolicy(Policy):
                 parameter_norm=event.parameter_norm or None,
             ),
         )
+        refuse_lost(state, event)
         if not state.reduction.is_done or state.is_paused:
             return self._outcome([])
         done, state.reduction = state.reduction, None
@@ -337,8 +337,8 @@ class WindowPolicy(Policy):
                 done.window, now_s, min(state.members), done.sync_s
             )
         ]
-        parts = state.reduced_parts.items()
-        active = [p.batches for r, p in parts if p.batches and r not in state.idle]
+        parts, unpaced = state.reduced_parts.items(), state.idle | done.astray
+        active = [p.batches for r, p in parts if p.batches and r not in unpaced]
         if state.source is None:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.is_final:
@@ -373,5 +373,4 @@ class WindowPolicy(Policy):
             now_s,
             anchor=state.pacing.el_che.anchor,
             plan=state.record.to_text(),
-            left_out=tuple(state.left_out),
         )

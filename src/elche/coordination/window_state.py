@@ -49,6 +49,7 @@ class WindowState:
             config, list(self.members), overlapped=self.is_overlapped, guard=guard
         )
         self.epoch = -1
+        self.astray: dict[int, list[Range]] = {}
         self.progress_samples = 0
         self.planned_samples = 0
         self.book = WindowBook(self.members, first_window)
@@ -69,9 +70,7 @@ class WindowState:
         self.reduction_settings: dict[str, object] = {}
         self.joining: list[int] = []
         self.last_pace: tuple[int, Pace | None] = (-1, None)
-        self.rejected: dict[int, int] = {}
-        self.left_out: list[Range] = []
-        self.unusable: dict[int, int] = {}
+        self.astray = {rank: [] for rank in self.astray}
         self.source: WindowSource | None = None
         self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.planned_until = self.first_window = self.book.window

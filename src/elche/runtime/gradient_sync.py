@@ -16,7 +16,6 @@ from elche.comm.spread import SyncResult
 from elche.comm.window_buffers import WindowBuffers
 from elche.coordination.instructions import Reduce
 from elche.errors import ConfigError
-from elche.runtime.local_steps import LocalSteps
 from elche.runtime.loop_guard import LoopGuard
 from elche.runtime.window_sync import WindowSync
 from elche.torch_internals import foreach_mul_, graph_task_id
@@ -35,7 +34,6 @@ class GradientSync(WindowSync):
         optimizer: steps them at the window's end.
         window: sums the gradients.
         buffers: averages what changed of the model's buffers.
-        steps: keeps the buffers' values while batches are watched.
         max_grad_norm: clip the reduced gradient to this norm.
         is_sum: the loss is a sum over the samples of a batch, and the gradient to be
             that of the sum over all samples of the window; else both are means.
@@ -47,7 +45,6 @@ class GradientSync(WindowSync):
         optimizer: torch.optim.Optimizer,
         window: GradientWindow,
         buffers: WindowBuffers,
-        steps: LocalSteps,
         *,
         max_grad_norm: float | None = None,
         is_sum: bool = False,
@@ -57,7 +54,6 @@ class GradientSync(WindowSync):
         self._optimizer = optimizer
         self._window = window
         self._buffers = buffers
-        self._steps = steps
         self._max_grad_norm = max_grad_norm
         self._weight = 0.0
         self._was_finite = True
@@ -151,26 +147,6 @@ class GradientSync(WindowSync):
         self._window.add(self._weight if self._has_ended else 0.0)
         self._weight = 0.0
 
-    @property
-    def is_finite(self) -> bool:
-        """See :attr:`WindowSync.is_finite`."""
-        return self._window.is_finite
-
-    def keep(self) -> None:
-        """See :meth:`WindowSync.keep`."""
-        self._window.keep()
-        self._steps.keep(parameters=False)
-
-    def restore(self, batches: int) -> None:
-        """See :meth:`WindowSync.restore`; sums are kept at each batch."""
-        self._window.restore()
-        self._steps.restore()
-
-    def forget(self) -> None:
-        """See :meth:`WindowSync.forget`."""
-        self._window.forget_kept()
-        self._steps.forget()
-
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
         self._was_finite = self._window.is_finite
@@ -189,7 +165,7 @@ class GradientSync(WindowSync):
         self._optimizer.step()
         self._set_rates(own)
         self._window.clear()  # also of what this optimizer does not hold
-        return SyncResult(divergence=0.0, parameter_norm=0.0)
+        return SyncResult(divergence=0.0, parameter_norm=None)
 
     @torch.no_grad()
     def _multiply(self, total: float) -> None:

@@ -1,4 +1,4 @@
-"""What a rank is told beside its work: metrics, choices, samples left out."""
+"""What a rank is told beside its work: metrics, choices, updates discarded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elche.coordination.instructions import EndEpoch, MetricsReported, PolicyChosen
+from elche.coordination.batch_ranges import named
+from elche.coordination.instructions import MetricsReported, PolicyChosen
 from elche.coordination.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
 from elche.errors import NonFiniteError
 from elche.runtime.positions import EpochPositions
@@ -61,17 +62,26 @@ class RunNews:
         else:
             self.window_metrics.append(WindowMetrics.from_json(report.values))
 
-    def name_left_out(self, end: EndEpoch, positions: EpochPositions) -> None:
-        """Says which samples gave no usable contribution, and were given up."""
-        for start, stop in end.left_out if self._rank == 0 else ():
-            logger.warning(
-                "epoch %d: batches %d to %d were left out: what ranks learned from "
-                "them was not finite, and they are not tried again; samples %s",
-                end.epoch,
-                start,
-                stop - 1,
-                samples_in(positions, [(start, stop)]),
-            )
+
+def tell_discarded(
+    rank: int, batches: Sequence[tuple[int, int]], positions: EpochPositions
+) -> None:
+    """Warns that this rank's update is discarded, and says what it was learned from.
+
+    Args:
+        rank: this rank.
+        batches: of the update, as ranges.
+        positions: the epoch.
+    """
+    logger.warning(
+        "rank %d: what it learned in epoch %d from batches %s is not finite, so it is "
+        "discarded; these are not trained on again, and windows of this rank are of "
+        "one batch until its update is finite; samples %s",
+        rank,
+        positions.epoch,
+        named(batches),
+        _shown(samples_in(positions, batches)),
+    )
 
 
 def samples_in(
@@ -95,11 +105,15 @@ def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteE
         keys = keys[slice(*error.part)]
     if not keys:
         return error
-    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
     return NonFiniteError(
-        f"{error}; samples {keys[:KEYS_SHOWN]}{more}",
+        f"{error}; samples {_shown(keys)}",
         error.rank,
         error.batches,
         error.part,
         keys,
     )
+
+
+def _shown(keys: Sequence[Any]) -> str:
+    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    return f"{keys[:KEYS_SHOWN]}{more}"

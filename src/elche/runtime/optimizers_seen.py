@@ -20,9 +20,6 @@ class OptimizersSeen:
     Args:
         model: what is trained.
         optimizer: the one given to `elche.setup`; the first of them.
-
-    Attributes:
-        steps: that they have taken, all together.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +28,6 @@ class OptimizersSeen:
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passed_over: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
-        self.steps = 0
 
     def attach(self) -> None:
         """Begins to watch."""
@@ -57,13 +53,11 @@ class OptimizersSeen:
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._first or any(r() is optimizer for r in self._others):
-            self.steps += 1
             return
         if optimizer in self._passed_over:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(parameter) in held for parameter in self._model.parameters()):
             self._others.append(weakref.ref(optimizer))
-            self.steps += 1
         else:
             self._passed_over.add(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import Any, final
 
 from elche.comm.averaging import Averager, ParameterAverager
@@ -40,8 +41,8 @@ class AveragedSync(WindowSync):
         self._steps = steps
         self._drifts = drifts
         self._was_finite = True
-        self._in_hand = 0.0
-        self._weights: list[float] = []
+        self._is_astray = False
+        self._weight = self._in_hand = 0.0
 
     @property
     def extra_bytes(self) -> int:
@@ -65,59 +66,15 @@ class AveragedSync(WindowSync):
         """See :meth:`WindowSync.load_state_dict`."""
         self._averager.load_state_dict(state)
 
-    @property
-    def is_finite(self) -> bool:
-        """See :attr:`WindowSync.is_finite`."""
-        return self._averager.is_finite
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """See :attr:`WindowSync.has_finite_gradients`."""
-        return self._averager.has_finite_gradients
-
-    @property
-    def has_stepped(self) -> bool:
-        """See :attr:`WindowSync.has_stepped`."""
-        return self._steps.has_stepped
-
-    @property
-    def accumulates(self) -> bool:
-        """See :attr:`WindowSync.accumulates`."""
-        return self._steps.accumulates
-
-    def keep(self) -> None:
-        """See :meth:`WindowSync.keep`."""
-        self._steps.keep()
-
-    def restore(self, batches: int) -> None:
-        """See :meth:`WindowSync.restore`."""
-        self._steps.restore()
-        self._leave_out(batches)
-
-    def drop_gradients(self, batches: int) -> None:
-        """See :meth:`WindowSync.drop_gradients`."""
-        self._steps.drop_gradients()
-        self._leave_out(batches)
-
-    def forget(self) -> None:
-        """See :meth:`WindowSync.forget`."""
-        self._steps.forget()
-
-    def _leave_out(self, batches: int) -> None:
-        """The window's last batches weigh nothing."""
-        del self._weights[len(self._weights) - batches :]
-
     def begin_batch(self, weight: float) -> None:
         """See :meth:`WindowSync.begin_batch`."""
-        self._steps.begin_batch()
         self._in_hand = weight
         if self._own_factor is not None:
             self._own_factor.value = float(weight > 0.0)
 
     def batch_done(self) -> None:
         """See :meth:`WindowSync.batch_done`."""
-        self._steps.batch_done()
-        self._weights.append(self._in_hand)
+        self._weight += self._in_hand
         self._in_hand = 0.0
         if self._own_factor is not None:
             self._own_factor.value = 1.0
@@ -131,26 +88,20 @@ class AveragedSync(WindowSync):
         """See :meth:`WindowSync.retire`."""
         self._averager.retire()
 
-    def _count_drift(self) -> bool:
-        """The window ends: its batches weigh in the drifts of all fragments.
-
-        Returns:
-            Whether they weigh anything.
-        """
-        weight = sum(self._weights)
-        self._drifts.add(weight)
-        self._weights.clear()
-        return weight > 0
-
-    def _go_back(self) -> None:
-        """What this rank has learned is none: gradients that wait are of that.
-
-        Those that are numbers go too: their batches are trained on again.
-        """
-        if self._was_finite:
-            return
-        if self._steps.accumulates or not self.has_finite_gradients:
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`; gradients of an update that is lost go too."""
+        self.has_moved = not self._is_astray or self._averager.has_moved
+        self._drifts.add(self._weight)
+        self._was_finite = self._take(begins=begins, has_trained=self._weight > 0.0)
+        self._weight = 0.0
+        if not self._was_finite:
             self._steps.drop_gradients()
+        self._is_astray = not (self._was_finite and self.has_moved)
+        return self._was_finite
+
+    @abstractmethod
+    def _take(self, *, begins: bool, has_trained: bool) -> bool:
+        """The window has ended; True if the parameters are all finite."""
 
 
 @final
@@ -181,12 +132,8 @@ class ParameterSync(AveragedSync):
         """See :meth:`WindowSync.state_layout`."""
         return self._averager.state_layout()
 
-    def close(self, *, begins: bool) -> bool:
-        """See :meth:`WindowSync.close`."""
-        self._was_finite = self.is_finite
-        self._count_drift()
-        self._go_back()
-        return self._was_finite
+    def _take(self, *, begins: bool, has_trained: bool) -> bool:
+        return self._averager.is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
         """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
@@ -241,17 +188,14 @@ class OverlappedSync(AveragedSync):
         super().rebase()
         self._windows = 0
 
-    def close(self, *, begins: bool) -> bool:
-        """See :meth:`WindowSync.close`; a rank that trained begins to reduce."""
-        has_trained = self._count_drift()
+    def _take(self, *, begins: bool, has_trained: bool) -> bool:
+        """A rank that trained begins to reduce."""
         fragment = self._windows % self._drifts.fragments
         self._windows += 1
         weight = self._drifts.weights()[fragment]
-        self._was_finite = self._averager.snapshot(
+        return self._averager.snapshot(
             weight, begins=begins, fragment=fragment, has_trained=has_trained
         )
-        self._go_back()
-        return self._was_finite
 
     def begin(self, plan: Reduce) -> None:
         """See :meth:`WindowSync.begin`."""

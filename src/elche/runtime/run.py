@@ -75,7 +75,7 @@ class Run:
             training.optimizer,
             worker.group,
             worker.side_group,
-            steps=LocalSteps(training.model, optimizers, skips),
+            steps=LocalSteps(training.model, optimizers),
             is_weighed=training.weights is not None,
         )
         self._epochs = RunEpochs(

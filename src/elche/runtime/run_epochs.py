@@ -245,7 +245,6 @@ class RunEpochs:
                 self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
-                    self._news.name_left_out(run.end, positions)
 
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):

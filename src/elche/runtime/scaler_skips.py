@@ -8,7 +8,6 @@ is always called, and skips by itself where ``found_inf`` says so.
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from typing import Any, final
@@ -34,9 +33,6 @@ class ScalerSkips:
     Args:
         optimizer: what the scaler steps.
         scalars: where it is logged.
-
-    Attributes:
-        has_scaler: a scaler has stepped, or skipped one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scalars: ScalarLog) -> None:
@@ -45,22 +41,6 @@ class ScalerSkips:
         self._is_asked = False
         self._flag: _Flag | None = None
         self._handle: RemovableHandle | None = None
-        self.has_scaler = False
-        self._may_scale: bool | None = None
-
-    @property
-    def may_scale(self) -> bool:
-        """Whether a scaler may skip the first step, which has not come yet.
-
-        Then nothing says so but that there is one. Looked for once, when asked: that
-        goes through all objects there are.
-        """
-        if self._may_scale is None:
-            self._may_scale = any(
-                issubclass(type(each), torch.amp.GradScaler) and each.is_enabled()
-                for each in gc.get_objects()
-            )
-        return self.has_scaler or self._may_scale
 
     def attach(self) -> None:
         """Begins to watch the optimizer."""
@@ -103,7 +83,7 @@ class ScalerSkips:
     def asked(self) -> None:
         """A scaler is about to step, or not."""
         self.settle()
-        self._is_asked = self.has_scaler = True
+        self._is_asked = True
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_asked:

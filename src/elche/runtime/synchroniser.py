@@ -178,8 +178,8 @@ class Synchroniser:
                 f"{epoch}, so no batch could be trained on: what spoilt them came "
                 "before (under policy 'sync', of which nothing can be left out, or "
                 "outside the loop); look at the data, the loss and the learning rate, "
-                "take a GradScaler, or name a policy of windows, which can leave "
-                "batches out"
+                "take a GradScaler, or name a policy of windows, which discards "
+                "updates that are not finite"
             )
 
     def _norm(self) -> float:
@@ -228,7 +228,6 @@ def make_window_sync(
             optimizer,
             window,
             buffers,
-            steps,
             max_grad_norm=config.max_grad_norm,
             is_sum=config.loss_reduction == "sum",
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elche.comm.spread import SyncResult
+from elche.coordination.batch_ranges import Range, append_range
 from elche.coordination.events import (
     BatchesDone,
     EpochLeft,
@@ -24,13 +25,13 @@ from elche.coordination.instructions import (
     Instruction,
     Reduce,
 )
-from elche.coordination.messages import Runs, Scalars
+from elche.coordination.messages import Scalars
 from elche.coordination.step_numbers import OwnNumbers
-from elche.coordination.suspects import Suspects
 from elche.coordination.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.leased_batches import LeasedBatches
+from elche.runtime.news import tell_discarded
 from elche.runtime.positions import EpochPositions
 from elche.runtime.window_sync import WindowSync
 from elche.runtime.worker import Worker
@@ -99,13 +100,13 @@ class WindowEpoch:
         self._sync = sync
         self._loop = loop
         self._hooks = hooks
-        self._suspects = Suspects(sync)
         self._leases: deque[tuple[int, int]] = deque()
         self._not_begun = 0
         self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, int, float, float] | None = None
         self._weight_in_hand = 0.0
-        self._weights: list[tuple[int, float]] = []
+        self._trained: list[Range] = []
+        self._weight: float | None = None
         self._transfer_s = 0.0
         self._is_leaving = False
         self._closed_s = 0.0
@@ -167,7 +168,6 @@ class WindowEpoch:
             self._transfer_s = self._leased.transfer_s
             said = self._leased.weight
             self._weight_in_hand = float(samples) if said is None else said
-            self._suspects.begin(batch)
             self._sync.begin_batch(self._weight_in_hand)
             yield data
             self._batch_done()
@@ -218,10 +218,10 @@ class WindowEpoch:
         batch, samples, began_s, ready_s = self._in_hand
         self._in_hand = None
         if self._leased.weight is not None:
-            self._weights.append((batch, self._weight_in_hand))
+            self._weight = (self._weight or 0.0) + self._weight_in_hand
+        append_range(self._trained, (batch, batch + 1))
         self._worker.pace_device()
         self._sync.batch_done()
-        self._suspects.done(batch)
         now_s = time.monotonic()
         busy_s = now_s - began_s
         is_timed, self._worker.is_cold = not self._worker.is_cold, False
@@ -272,9 +272,9 @@ class WindowEpoch:
     def _close_window(self) -> None:
         self._hooks.check()
         began_s = time.monotonic()
-        culprits, rejected = self._suspects.window_ends()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
-        lost = self._suspects.closed(is_finite=is_finite)
+        if not is_finite:
+            tell_discarded(self._worker.rank, self._trained, self._positions)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             *self._done(),
@@ -285,25 +285,17 @@ class WindowEpoch:
                 state=self._sync.state_layout(),
                 changed_buffers=self._sync.changed_buffers(),
                 is_finite=is_finite,
-                culprits=culprits,
-                rejected=rejected,
-                lost=lost,
+                has_moved=self._sync.has_moved,
                 scalars=self._hooks.scalars(waits),
-                weight=self._weight_without(rejected),
+                weight=self._weight,
             ),
         )
-        self._weights.clear()
+        self._trained.clear()
+        self._weight = None
         self._closed_s = time.monotonic()
         self._held_s = self._closed_s - began_s
         self._waited_s = 0.0
         self._loop.closed(began_s, is_finite=is_finite)
-
-    def _weight_without(self, rejected: Runs) -> float | None:
-        """What the user says that the window's batches weigh, but for these."""
-        if not self._weights:
-            return None
-        without = {batch for part in rejected for batch in range(*part)}
-        return sum(weight for batch, weight in self._weights if batch not in without)
 
     def _reduce(self, plan: Reduce, *, is_begun: bool) -> None:
         """Puts the window's result into the model and says so."""
@@ -317,7 +309,6 @@ class WindowEpoch:
             result: SyncResult = self._sync.finish(plan, is_drained=drained)
         else:
             result = self._sync.reduce(plan)
-        self._suspects.adopted()
         adopted_at = self._loop.batches if is_begun else 0
         now_s = time.monotonic()
         self._worker.timeline.add(f"sync {plan.window}", SYNC, started_s, now_s)
@@ -327,6 +318,7 @@ class WindowEpoch:
         else:
             held_s = now_s - started_s
         self._waited_s = self._held_s = 0.0
+        norm = result.parameter_norm
         self._worker.send(
             WindowReduced(
                 rank=self._worker.rank,
@@ -336,7 +328,7 @@ class WindowEpoch:
                 wait_s=wait_s,
                 divergence=result.divergence,
                 adopted_at=adopted_at,
-                parameter_norm=result.parameter_norm,
+                parameter_norm=self._hooks.parameter_norm() if norm is None else norm,
             )
         )
 
@@ -345,7 +337,6 @@ class WindowEpoch:
         if isinstance(instruction, GrantBatches):
             if not self._is_leaving:
                 self._leases.append((instruction.start, instruction.stop))
-                self._suspects.add(instruction.suspects)
                 self._not_begun += instruction.stop - instruction.start
                 for batch in range(instruction.start, instruction.stop):
                     self._leased.push(batch, self._positions.index_batch(batch))

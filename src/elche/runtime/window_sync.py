@@ -14,6 +14,9 @@ class WindowSync(ABC):
     """How one rank takes part in the reductions of its windows."""
 
     is_overlapped = False
+    has_moved = True
+    """False where the last window's update is known to be none, as gradients wait for a
+    step; looked at only after one that was not finite."""
 
     @property
     @abstractmethod
@@ -66,43 +69,8 @@ class WindowSync(ABC):
         """
         refuse_state(state)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether what this rank has learned so far are numbers; waits for them."""
-        return True
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether what ``p.grad`` holds for a later step are numbers; waits."""
-        return True
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether the last batch brought a step, so that no gradient waits for one."""
-        return True
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients wait for later steps, and no GradScaler skips those."""
-        return False
-
-    @abstractmethod
-    def keep(self) -> None:
-        """Remembers what this rank has learned, but for gradients."""
-
-    @abstractmethod
-    def restore(self, batches: int) -> None:
-        """Makes it what was kept: so many batches are not in it, nor in gradients."""
-
-    def drop_gradients(self, batches: int) -> None:  # noqa: B027
-        """Forgets gradients that wait for a step, of so many batches."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Nothing is kept any more."""
-
     def close(self, *, begins: bool) -> bool:
-        """The window ends; True if what this rank did in it can be used.
+        """The window ends; True if its update is finite, and has a weight.
 
         Args:
             begins: overlapped, the reduction may begin before its plan is there.

@@ -47,16 +47,20 @@ class Books:
         self.models: dict[int, Model] = {}
         self.commons: list[Counter[Batch]] = [Counter()]
         self.windows: list[int] = [-1]
+        self.discarded: Counter[Batch] = Counter()
 
     def model(self, rank: int) -> Model:
         """A rank's model."""
         return self.models.setdefault(rank, Model())
 
-    def offer(self, rank: int, window: int) -> None:
-        """A rank ends a window: its drift is what it offers."""
+    def offer(self, rank: int, window: int, *, is_finite: bool = True) -> None:
+        """A rank ends a window: its drift is what it offers, if that is finite."""
         model = self.model(rank)
         assert window not in model.offered, f"rank {rank} ends window {window} twice"
         model.offered[window], model.drift = model.drift, []
+        if not is_finite:
+            self.discarded.update(model.offered[window])
+            model.offered[window] = []
 
     def reduce(self, plans: Mapping[int, Reduce]) -> int:
         """All ranks of a group reduce; returns the new common model.
@@ -143,6 +147,8 @@ class Books:
     ) -> frozenset[int]:
         """All ranks hold one model at an epoch's end, with each batch in it once.
 
+        Or not at all, where it is discarded; that is once, too.
+
         Args:
             ranks: who is there.
             epoch: that ended.
@@ -165,9 +171,10 @@ class Books:
         for rank in members:
             assert self.model(rank).steps == steps, f"rank {rank} took other steps"
         common = self.commons[commons.pop()] + Counter(steps)
-        counts = {batch: n for (e, batch), n in common.items() if e == epoch}
+        done = common + self.discarded
+        counts = {batch: n for (e, batch), n in done.items() if e == epoch}
         twice = {batch: n for batch, n in counts.items() if n != 1}
         assert not twice, f"epoch {epoch}: batches counted not once: {twice}"
         missing = set(range(num_batches)) - set(counts)
         assert not (whole and missing), f"epoch {epoch}: missing {sorted(missing)[:9]}"
-        return frozenset(counts)
+        return frozenset(batch for batch in counts if (epoch, batch) in common)

@@ -228,6 +228,7 @@ class Run:
         batch_sizes: of an epoch, as runs of (samples, batches), instead of
             ``samples`` and ``batch_size``.
         plans: a plan to replay per epoch.
+        bad_batches: of each epoch, whose gradients are not finite (under windows).
     """
 
     samples: int = 0
@@ -245,6 +246,7 @@ class Run:
     runs: int = 1
     batch_sizes: tuple[tuple[int, int], ...] | None = None
     plans: tuple[str, ...] = ()
+    bad_batches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "runs", "min_share_samples"):

@@ -16,7 +16,7 @@ from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, LinkChange, R
 
 Table = TypeVar("Table")
 
-_NOT_IN_FILES = frozenset({"options", "batch_sizes", "plans", "runs"})
+_NOT_IN_FILES = frozenset({"options", "batch_sizes", "plans", "runs", "bad_batches"})
 _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "float | None": (int, float),

@@ -64,6 +64,8 @@ class WindowEpoch:
         self._copy_s = copy_s if self._overlapped else 0.0
         self._leases: deque[tuple[int, int]] = deque()
         self._part: Part | None = None
+        self._bad = frozenset(rank.sim.cluster.run.bad_batches)
+        self._is_finite = True
         self._in_flight: Collective | None = None
         self._handed_out = 0
         self._break_at = rank.sim.break_at(rank.rank, begin.epoch)
@@ -120,6 +122,7 @@ class WindowEpoch:
         if self._sim.books is not None:
             books = self._sim.books[rank.run]
             books.model(rank.rank).drift.append((self._epoch, item.number))
+        self._is_finite &= item.number not in self._bad
         busy_s = now_s - began_s
         self._loop.trained(busy_s if is_timed else None)
         part = self._part
@@ -199,7 +202,8 @@ class WindowEpoch:
             rank.sums.copies_s += self._copy_s
         self._report()
         if self._sim.books is not None:
-            self._sim.books[rank.run].offer(rank.rank, loop.window)
+            books = self._sim.books[rank.run]
+            books.offer(rank.rank, loop.window, is_finite=self._is_finite)
         self._sim.send(
             WindowClosed(
                 rank=rank.rank,
@@ -207,6 +211,7 @@ class WindowEpoch:
                 window=loop.window,
                 state="",
                 changed_buffers=(),
+                is_finite=self._is_finite,
             )
         )
         self._closed_s = rank.now_s
@@ -214,7 +219,8 @@ class WindowEpoch:
         self._waited_s = 0.0
         if loop.begins_at_close:
             self._in_flight = self._reduction(loop.window)
-        loop.closed(began_s)
+        loop.closed(began_s, is_finite=self._is_finite)
+        self._is_finite = True
 
     def _plan_came(self, plan: Reduce) -> None:
         rank = self._rank

@@ -26,7 +26,6 @@ NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
     "demo/pipeline_contender.py": {"_get_init_p2p_neighbors_ops"},  # torch's own side
-    "runtime/scaler_skips.py": {"_getframe"},
 }
 
 
@@ -153,7 +152,7 @@ def test_no_other_module_names_what_is_private_to_torch() -> None:
         for line, name in _foreign(tree, own)
         if name not in ELSEWHERE.get(str(path.relative_to(SRC)), ())
     ]
-    assert found == ["runtime/scaler_skips.py:23: _step_supports_amp_scaling"]
+    assert found == []
 
 
 @pytest.mark.parametrize(

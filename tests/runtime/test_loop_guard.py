@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from elche.errors import ConfigError
-from elche.runtime.loop_guard import AMP_FLAG, LoopGuard
+from elche.runtime.loop_guard import LoopGuard
+from elche.torch_internals import SCALER_FLAG
 
 
 def guarded(*, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -19,7 +20,7 @@ def guarded(*, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_is_refused_until_the_guard_is_gone(fused: bool) -> None:
     model, optimizer = guarded(fused=fused)
-    before = vars(optimizer).get(AMP_FLAG)
+    before = vars(optimizer).get(SCALER_FLAG)
     guard = LoopGuard(optimizer, list(model.parameters()))
     guard.attach()
     scaler = torch.amp.GradScaler("cpu")
@@ -28,7 +29,7 @@ def test_a_scaler_is_refused_until_the_guard_is_gone(fused: bool) -> None:
         scaler.step(optimizer)
     guard.detach()
     guard.detach()
-    assert vars(optimizer).get(AMP_FLAG) is before
+    assert vars(optimizer).get(SCALER_FLAG) is before
     scaler.step(optimizer)
 
 

@@ -10,23 +10,34 @@ import torch
 from torch import nn
 
 from elche.runtime.scalars import ScalarLog
-from elche.runtime.scaler_skips import AMP_FLAG, NAME, ScalerSkips
+from elche.runtime.scaler_skips import NAME, ScalerSkips
+from elche.torch_internals import SCALER_FLAG
 
 BAD = (False, True, False, False, True, True)
 
 
 def train(
-    optimizer: torch.optim.Optimizer, model: nn.Module, skips: ScalerSkips | None
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    skips: ScalerSkips | None,
+    scaler: torch.amp.GradScaler | None = None,
+    loop: str = "zeroes last",
 ) -> list[torch.Tensor]:
     """A loop whose gradients overflow now and then; the weights after each step."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = scaler or torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = []
     for is_bad in BAD:
+        if loop == "zeroes first":
+            optimizer.zero_grad()
         loss = model(torch.ones(1, 2)).sum() * (float("inf") if is_bad else 1.0)
         scaler.scale(loss).backward()
+        if loop == "clips" and not getattr(optimizer, SCALER_FLAG, False):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        if loop != "zeroes first":
+            optimizer.zero_grad(set_to_none=loop != "keeps zeros")
         weights.append(next(model.parameters()).detach().clone())
         if skips is not None:
             skips.settle()
@@ -40,23 +51,62 @@ def made(*, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("settles", [False, True])
-def test_skipped_steps_are_counted(fused: bool, settles: bool) -> None:
+@pytest.mark.parametrize(
+    "loop", ["zeroes first", "zeroes last", "keeps zeros", "clips"]
+)
+def test_skipped_steps_are_counted(fused: bool, loop: str) -> None:
     model, optimizer = made(fused=fused)
-    before, log = vars(optimizer).get(AMP_FLAG), ScalarLog()
+    before, log = vars(optimizer).get(SCALER_FLAG), ScalarLog()
     skips = ScalerSkips(optimizer, log)
     skips.attach()
     skips.attach()
-    weights = train(optimizer, model, skips if settles else None)
-    skips.settle()
+    weights = train(optimizer, model, skips, loop=loop)
     assert log.drain(final=True) == ((NAME, 3.0, 6.0),)
     skips.detach()
     skips.detach()
-    assert vars(optimizer).get(AMP_FLAG) is before
+    assert vars(optimizer).get(SCALER_FLAG) is before
     other, alone = made(fused=fused)
-    expected = train(alone, other, None)
+    expected = train(alone, other, None, loop=loop)
     assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
     assert log.drain(final=True) == ()
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """Of another module, with a way of its own to leave steps out."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        asks_itself = bool(getattr(optimizer, SCALER_FLAG, False))
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        is_finite = all(bool(p.grad.isfinite().all()) for p in held)
+        if asks_itself or is_finite:
+            optimizer.step()
+
+    def update(self, new_scale: object = None) -> None:
+        """The scale stays."""
+
+
+def test_a_scaler_of_another_module_is_counted_too() -> None:
+    model, optimizer = made(fused=False)
+    log = ScalarLog()
+    skips = ScalerSkips(optimizer, log)
+    skips.attach()
+    train(optimizer, model, skips, OwnScaler("cpu", init_scale=4.0))
+    assert log.drain(final=True) == ((NAME, 3.0, 6.0),)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_finite_gradients_that_wait_are_no_skipped_step(is_sparse: bool) -> None:
+    """As where gradients accumulate, and somebody asks the flag at every batch."""
+    model = nn.EmbeddingBag(3, 2, sparse=is_sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = ScalarLog()
+    skips = ScalerSkips(optimizer, log)
+    skips.attach()
+    for factor in (1.0, 1.0, float("nan")):
+        (model(torch.tensor([[0, 1]])).sum() * factor).backward()
+        assert not getattr(optimizer, SCALER_FLAG)
+        skips.settle()
+    assert log.drain(final=True) == ((NAME, 1.0, 1.0),)
 
 
 def test_without_a_scaler_nothing_is_logged() -> None:
@@ -65,7 +115,7 @@ def test_without_a_scaler_nothing_is_logged() -> None:
     skips = ScalerSkips(optimizer, log)
     skips.attach()
     model(torch.ones(1, 2)).sum().backward()
-    assert bool(getattr(optimizer, AMP_FLAG))  # as frameworks ask, without a step
+    assert bool(getattr(optimizer, SCALER_FLAG))  # as frameworks ask, without a step
     optimizer.step()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     skips.settle()

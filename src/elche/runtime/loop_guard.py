@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elche.errors import ConfigError
-from elche.runtime.scaler_skips import AMP_FLAG
+from elche.torch_internals import SCALER_FLAG
 
 
 @final
@@ -43,8 +43,8 @@ class LoopGuard:
                 refuse(optimizer)
 
         self._handle = register_optimizer_step_pre_hook(hook)
-        self._flag_before = vars(self._optimizer).get(AMP_FLAG)
-        setattr(self._optimizer, AMP_FLAG, _NoScaler())
+        self._flag_before = vars(self._optimizer).get(SCALER_FLAG)
+        setattr(self._optimizer, SCALER_FLAG, _NoScaler())
 
     def detach(self) -> None:
         """Leaves everything as it was."""
@@ -53,9 +53,9 @@ class LoopGuard:
         self._handle.remove()
         self._handle = None
         if self._flag_before is None:
-            delattr(self._optimizer, AMP_FLAG)
+            delattr(self._optimizer, SCALER_FLAG)
         else:
-            setattr(self._optimizer, AMP_FLAG, self._flag_before)
+            setattr(self._optimizer, SCALER_FLAG, self._flag_before)
 
     def _refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self._optimizer:

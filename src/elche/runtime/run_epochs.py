@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Generator, Iterator
@@ -249,7 +250,10 @@ class RunEpochs:
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):
             self._synchroniser.refuse_nan(self._epoch)
-        yield from run.batches()
+        with contextlib.closing(run.batches()) as batches:
+            for batch in batches:
+                yield batch
+                self._skips.settle()
 
     def _open_epoch(self) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""

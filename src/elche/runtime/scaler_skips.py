@@ -1,34 +1,35 @@
-"""Tells which of a GradScaler's optimizer steps were skipped.
+"""Optimizer steps that a GradScaler skipped.
 
 A scaler leaves a step out where gradients overflow. Its batches count as done, so
 nothing else would show that nothing was learned from them. A scaler does not say so
-either: it asks the optimizer a flag, and then calls `step()` or not. A fused optimizer
-is always called, and skips by itself where ``found_inf`` says so.
+either: it asks the optimizer a flag, and then calls `step()` or not. Others may ask the
+flag, too. So a batch has a skipped step if the flag was asked, no step followed, and no
+finite gradient is left that waits for one. A fused optimizer is always called, and
+skips by itself where ``found_inf`` says so.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from elche.comm.finite import all_finite
 from elche.runtime.scalars import ScalarLog
+from elche.torch_internals import SCALER_FLAG
 
 NAME = "grad_scaler_skips"
 """Of the scalar whose mean is the part of the steps that were skipped."""
-AMP_FLAG = "_step_supports_amp_scaling"
-"""What a GradScaler asks an optimizer before it steps."""
-SCALER_MODULE = "torch.amp.grad_scaler"
 
 
 @final
 class ScalerSkips:
     """Logs 1 for a step that a GradScaler skipped and 0 for one that was taken.
 
-    Nothing is logged without a scaler, and nothing waits for the device.
+    Waits for the device only where a step was left out, as the scaler itself does. Of
+    several steps in one batch, one that was skipped shows if it is the last.
 
     Args:
         optimizer: what the scaler steps.
@@ -46,10 +47,10 @@ class ScalerSkips:
         """Begins to watch the optimizer."""
         if self._flag is not None:
             return
-        held = vars(self._optimizer).get(AMP_FLAG)
-        flag = _Flag(self, getattr(self._optimizer, AMP_FLAG, False), held)
+        held = vars(self._optimizer).get(SCALER_FLAG)
+        flag = _Flag(self, getattr(self._optimizer, SCALER_FLAG, False), held)
         try:
-            setattr(self._optimizer, AMP_FLAG, flag)
+            setattr(self._optimizer, SCALER_FLAG, flag)
         except AttributeError:  # an optimizer that computes the flag
             return
         self._flag = flag
@@ -67,32 +68,32 @@ class ScalerSkips:
         if flag is None or handle is None:
             return
         handle.remove()
-        held, is_ours = flag.held, vars(self._optimizer).get(AMP_FLAG) is flag
+        held, is_ours = flag.held, vars(self._optimizer).get(SCALER_FLAG) is flag
         if is_ours and held is None:
-            delattr(self._optimizer, AMP_FLAG)
+            delattr(self._optimizer, SCALER_FLAG)
         elif is_ours:
-            setattr(self._optimizer, AMP_FLAG, held)
+            setattr(self._optimizer, SCALER_FLAG, held)
         self._flag = self._handle = None
 
     def settle(self) -> None:
-        """The loop body is over: a step that was asked for has not come."""
+        """A loop body is over: counts a step that was asked for and has not come."""
         if self._is_asked:
             self._is_asked = False
-            self._scalars.log(NAME, 1.0, 1.0)
+            if not _has_pending(self._optimizer):
+                self._scalars.log(NAME, 1.0, 1.0)
 
     def asked(self) -> None:
-        """A scaler is about to step, or not."""
-        self.settle()
+        """A scaler is about to step, or not; or somebody else has asked the flag."""
         self._is_asked = True
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_asked:
+        if not self._is_asked or self._flag is None:
             return
         self._is_asked = False
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, torch.Tensor):
             self._scalars.log(NAME, (found.detach() > 0).to(torch.float32), 1.0)
-        else:
+        elif not self._flag.is_true:  # a scaler would have brought found_inf
             self._scalars.log(NAME, 0.0, 1.0)
 
 
@@ -108,20 +109,22 @@ class _Flag:
 
     def __init__(self, watcher: ScalerSkips, value: Any, held: Any) -> None:
         self._watcher = weakref.ref(watcher)
-        self._is_true = bool(value)
+        self.is_true = bool(value)
         self.held = held
 
     def __bool__(self) -> bool:
-        watcher = self._watcher()
-        caller = sys._getframe(1)
-        is_step = caller.f_code.co_name == "step"
-        if watcher is not None and is_step and _is_scaler(caller.f_globals):
+        if (watcher := self._watcher()) is not None:
             watcher.asked()
-        return self._is_true
+        return self.is_true
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (bool, (self._is_true,))
+        return (bool, (self.is_true,))
 
 
-def _is_scaler(module: dict[str, Any]) -> bool:
-    return module.get("__name__") == SCALER_MODULE
+def _has_pending(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether finite gradients wait for a step, and are not only zeros."""
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    gradients = [
+        g.coalesce().values() if g.is_sparse else g for g in held if g is not None
+    ]
+    return all_finite(gradients) and any(bool(g.any()) for g in gradients)

@@ -185,6 +185,8 @@ class SingleRun(LoaderLike):
         samples = self.samples_in_hand
         self.samples_done += samples
         self._batch += 1
+        if self._skips is not None:
+            self._skips.settle()
         measured = self._measured
         measured.samples += samples
         measured.busy_s += busy_s

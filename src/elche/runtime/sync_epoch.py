@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from elche.comm.reducer import GradientReducer
@@ -87,7 +87,7 @@ class SyncEpoch:
         """Reads grants that have come; called when the loader draws."""
         self._worker.take_all(self.handle)
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
         try:

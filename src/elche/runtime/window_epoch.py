@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,7 @@ class WindowEpoch:
         """Reads leases that have come; called when the loader draws."""
         self._worker.take_all(self.handle)
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break drains and ends the epoch everywhere."""
         try:
             yield from self._train()

@@ -137,7 +137,7 @@ def test_windows_end_at_the_weighted_mean(
             before = copied(model)
             close(group)
             reduction = plan_for(group.rank, weights, window, **known.settings())
-            averager.synchronise(reduction, is_finite=averager.is_finite)
+            averager.synchronise(reduction)
             found.append((before, copied(model)))
         return found
 
@@ -169,9 +169,7 @@ def test_a_rank_that_is_no_number_weighs_nothing_whatever_its_plan_says() -> Non
         averager.build()
         with torch.no_grad():
             model.wide.fill_((torch.nan, 3.0)[group.rank])
-        averager.synchronise(
-            plan_for(group.rank, (1, 1), 0), is_finite=averager.is_finite
-        )
+        averager.synchronise(plan_for(group.rank, (1, 1), 0))
         return model.wide.detach()
 
     for wide in on_ranks(2, run, [Net(), Net()]):

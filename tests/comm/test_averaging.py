@@ -163,13 +163,13 @@ def test_windows_end_at_the_weighted_mean(
         assert got[0]["counter"].item() == counted
 
 
-def test_a_rank_that_is_no_number_weighs_nothing_whatever_its_plan_says() -> None:
+def test_parameters_that_are_nan_weigh_nothing_where_the_plan_says_so() -> None:
     def run(group: Any, model: Net) -> torch.Tensor:
         averager = ParameterAverager(list(model.parameters()), model, list, group)
         averager.build()
         with torch.no_grad():
             model.wide.fill_((torch.nan, 3.0)[group.rank])
-        averager.synchronise(plan_for(group.rank, (1, 1), 0))
+        averager.synchronise(plan_for(group.rank, (0, 1), 0))
         return model.wide.detach()
 
     for wide in on_ranks(2, run, [Net(), Net()]):

@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from elche.errors import ConfigError
 
@@ -116,14 +117,14 @@ class PlainCodec(Codec):
         self.name = name
         self._dtype = dtype
 
+    @override
     def encoded_bytes(self, numel: int) -> int:
-        """See :meth:`Codec.encoded_bytes`."""
         return numel * self._dtype.itemsize
 
+    @override
     def over(
         self, memory: torch.Tensor, numel: int, scratch: torch.Tensor | None = None
     ) -> Encoded:
-        """See :meth:`Codec.over`."""
         return _PlainEncoded(memory.view(self._dtype))
 
 
@@ -168,15 +169,15 @@ class BlockCodec(Codec):
         self.block = block
         self.largest_code = 127 if bits == 8 else 7
 
+    @override
     def encoded_bytes(self, numel: int) -> int:
-        """See :meth:`Codec.encoded_bytes`."""
         blocks = -(-numel // self.block)
         return blocks * (self.block * self.bits // 8 + 2)
 
+    @override
     def over(
         self, memory: torch.Tensor, numel: int, scratch: torch.Tensor | None = None
     ) -> Encoded:
-        """See :meth:`Codec.over`."""
         if scratch is None:
             scratch = torch.empty(0, dtype=torch.float32, device=memory.device)
         return _BlockEncoded(self, memory, numel, scratch)

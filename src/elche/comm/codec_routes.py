@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from elche.comm.codec import Codec
 from elche.comm.codec_message import CodedMessage, chunks_of, parts_of
@@ -46,8 +47,8 @@ class DirectRoute(Route):
     def _pieces(self, codec: Codec) -> list[CodedMessage]:
         return [self._message(codec, part) for part in self._parts]
 
+    @override
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`Route.begin`."""
         self._has_encoded = False
         turn = self._open(values)
         self._arrivals = [
@@ -65,24 +66,24 @@ class DirectRoute(Route):
         self._messages = [by_rank[rank] for rank in sorted(by_rank)]
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See :meth:`Route.is_done`."""
         return not self._arrivals
 
+    @override
     def is_ready(self) -> bool:
-        """See :meth:`Route.is_ready`."""
         return self._have_come(self._arrivals)
 
+    @override
     def advance(self, what: str) -> None:
-        """See :meth:`Route.advance`."""
         self._collect(self._arrivals, what)
         # A piece that is not finite has NaN for its weight, and so the sum has.
         self.total = sum(pieces[0].weight for pieces in self._messages)
         if any(math.isnan(piece.weight) for each in self._messages for piece in each):
             self.total = math.nan
 
+    @override
     def read(self, start: int, out: torch.Tensor) -> None:
-        """See :meth:`Route.read`."""
         index = next(i for i, part in enumerate(self._parts) if start in part)
         weighing = [m[index] for m in self._messages if m[index].weight != 0.0]
         if not weighing:
@@ -94,8 +95,8 @@ class DirectRoute(Route):
             message.read(start, decoded)
             out.add_(decoded)
 
+    @override
     def parts(self) -> list[range]:
-        """See :meth:`Route.parts`."""
         return self._parts
 
     @property
@@ -104,12 +105,12 @@ class DirectRoute(Route):
         return _size_bytes(piece for each in pieces for piece in each)
 
     @property
+    @override
     def has_encoded(self) -> bool:
-        """See :meth:`Route.has_encoded`."""
         return self._has_encoded
 
+    @override
     def keep_errors(self, residual: torch.Tensor) -> None:
-        """See :meth:`Route.keep_errors`."""
         for piece in self._outgoing[self._number % 2]:
             self._keep_own_errors(piece, residual)
 
@@ -133,8 +134,8 @@ class PartedRoute(Route):
         self._sum_arrivals: list[Transfer] = []
         self._turn = 0
 
+    @override
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`Route.begin`."""
         self._turn = self._open(values)
         self._residual = residual
         self._arrivals = [self._receive(r, m, 0) for r, m in self._gathered.items()]
@@ -144,16 +145,16 @@ class PartedRoute(Route):
             self._offered.append(self._send(rank, offer, 0))
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See :meth:`Route.is_done`."""
         return not self._sum_arrivals
 
+    @override
     def is_ready(self) -> bool:
-        """See :meth:`Route.is_ready`."""
         return self._have_come(self._arrivals or self._sum_arrivals)
 
+    @override
     def advance(self, what: str) -> None:
-        """See :meth:`Route.advance`."""
         if self._arrivals:
             self._collect(self._arrivals, what)
             self._sum_up()
@@ -204,8 +205,8 @@ class PartedRoute(Route):
         torch.sub(total, decoded, out=left_over).div_(self.total)
         return is_finite
 
+    @override
     def read(self, start: int, out: torch.Tensor) -> None:
-        """See :meth:`Route.read`."""
         if start in self.own:
             self._sums[self._turn].read(start, out)
             return
@@ -213,8 +214,8 @@ class PartedRoute(Route):
             if start in message.part:
                 message.read(start, out)
 
+    @override
     def parts(self) -> list[range]:
-        """See :meth:`Route.parts`."""
         return self._parts
 
     @property
@@ -225,12 +226,12 @@ class PartedRoute(Route):
         return _size_bytes([*travelling, *self._sums]) + left_over_bytes
 
     @property
+    @override
     def has_encoded(self) -> bool:
-        """See :meth:`Route.has_encoded`."""
         return not self._arrivals
 
+    @override
     def keep_errors(self, residual: torch.Tensor) -> None:
-        """See :meth:`Route.keep_errors`."""
         for offer in self._offers.values():
             self._keep_own_errors(offer, residual)
         if self.total > 0.0:

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, final
 
 import torch
+from typing_extensions import override
 
 from elche.comm.codec import Codec
 from elche.comm.codec_message import chunks_of
@@ -92,27 +93,27 @@ class CodedExchange(ResidualExchange):
         self._is_bare = False
 
     @property
+    @override
     def sent_bytes(self) -> int:
-        """See :attr:`ResidualExchange.sent_bytes`."""
         return self._route.sent_bytes
 
     @property
+    @override
     def remote_bytes(self) -> int:
-        """See :attr:`ResidualExchange.remote_bytes`."""
         return self._route.remote_bytes
 
     @property
+    @override
     def extra_bytes(self) -> int:
-        """See :attr:`ResidualExchange.extra_bytes`."""
         own = self._residual.numel() + self._scratch.numel()
         return 4 * own + self._route.host_bytes
 
+    @override
     def contribution(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.contribution`."""
         return self._contributions[side]
 
+    @override
     def result(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.result`."""
         made = self._results[side]
         if made is None:
             made = self._results[side] = torch.zeros_like(self._contributions[side])
@@ -193,8 +194,8 @@ class CodedExchange(ResidualExchange):
         return self._phase is not _Phase.BEGUN
 
     @torch.no_grad()
+    @override
     def wait(self, what: str) -> None:
-        """See :meth:`Exchange.wait`."""
         try:
             while self._phase is _Phase.BEGUN:
                 self._step(what)
@@ -204,8 +205,8 @@ class CodedExchange(ResidualExchange):
             raise self._reason()
 
     @torch.no_grad()
+    @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See :meth:`Exchange.sum_into`."""
         if not self._has_sum:
             raise ProtocolError(f"sum_into() came when {self._phase.value}")
         if stop > self._values:
@@ -224,8 +225,8 @@ class CodedExchange(ResidualExchange):
             self.commit()
 
     @torch.no_grad()
+    @override
     def commit(self) -> None:
-        """See :meth:`ResidualExchange.commit`."""
         if self._phase is _Phase.IDLE:
             if self._is_kept:
                 return
@@ -241,8 +242,8 @@ class CodedExchange(ResidualExchange):
         if self._phase is _Phase.ARRIVED:
             self._phase = _Phase.IDLE
 
+    @override
     def rollback(self) -> None:
-        """See :meth:`ResidualExchange.rollback`."""
         if self._phase is _Phase.ARRIVED:
             self._phase = _Phase.IDLE
         elif self._phase is _Phase.BEGUN:
@@ -252,15 +253,15 @@ class CodedExchange(ResidualExchange):
             )
         self._has_sum = False
 
+    @override
     def flush(self, what: str) -> None:
-        """See :meth:`ResidualExchange.flush`."""
         try:
             self._route.flush(what)
         except CommunicationError as error:
             raise self._peers.explained(error) from error
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`ResidualExchange.state_dict`."""
         own = self._route.own
         return {
             "residual": self._residual.clone(),
@@ -270,8 +271,8 @@ class CodedExchange(ResidualExchange):
         }
 
     @torch.no_grad()
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :meth:`ResidualExchange.load_state_dict`."""
         self.check_idle("load_state_dict()")
         residual = state["residual"]
         if residual.shape != self._residual.shape:

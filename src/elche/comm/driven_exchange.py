@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Protocol, final
 
 import torch
+from typing_extensions import override
 
 from elche.comm.codec_thread import Driven
 from elche.comm.coded_exchange import CodedExchange
@@ -87,22 +88,22 @@ class DrivenExchange(ResidualExchange):
         self._fault: Exception | None = None
 
     @property
+    @override
     def sent_bytes(self) -> int:
-        """See :attr:`ResidualExchange.sent_bytes`."""
         return self._coded.sent_bytes
 
     @property
+    @override
     def remote_bytes(self) -> int:
-        """See :attr:`ResidualExchange.remote_bytes`."""
         return self._coded.remote_bytes
 
     @property
+    @override
     def extra_bytes(self) -> int:
-        """See :attr:`ResidualExchange.extra_bytes`."""
         return self._coded.extra_bytes
 
+    @override
     def contribution(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.contribution`."""
         return self._coded.contribution(side)
 
     def result(self, side: int) -> torch.Tensor:
@@ -186,8 +187,8 @@ class DrivenExchange(ResidualExchange):
         """See :meth:`Exchange.poll`; that a rank has died is seen by :meth:`wait`."""
         return not self._is_open or (self._is_over and self._is_all_made)
 
+    @override
     def wait(self, what: str) -> None:
-        """See :meth:`Exchange.wait`."""
         if self._is_decoded and self._is_all_made and self._fault is None:
             return
         with self._caught_up() as coded:
@@ -200,8 +201,8 @@ class DrivenExchange(ResidualExchange):
             self._awaits, self._is_over = False, True
             coded.wait(what)
 
+    @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See :meth:`Exchange.sum_into`."""
         if self._is_decoded:
             out.copy_(self.result(self._side)[start:stop])
             return
@@ -215,14 +216,14 @@ class DrivenExchange(ResidualExchange):
             self._to_do.append(self._coded.release)
             self._driver.serve(self)
 
+    @override
     def commit(self) -> None:
-        """See :meth:`ResidualExchange.commit`."""
         with self._caught_up() as coded:
             coded.commit()
             self._is_open = not coded.is_idle
 
+    @override
     def rollback(self) -> None:
-        """See :meth:`ResidualExchange.rollback`."""
         with self._caught_up() as coded:
             coded.rollback()
             self._awaits = self._is_decoded = False
@@ -230,23 +231,23 @@ class DrivenExchange(ResidualExchange):
             self._is_over = self._has_followed = True
             self._is_open = not coded.is_idle
 
+    @override
     def flush(self, what: str) -> None:
-        """See :meth:`ResidualExchange.flush`."""
         with self._caught_up() as coded:
             coded.flush(what)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`ResidualExchange.state_dict`."""
         with self._caught_up() as coded:
             return coded.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :meth:`ResidualExchange.load_state_dict`."""
         with self._caught_up() as coded:
             coded.load_state_dict(state)
 
+    @override
     def retire(self) -> None:
-        """See :meth:`ResidualExchange.retire`."""
         with self._lock:
             self._is_retired = True
 

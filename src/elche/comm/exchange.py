@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from elche.comm.shared_memory import Members, aligned, map_together
 from elche.errors import ProtocolError
@@ -126,8 +127,8 @@ class GlooExchange(Exchange):
         self._side = 0
         self._work: Any = None
 
+    @override
     def contribution(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.contribution`."""
         return self._tensors[side]
 
     def result(self, side: int) -> torch.Tensor:
@@ -142,18 +143,18 @@ class GlooExchange(Exchange):
     def advance(self) -> None:
         """Gloo's own threads do it."""
 
+    @override
     def poll(self) -> bool:
-        """See :meth:`Exchange.poll`."""
         return self._work is None or bool(self._work.is_completed())
 
+    @override
     def wait(self, what: str) -> None:
-        """See :meth:`Exchange.wait`."""
         if self._work is not None:
             self._group.wait(self._work, what)
             self._work = None
 
+    @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See :meth:`Exchange.sum_into`."""
         out.copy_(self._tensors[self._side][start:stop])
 
     def release(self) -> None:
@@ -215,12 +216,12 @@ class SharedExchange(Exchange):
         slot_bytes = aligned(numel * dtype.itemsize)
         return aligned(16 * world_size) + slot_bytes * sides * world_size
 
+    @override
     def contribution(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.contribution`."""
         return self._slots[side][self._rank]
 
+    @override
     def result(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.result`."""
         made = self._results[side]
         if made is None:
             made = self._results[side] = torch.zeros_like(self._slots[side][0])
@@ -248,29 +249,29 @@ class SharedExchange(Exchange):
         if not self.is_collected and self.poll():
             self._collected()
 
+    @override
     def poll(self) -> bool:
-        """See :meth:`Exchange.poll`."""
         return all(number >= self._number for number in self._written)
 
+    @override
     def wait(self, what: str) -> None:
-        """See :meth:`Exchange.wait`."""
         if not self.is_collected:
             self._group.wait_until(self.poll, what, self._missing)
 
+    @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See :meth:`Exchange.sum_into`."""
         slots = self._slots[self._side]
         torch.add(slots[0][start:stop], slots[1][start:stop], out=out)
         for slot in slots[2:]:
             out.add_(slot[start:stop])
 
+    @override
     def release(self) -> None:
-        """See :meth:`Exchange.release`."""
         self._read[self._rank] = self._number
 
     @property
+    @override
     def is_collected(self) -> bool:
-        """See :attr:`Exchange.is_collected`."""
         return self._read[self._rank] == self._number
 
     def _missing(self) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
+from typing_extensions import override
 
 from elche.comm.codec import Codec, codec_named
 from elche.comm.codec_message import CodedMessage, chunks_of
@@ -109,34 +110,34 @@ class HostMemberRoute(Route):
         self._offered: list[Transfer] = []
         self._arrivals: list[Transfer] = []
 
+    @override
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`Route.begin`."""
         self._open(values)
         self._arrivals = [self._receive(self._leader, self._answer, 1)]
         self._encode(self._offer, residual)
         self._offered.append(self._send(self._leader, self._offer, 0))
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See :meth:`Route.is_done`."""
         return not self._arrivals
 
+    @override
     def is_ready(self) -> bool:
-        """See :meth:`Route.is_ready`."""
         return self._have_come(self._arrivals)
 
+    @override
     def advance(self, what: str) -> None:
-        """See :meth:`Route.advance`."""
         self._collect(self._arrivals, what)
         self._settle(self._offered, what)  # the leader had it when it answered
         self.total = self._answer.weight
 
+    @override
     def read(self, start: int, out: torch.Tensor) -> None:
-        """See :meth:`Route.read`."""
         self._answer.read(start, out)
 
+    @override
     def parts(self) -> list[range]:
-        """See :meth:`Route.parts`."""
         return [range(self._numel)]
 
     @property
@@ -144,17 +145,17 @@ class HostMemberRoute(Route):
         return self._offer.memory.numel() + self._answer.memory.numel()
 
     @property
+    @override
     def remote_bytes(self) -> int:
-        """See :meth:`Route.remote_bytes`."""
         return 0
 
     @property
+    @override
     def has_encoded(self) -> bool:
-        """See :meth:`Route.has_encoded`."""
         return True
 
+    @override
     def keep_errors(self, residual: torch.Tensor) -> None:
-        """See :meth:`Route.keep_errors`."""
         self._keep_own_errors(self._offer, residual)
 
 
@@ -189,8 +190,8 @@ class HostLeaderRoute(Route):
         self.own = self._between.own
         self.ranks = 1 + len(members)
 
+    @override
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
-        """See :meth:`Route.begin`."""
         self._turn = self._open(values)
         self._residual = residual
         self._is_between = self._is_answered = False
@@ -199,18 +200,18 @@ class HostLeaderRoute(Route):
             self._begin_between()
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See :meth:`Route.is_done`."""
         return self._is_answered
 
+    @override
     def is_ready(self) -> bool:
-        """See :meth:`Route.is_ready`."""
         if self._is_between:
             return self._between.is_ready()
         return self._have_come(self._arrivals)
 
+    @override
     def advance(self, what: str) -> None:
-        """See :meth:`Route.advance`."""
         if not self._is_between:
             self._collect(self._arrivals, what)
             self._begin_between()
@@ -255,12 +256,12 @@ class HostLeaderRoute(Route):
             self._send(rank, message, 1) for rank in self._gathered
         ]
 
+    @override
     def read(self, start: int, out: torch.Tensor) -> None:
-        """See :meth:`Route.read`."""
         self._between.read(start, out)
 
+    @override
     def parts(self) -> list[range]:
-        """See :meth:`Route.parts`."""
         return self._between.parts()
 
     @property
@@ -270,25 +271,25 @@ class HostLeaderRoute(Route):
         return held + 4 * self._host_sum.numel() + self._between.host_bytes
 
     @property
+    @override
     def sent_bytes(self) -> int:
-        """See :meth:`Route.sent_bytes`."""
         return super().sent_bytes + self._between.sent_bytes
 
     @property
+    @override
     def remote_bytes(self) -> int:
-        """See :meth:`Route.remote_bytes`."""
         return self._between.sent_bytes
 
     @property
+    @override
     def has_encoded(self) -> bool:
-        """See :meth:`Route.has_encoded`."""
         return self._is_between and self._between.has_encoded
 
+    @override
     def keep_errors(self, residual: torch.Tensor) -> None:
-        """See :meth:`Route.keep_errors`."""
         self._between.keep_errors(residual)
 
+    @override
     def flush(self, what: str) -> None:
-        """See :meth:`Route.flush`."""
         super().flush(what)
         self._between.flush(what)

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 _linear = F.linear  # torch's, whatever a script puts in its place
 
@@ -70,33 +71,33 @@ class WeightOperation(ABC):
 class Linear(WeightOperation):
     """``F.linear``: x [..., in], weight [out, in]."""
 
+    @override
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.forward`."""
         return _linear(x, weight, bias)
 
+    @override
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.input_gradient`."""
         return _matrix(grad).mm(weight).view(x.shape)
 
+    @override
     def kept(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See :meth:`WeightOperation.kept`."""
         # torch takes a product per sample where the weight needs no gradient.
         return x if x.is_contiguous() else _matrix(x)
 
+    @override
     def rows(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`WeightOperation.rows`."""
         return _matrix(grad), _matrix(x)
 
+    @override
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.weight_gradient`."""
         return grad.t().mm(x)
 
     def add_weight_gradient(
@@ -105,8 +106,8 @@ class Linear(WeightOperation):
         """One product that adds to what is there."""
         into.addmm_(grad.t(), x)
 
+    @override
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
-        """See :meth:`WeightOperation.flops`."""
         return 2 * grad.numel() * weight.size(1)
 
 
@@ -114,36 +115,36 @@ class Linear(WeightOperation):
 class MatmulRight(WeightOperation):
     """``x @ weight + bias``, broadcast: x [..., n, in], weight [..., in, out]."""
 
+    @override
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.forward`."""
         if bias is not None:
             return torch.addmm(bias, x, weight)
         return torch.matmul(x, weight)
 
+    @override
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.input_gradient`."""
         return torch.matmul(grad, weight.mT).sum_to_size(x.shape)
 
+    @override
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.weight_gradient`."""
         if len(shape) == 2:
             return x.t().mm(grad)
         return torch.matmul(x.mT, grad).sum_to_size(shape)
 
+    @override
     def kept(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See :meth:`WeightOperation.kept`."""
         return _matrix(x) if weight.dim() == 2 and not x.is_contiguous() else x
 
+    @override
     def rows(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`WeightOperation.rows`."""
         return (_matrix(grad), _matrix(x)) if weight.dim() == 2 else (grad, x)
 
     def add_weight_gradient(
@@ -155,8 +156,8 @@ class MatmulRight(WeightOperation):
         else:
             super().add_weight_gradient(grad, x, into)
 
+    @override
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
-        """See :meth:`WeightOperation.flops`."""
         return 2 * grad.numel() * weight.shape[-2]
 
 
@@ -164,26 +165,26 @@ class MatmulRight(WeightOperation):
 class MatmulLeft(WeightOperation):
     """``weight @ x``, batches broadcast: weight [..., out, in], x [..., in, n]."""
 
+    @override
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.forward`."""
         return torch.matmul(weight, x)
 
+    @override
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.input_gradient`."""
         return torch.matmul(weight.mT, grad).sum_to_size(x.shape)
 
+    @override
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.weight_gradient`."""
         return torch.matmul(grad, x.mT).sum_to_size(shape)
 
+    @override
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
-        """See :meth:`WeightOperation.flops`."""
         return 2 * grad.numel() * weight.shape[-1]
 
 
@@ -200,10 +201,10 @@ class Embedding(WeightOperation):
     padding_idx: int
     scale_grad_by_freq: bool
 
+    @override
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.forward`."""
         return torch.embedding(weight, x, self.padding_idx, self.scale_grad_by_freq)
 
     def input_gradient(
@@ -212,17 +213,17 @@ class Embedding(WeightOperation):
         """Indices have none; never called."""
         raise TypeError("an index has no gradient")
 
+    @override
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.weight_gradient`."""
         made: torch.Tensor = torch.ops.aten.embedding_dense_backward(
             grad, x, shape[0], self.padding_idx, self.scale_grad_by_freq
         )
         return made
 
+    @override
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
-        """See :meth:`WeightOperation.flops`."""
         return grad.numel()
 
 
@@ -247,22 +248,22 @@ class Convolution(WeightOperation):
     output_padding: tuple[int, ...]
     groups: int
 
+    @override
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.forward`."""
         return torch.convolution(x, weight, bias, *self._settings())
 
+    @override
     def input_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.input_gradient`."""
         return self._backward(grad, x, weight, [True, False, False])[0]
 
+    @override
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        """See :meth:`WeightOperation.weight_gradient`."""
         # Only its shape is read; zero strides keep it from taking memory.
         stand_in = grad.new_zeros(1).expand(shape)
         return self._backward(grad, x, stand_in, [False, True, False])[1]
@@ -271,8 +272,8 @@ class Convolution(WeightOperation):
         """The gradient of a bias along the channels."""
         return grad.sum([0, *range(2, grad.dim())])
 
+    @override
     def flops(self, grad: torch.Tensor, weight: torch.Tensor) -> int:
-        """See :meth:`WeightOperation.flops`."""
         return 2 * grad.numel() * (weight.numel() // weight.shape[0])
 
     def _settings(self) -> tuple[Any, ...]:

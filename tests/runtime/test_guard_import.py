@@ -73,7 +73,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Any]:
 
     def launch(config: launch_module.LaunchConfig) -> launch_module.LaunchResult:
         seen.append(config)
-        return launch_module.LaunchResult((0,), "", ())
+        return launch_module.LaunchResult((0,), "", (), None)
 
     monkeypatch.setattr(launch_module, "launch", launch)
     result = CliRunner().invoke(main, ["run", *arguments])

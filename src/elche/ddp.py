@@ -1,6 +1,6 @@
 """`elche.DistributedDataParallel`: torch's, for ranks that are not equal.
 
-Replace the import, and a script that torchrun starts trains as before::
+Replace the import, and a script for torchrun trains as before, under `elche run` too::
 
     torch.distributed.init_process_group("gloo")
     model = elche.DistributedDataParallel(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -62,16 +63,22 @@ def test_overrun_is_that_of_the_worst_rank() -> None:
 def test_a_failure_names_contender_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = LaunchResult((0, 1), "rank 1 ended\nmore", ())
+    result = LaunchResult((0, 1), "rank 1 ended\nmore", (), 1)
     monkeypatch.setattr(compare, "launch", lambda config: result)
     spec = ContenderSpec(kind="solo", model="mlp", samples=32, out="")
-    with pytest.raises(RemoteRankError, match=r"ddp failed: ranks \[1\].*rank 1 ended"):
+    with pytest.raises(
+        RemoteRankError, match=r"ddp failed: ranks \[1\].*rank 1 ended"
+    ) as caught:
         run_contender("ddp", spec, DEVICES)
+    assert caught.value.failed_rank == 1
 
 
 @pytest.mark.parametrize(
     "result",
-    [LaunchResult((1, 1), "interrupted", (0, 1)), LaunchResult((130,), "", ())],
+    [
+        LaunchResult((1, 1), "interrupted: SIGTERM", (0, 1), 0, signal.SIGTERM),
+        LaunchResult((130,), "", (), 0),
+    ],
 )
 def test_an_interrupted_run_interrupts(
     result: LaunchResult, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,9 @@ def train(DDP: Any, out_path: str) -> None:  # noqa: N803 - as scripts call it
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    assert ranks.item() == dist.get_world_size()
     train(ElcheDDP, os.path.join(sys.argv[1], "elche"))
     train(TorchDDP, os.path.join(sys.argv[1], "torch"))
     dist.destroy_process_group()  # torch's wrapper may abort if it outlives its group

@@ -16,7 +16,7 @@ from elche.coordination.events import Failed
 from elche.coordination.instructions import Abort
 
 RANK = int(os.environ["RANK"])
-WAIT_S = 120.0
+WAIT_S = 200.0
 
 
 def _connected() -> ControlChannel:

@@ -271,11 +271,15 @@ def test_a_module_can_be_wrapped_again(ranks2: RankPool) -> None:
         same(found, expected, 1e-13)
 
 
-def test_replacing_the_import_is_enough(tmp_path: Path) -> None:
+TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
+ELCHE_RUN = "elche.cli run --nproc 2"  # once: torch found no MASTER_ADDR
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ELCHE_RUN], ids=["torchrun", "elche"])
+def test_replacing_the_import_is_enough(tmp_path: Path, launcher: str) -> None:
     script = Path(__file__).with_name("ddp_script.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(script), str(tmp_path)],
+        [sys.executable, "-m", *launcher.split(), str(script), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

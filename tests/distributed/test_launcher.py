@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 RANKS = str(HERE / "launcher_ranks.py")
 TRAINING = str(HERE / "scripts.py")
-WAIT_S = 120.0
+WAIT_S = 200.0
 # Whoever ends has been told, or killed by the second signal: nobody is ended for time.
 PATIENT = (
     "from elche.runtime import rank_processes as r; "

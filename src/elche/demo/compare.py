@@ -228,7 +228,7 @@ def _check(name: str, result: LaunchResult, out: Path) -> None:
         lines[0] += f": {result.reason.splitlines()[0]}"
     for rank in failed:
         lines += [f"--- the last that rank {rank} said ---", *_said_last(out, rank)]
-    raise RemoteRankError("\n".join(lines), failed[0])
+    raise RemoteRankError("\n".join(lines), result.failed_first)
 
 
 def _said_last(out: Path, rank: int) -> list[str]:

@@ -111,7 +111,7 @@ class LaunchResult:
     exit_codes: tuple[int, ...]
     reason: str
     terminated: tuple[int, ...]
-    failed_first: int | None = None
+    failed_first: int | None
     signal: int = 0
 
     @property

@@ -85,9 +85,9 @@ def deaths() -> st.SearchStrategy[list[Death]]:
         Death,
         reduction=st.integers(0, 5),
         place=st.integers(0, 7),
-        part=st.sampled_from([0.0, 0.5, 1.2, 1.8]),
+        part=st.sampled_from([0.5, 1.2, 1.5, 1.8]),
     )
-    return st.lists(death, max_size=3)
+    return st.lists(death, min_size=1, max_size=3)
 
 
 @st.composite

@@ -70,6 +70,7 @@ def test_a_break_on_any_rank_ends_the_epoch_for_all_with_a_commit(
     "redone reductions",
     "results taken over",
     "models handed over",
+    "sources other than the first",
 )
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @given(data=st.data())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.coordination.events import EpochLeft
+from elche.coordination.instructions import Adopt, Instruction
 from elche.sim.cluster import Cluster, Fault
 from elche.sim.engine import Collective
 from elche.sim.history import THROTTLE
@@ -61,6 +62,12 @@ class WatchedSimulation(Simulation):
         reach("epochs left early", sum(isinstance(e, EpochLeft) for e in self.events))
         reach("changes of policy", max(0, len(history.phases) - 1))
         reach("commits", sum(map(len, history.committed.values())))
+
+    def take(self, rank: int) -> Instruction | None:
+        instruction = super().take(rank)
+        if isinstance(instruction, Adopt):
+            reach("sources other than the first", instruction.source > min(self.alive))
+        return instruction
 
     def _arrives(
         self,

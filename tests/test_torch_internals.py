@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torch import nn
 from torch.nn.utils import rnn
 
 from elche import torch_internals
-from elche.torch_internals import INTERNALS, SCALER_FLAG
-from tests.torch_without import CHECKS, REFUSED
+from elche.pipeline.deferred import DeferredWeight
+from elche.torch_internals import INTERNALS, PARAMETER_MARK, SCALER_FLAG
+from tests.torch_without import CHECKS, REFUSED, split_backward
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
@@ -78,6 +80,13 @@ def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
     weight.grad = None  # as a window takes it
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.step(optimizer)
+
+
+def test_a_deferred_weight_that_torch_takes_for_no_parameter_gets_its_gradient() -> (
+    None
+):
+    with mock.patch.object(DeferredWeight, PARAMETER_MARK, False):
+        split_backward()
 
 
 def test_nested_values_are_mapped_as_torch_does() -> None:

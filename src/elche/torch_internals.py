@@ -221,7 +221,9 @@ def catch_gradient(output: torch.Tensor, call: Callable[[torch.Tensor], Any]) ->
         The node behind the output in autograd's graph.
     """
     node = output.grad_fn
-    output._backward_hooks = OrderedDict(ours=call)
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    hooks["ours"] = call
+    output._backward_hooks = hooks
     node._register_hook_dict(output)  # type: ignore[union-attr]
     return node
 

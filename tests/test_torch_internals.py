@@ -82,9 +82,7 @@ def test_a_scaler_that_asks_for_no_flag_ends_the_loop_itself() -> None:
         scaler.step(optimizer)
 
 
-def test_a_deferred_weight_that_torch_takes_for_no_parameter_gets_its_gradient() -> (
-    None
-):
+def test_a_deferred_weight_without_the_mark_gets_its_gradient() -> None:
     with mock.patch.object(DeferredWeight, PARAMETER_MARK, False):
         split_backward()
 

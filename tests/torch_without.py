@@ -257,13 +257,21 @@ def buffers() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].eval()
     model.register_buffer("large", torch.zeros(100_000))
-    model.register_parameter("at", nn.Parameter(torch.zeros(1)))
     watch = BufferWatch(model)
     model.get_buffer("large").add_(1)
     model(torch.randn(4, 3))
     names = [name for name, _ in model.named_buffers()]
     written = {names[index] for index in watch.written()}
     assert {"large", "0.running_mean", "0.running_var"} <= written
+
+
+def held() -> None:
+    from elche.torch_internals import held_buffers, unsaved_buffers
+
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("passing", torch.ones(3), persistent=False)
+    assert unsaved_buffers(model) == {"passing"}
+    assert held_buffers(model)["passing"] is model.get_buffer("passing")
 
 
 def versions() -> None:
@@ -369,9 +377,9 @@ CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch.Tensor._post_accumulate_grad_hooks": [split_backward, wrapper],
     "torch.Tensor._version": [versions, buffers, split_with("torch.Tensor._version")],
     "torch.nn.Module()._parameters": [parameters],
-    "torch.nn.Module()._buffers": [buffers],
+    "torch.nn.Module()._buffers": [held],
     "torch.nn.Module()._modules": [norm],
-    "torch.nn.Module()._non_persistent_buffers_set": [buffers],
+    "torch.nn.Module()._non_persistent_buffers_set": [held],
     "torch.nn.modules.batchnorm._BatchNorm": [norm, buffers],
     "torch.nn.modules.batchnorm._NormBase": [norm, buffers],
     "torch._compile._disable_dynamo": [norm],

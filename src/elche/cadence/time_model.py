@@ -19,7 +19,7 @@ SHAPES = (0.0, *(2.0**power for power in range(-1, 17)))
 """Fixed costs of a step, counted in samples, among which is chosen."""
 MOST_FIXED = 9.0
 """Largest fixed cost that is believed, in samples of the largest step that was seen."""
-CLEAR = 3.0
+CLEAR = 3.5
 """Evidence against a shape that is believed, as a difference of log likelihoods."""
 MOST_EVIDENCE = 20.0
 """Evidence is kept up to this, so that a shape that has changed is found again."""
@@ -27,13 +27,13 @@ FADING = 0.998
 """What a report leaves of older evidence, so that a wrong one is tried again."""
 TEMPER = 0.25
 """Of a squared deviation; 0.5 were right if the steps before did not deviate too."""
-MOST_DEVIATIONS = 3.0
+MOST_DEVIATIONS = 4.0
 """Standard deviations that one step counts at most: its speed may have changed."""
 USUAL_NOISE = 0.2
 """Relative standard deviation of a step's time, before any is measured."""
 LEAST_NOISE = 0.01
 """Relative standard deviation below which none is believed."""
-NOISE_WEIGHT = 0.05
+NOISE_WEIGHT = 0.15
 """Weight of a step in the noise."""
 RECENT_STEPS = 3
 """Steps of which only the one of median cost is taken in: a spike is none."""
@@ -100,8 +100,7 @@ class TimeModel:
             return
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels follow alike: not the faster, the worse a shape has predicted.
-        error = min(abs(ratios[index] - 1.0) for index in self._believed(CLEAR))
-        weight = min(max(error, MIN_ALPHA), MAX_ALPHA)
+        weight = min(max(abs(ratios[self._shape] - 1.0), MIN_ALPHA), MAX_ALPHA)
         self._judge([abs(math.log(ratio)) for ratio in ratios])
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)

@@ -37,7 +37,7 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
 
 
 def batch_weight() -> float:
-    """What the batch in hand counts on this rank: its samples, or as ``weight_of`` says.
+    """What the batch in hand counts on this rank: samples, or as ``weight_of`` says.
 
     Under ``sync`` a batch with fewer samples than there are ranks (than two for each
     with BatchNorm layers) leaves some ranks without any. Such a rank runs its loop body

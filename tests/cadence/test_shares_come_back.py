@@ -74,7 +74,8 @@ class Fleet:
 def fleets(draw: st.DrawFn) -> Fleet:
     size = draw(st.integers(2, 8))
     batch = size * draw(st.sampled_from((1, 2, 4, 8, 32, 128)))
-    cost = [draw(st.floats(1.0, draw(st.sampled_from((1.0, 4.0))))) for _ in range(size)]
+    slowest = draw(st.sampled_from((1.0, 4.0)))
+    cost = [draw(st.floats(1.0, slowest)) for _ in range(size)]
     fixed = draw(st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, 4.0))) * batch / size
     return Fleet(
         batch,

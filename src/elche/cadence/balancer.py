@@ -223,9 +223,11 @@ class Balancer:
             part, end = kept[rank], ends[rank]
             more = max(part + 1, int(part * longest / end))
             more = min(more, self._room(self._caps[rank], most, minimum))
+            if more <= part:
+                continue
             cost = end * more / part / longest - 1.0
-            hope = end * self._models[rank].least_factor(part, more)
-            if more > part and hope < TRIAL_IDLE * longest and cost <= TRIAL_COST * steps:
+            hope = end / longest * self._models[rank].least_factor(part, more)
+            if hope < TRIAL_IDLE and cost <= TRIAL_COST * steps:
                 self._tried = served.index(rank) + 1
                 return self._divide(batch_samples, served, times, {rank: more})
         return None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
+    from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
     from elche.session_metrics import metrics as metrics
@@ -88,7 +89,12 @@ _HOMES = {
         "shutdown",
         "world_size",
     ),
-    "elche.session_metrics": ("epoch_metrics", "log_scalar", "metrics"),
+    "elche.session_metrics": (
+        "batch_weight",
+        "epoch_metrics",
+        "log_scalar",
+        "metrics",
+    ),
     "elche.session_state": ("load_state_dict", "progress_samples", "state_dict"),
     "elche.trainer": ("Trainer",),
     "elche.trainer_config": (

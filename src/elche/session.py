@@ -59,7 +59,9 @@ def setup(
     asked for. On one device nothing changes but
     the placement: the model is moved to the device, the loader moves batches there. On
     several, parameters and buffers are broadcast from rank 0, and the loader hands out
-    this rank's share of the data.
+    this rank's share of the data: each sample once, on one rank. Only of a batch with
+    fewer samples than ranks (than two for each with BatchNorm layers) some ranks are
+    handed samples of others under ``sync``, with `elche.batch_weight` being 0.
 
     Args:
         model: the model; the same on every rank.

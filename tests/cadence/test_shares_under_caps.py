@@ -200,12 +200,12 @@ def test_shares_are_exact_and_fit_or_are_refused(
     batches: list[int],
     learned: list[tuple[int, int]],
     accumulates: bool,
-    left_out: set[int],
+    spared: set[int],
 ) -> None:
     size = len(caps)
     ranks = balancer(*caps, min_share_samples=minimum, accumulates=accumulates)
-    if left_out & set(range(size)) != set(range(size)):
-        ranks.leave_out(left_out & set(range(size)))
+    if spared & set(range(size)) != set(range(size)):
+        ranks.spare(spared & set(range(size)))
     for rank, cap in [(0, 10**6), *learned]:
         ranks.limit(rank % size, cap)
         known = ranks.max_samples
@@ -218,6 +218,9 @@ def test_shares_are_exact_and_fit_or_are_refused(
             assert sum(parts) == batch
             least = min(minimum, batch)
             assert all(part == 0 or part >= least for part in parts)
+            able = [rank for rank, most in enumerate(known) if (most or least) >= least]
+            if batch >= minimum * len(able):
+                assert all(parts[rank] >= least for rank in able)
             for part, most in zip(parts, known, strict=True):
                 assert part == 0 or most is None or most >= least
                 assert accumulates or most is None or part <= most
@@ -270,12 +273,16 @@ def test_a_batch_that_no_devices_hold_is_refused_with_what_to_do() -> None:
         balancer(8, 12).sizes(21)
 
 
-def test_ranks_left_out_serve_where_the_others_cannot_hold_the_batch() -> None:
+def test_spared_ranks_get_the_least_part_or_what_the_others_cannot_hold() -> None:
     ranks = balancer(None, 12)
-    ranks.leave_out([0])
-    assert ranks.sizes(12) == (0, 12)
-    assert ranks.sizes(13)[1] <= 12
-    assert sum(ranks.sizes(13)) == 13
+    ranks.spare([0])
+    assert ranks.sizes(12) == (1, 11)
+    assert ranks.sizes(13) == (1, 12)
+    assert ranks.sizes(1) == (0, 1)
+    assert ranks.sizes(14)[1] <= 12
+    assert sum(ranks.sizes(14)) == 14
+    ranks.spare([])
+    assert ranks.sizes(12) == (6, 6)
 
 
 def test_a_learned_cap_moves_shares_at_once_and_never_rises() -> None:

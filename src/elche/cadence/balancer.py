@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from elche.cadence.split import passes_of, split_in_micro_batches
 from elche.cadence.split import split_for_makespan as split_for_makespan
@@ -21,6 +21,16 @@ from elche.errors import ConfigError
 
 MAX_KEPT_SIZES = 16
 """Batch sizes whose split is held steady; the longest unused is forgotten."""
+IDLE = 0.5
+"""Part of a step below which a rank's time shows that its share is far too small."""
+TRIAL_IDLE = 0.9
+"""Part of a step below which a rank's time makes a larger share worth a trial."""
+TRIAL_COST = 0.01
+"""What trials may cost: part of the time of the steps between two of them."""
+TRIAL_STEPS = 32
+"""Fewest steps between two trials."""
+
+_Times: TypeAlias = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +99,10 @@ class Balancer:
         "_config",
         "_is_capped",
         "_kept",
-        "_left_out",
         "_models",
+        "_spared",
         "_speeds",
+        "_tried",
     )
 
     def __init__(self, config: BalancerConfig) -> None:
@@ -99,7 +110,8 @@ class Balancer:
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
         self._models = [TimeModel() for _ in range(config.world_size)]
         self._kept: dict[int, tuple[int, ...]] = {}
-        self._left_out: frozenset[int] = frozenset()
+        self._spared: frozenset[int] = frozenset()
+        self._tried = 0
         self._set_caps(config.max_samples)
 
     @property
@@ -144,8 +156,8 @@ class Balancer:
         """Splits a global batch for the shortest predicted step.
 
         The split of a batch size stays until another one is predicted to be
-        shorter by more than ``rebalance_gain``. Before measurements it is equal,
-        or as the hints say.
+        shorter by more than ``rebalance_gain``, or gives more to a rank that is idle
+        for half of the step. Before measurements it is equal, or as the hints say.
 
         Args:
             batch_samples: samples of the global batch.
@@ -155,7 +167,7 @@ class Balancer:
             ``min_share_samples``; where the batch is too small for that, the
             fastest ranks get at least as much (the fastest one of all whatever
             there is) and the others 0. None is above its rank's cap, unless the
-            ranks accumulate. Ranks left out serve where the others cannot hold it.
+            ranks accumulate.
 
         Raises:
             ConfigError: ``batch_samples`` is negative or no integer, or more than
@@ -164,37 +176,72 @@ class Balancer:
         total = check_int("batch_samples", batch_samples, 0)
         if total == 0:
             return (0,) * self.world_size
-        cost, fixed_samples = self._times()
-        split = self._shortest(total, cost, fixed_samples)
+        times = self._times()
+        split = self._shortest(total, times)
         kept = self._kept.pop(total, split)
-
-        def makespan(parts: tuple[int, ...]) -> float:
-            ends = zip(cost, fixed_samples, parts, strict=True)
-            if not self._is_capped:
-                return max(c * (f + n) if n else 0.0 for c, f, n in ends)
-            return max(
-                c * (f * self._passes(rank, n) + n) if n else 0.0
-                for rank, (c, f, n) in enumerate(ends)
-            )
-
-        gain = self._config.rebalance_gain
-        if makespan(split) >= (1.0 - gain) * makespan(kept):
+        ends, kept_ends = self._ends(split, times), self._ends(kept, times)
+        longest = max(kept_ends)
+        gains = max(ends) < (1.0 - self._config.rebalance_gain) * longest
+        wakes = max(ends) < longest and any(
+            0.0 < end < IDLE * longest and more > part
+            for end, more, part in zip(kept_ends, split, kept, strict=True)
+        )
+        if not (gains or wakes):
             split = kept
         self._kept[total] = split
         while len(self._kept) > MAX_KEPT_SIZES:
             del self._kept[next(iter(self._kept))]
         return split
 
-    def leave_out(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks no samples from now on.
+    def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
+        """Another split, to be run once, that shows what a larger share costs a rank.
+
+        At a few samples a fixed cost looks like a slow rank, of which one more sample
+        seems to take longer than it is worth; only another size shows that it is not.
+        A rank that waits for the others is tried, each in its turn, with the most that
+        it is sure to finish in time, or one sample more.
+
+        Args:
+            batch_samples: samples of the global batch.
+            steps: that were run since the last trial.
+
+        Returns:
+            One size per rank, together ``batch_samples``; None if there is nothing to
+            try, or if it may cost more than 1 % of the time of so many steps.
+        """
+        if steps < TRIAL_STEPS or not self.is_calibrated or self._spared:
+            return None
+        kept = self.sizes(batch_samples)
+        times = self._times()
+        ends = self._ends(kept, times)
+        longest, minimum = max(ends), self._minimum(batch_samples)
+        served = [rank for rank, part in enumerate(kept) if part]
+        if kept[ends.index(longest)] <= minimum:
+            return None  # who has least decides how long a step takes
+        most = batch_samples - minimum * (len(served) - 1)
+        for rank in (*served[self._tried :], *served[: self._tried]):
+            part, end = kept[rank], ends[rank]
+            more = max(part + 1, int(part * longest / end))
+            more = min(more, self._room(self._caps[rank], most, minimum))
+            if more <= part:
+                continue
+            cost = end * more / part / longest - 1.0
+            hope = end / longest * self._models[rank].least_factor(part, more)
+            if hope < TRIAL_IDLE and cost <= TRIAL_COST * steps:
+                self._tried = served.index(rank) + 1
+                return self._divide(batch_samples, served, times, {rank: more})
+        return None
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks the least part from now on, if the others can do the rest.
 
         Raises:
             ConfigError: nobody would be left.
         """
-        left_out = frozenset(ranks)
-        if left_out >= set(range(self.world_size)):
-            raise ConfigError("expected to leave out some ranks, got all of them")
-        self._left_out = left_out
+        spared = frozenset(ranks)
+        if spared >= set(range(self.world_size)):
+            raise ConfigError("expected to spare some ranks, got all of them")
+        self._spared = spared
         self._kept.clear()
 
     def limit(self, rank: int, samples: int) -> None:
@@ -280,29 +327,54 @@ class Balancer:
             samples, self._caps[rank] if self._config.accumulates else None
         )
 
-    def _times(self) -> tuple[list[float], list[float]]:
+    def _times(self) -> _Times:
         """Cost per sample relative to the cheapest, and fixed cost in samples."""
         costs = complete_costs([model.cost for model in self._models], self._speeds)
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
         return relative, [model.fixed_samples for model in self._models]
 
-    def _shortest(
-        self, total: int, cost: Sequence[float], fixed_samples: Sequence[float]
+    def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
+        """When each rank is through with its part; 0.0 without one."""
+        ends = zip(*times, parts, strict=True)
+        if not self._is_capped:
+            return [c * (f + n) if n else 0.0 for c, f, n in ends]
+        return [
+            c * (f * self._passes(rank, n) + n) if n else 0.0
+            for rank, (c, f, n) in enumerate(ends)
+        ]
+
+    def _shortest(self, total: int, times: _Times) -> tuple[int, ...]:
+        """The split that is predicted to be done first."""
+        minimum = self._minimum(total)
+        chosen = self._serving(total, minimum, times)
+        spared = {rank: minimum for rank in chosen if rank in self._spared}
+        rest = total - minimum * len(spared)
+        others = [rank for rank in chosen if rank not in spared]
+        rooms = [self._room(self._caps[rank], rest, minimum) for rank in others]
+        fits = bool(others) and sum(rooms) >= rest
+        return self._divide(total, chosen, times, spared if fits else {})
+
+    def _divide(
+        self, total: int, ranks: Sequence[int], times: _Times, given: Mapping[int, int]
     ) -> tuple[int, ...]:
-        minimum = min(self._config.min_share_samples, total)
-        chosen = self._serving(total, minimum, cost, fixed_samples)
-        costs = [cost[r] for r in chosen]
-        fixed = [fixed_samples[r] for r in chosen]
-        caps = [self._caps[r] for r in chosen] if self._is_capped else None
+        """Divides what the given parts leave among the others of these ranks."""
+        split = [given.get(rank, 0) for rank in range(self.world_size)]
+        chosen = [rank for rank in ranks if rank not in given]
+        costs, fixed = ([values[rank] for rank in chosen] for values in times)
+        caps = [self._caps[rank] for rank in chosen] if self._is_capped else None
+        rest, minimum = total - sum(split), self._minimum(total)
         if caps is not None and self._config.accumulates:
-            parts = split_in_micro_batches(total, costs, fixed, minimum, caps)
+            parts = split_in_micro_batches(rest, costs, fixed, minimum, caps)
         else:
-            parts = split_for_makespan(total, costs, fixed, minimum, caps)
-        split = [0] * self.world_size
+            parts = split_for_makespan(rest, costs, fixed, minimum, caps)
         for rank, part in zip(chosen, parts, strict=True):
             split[rank] = part
         return tuple(split)
+
+    def _minimum(self, total: int) -> int:
+        """The least part of a rank that has any."""
+        return min(self._config.min_share_samples, total)
 
     def _room(self, cap: int | None, total: int, minimum: int) -> int:
         """The largest part that a rank can have; 0 where the least one does not fit."""
@@ -312,37 +384,31 @@ class Balancer:
             return 0
         return total if self._config.accumulates else min(cap, total)
 
-    def _serving(
-        self,
-        total: int,
-        minimum: int,
-        cost: Sequence[float],
-        fixed_samples: Sequence[float],
-    ) -> list[int]:
+    def _serving(self, total: int, minimum: int, times: _Times) -> list[int]:
         """The ranks that get a part: as many as can have the least one.
 
-        Where they are fewer than all, the fastest, or if these cannot hold the batch
-        those that hold most.
+        Where they are fewer than all, the fastest that are not spared, or if these
+        cannot hold the batch those that hold most.
         """
         most = max(1, total // minimum)
+        cost, fixed_samples = times
 
-        def start(rank: int) -> float:
-            return cost[rank] * (fixed_samples[rank] + minimum)
+        def start(rank: int) -> tuple[bool, float]:
+            least_s = cost[rank] * (fixed_samples[rank] + minimum)
+            return rank in self._spared, least_s
 
         if not self._is_capped:
-            free = [r for r in range(self.world_size) if r not in self._left_out]
-            return free if most >= len(free) else sorted(sorted(free, key=start)[:most])
+            every = range(self.world_size)
+            return sorted(sorted(every, key=start)[:most])
         rooms = [self._room(cap, total, minimum) for cap in self._caps]
         able = [r for r in range(self.world_size) if rooms[r]]
-        wanted = [r for r in able if r not in self._left_out]
 
-        def by_room(rank: int) -> tuple[int, float]:
+        def by_room(rank: int) -> tuple[int, tuple[bool, float]]:
             return -rooms[rank], start(rank)
 
-        orders: list[tuple[list[int], Callable[[int], Any]]]
-        orders = [(wanted, start), (wanted, by_room), (able, by_room)]
-        for ranks, key in orders:
-            chosen = sorted(ranks, key=key)[:most]
+        keys: list[Callable[[int], Any]] = [start, by_room]
+        for key in keys:
+            chosen = sorted(able, key=key)[:most]
             if sum(rooms[r] for r in chosen) >= total:
                 return sorted(chosen)
         held = {r: cap for r, cap in enumerate(self._caps) if cap is not None}

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from elche.cadence.throughput import (
-    MAX_SPEED_RATIO,
+    MAX_ALPHA,
+    MIN_ALPHA,
     CostEstimate,
     check_int,
     check_measure,
 )
 from elche.errors import ConfigError
 
-FORGETTING = 0.95
-"""Weight that an observation keeps in the fit when the next one comes."""
-MIN_OBSERVATIONS = 6.0
-"""Weight of observations below which nothing is fitted."""
-MIN_SPREAD = 0.10
-"""Standard deviation of the samples, relative to their mean, needed for a fit."""
-MAX_SLOPE_ERROR = 0.10
-"""Standard error of the fitted slope, relative to it, that is still believed."""
-MAX_FIXED_SHARE = 0.90
-"""Largest part of an average step that may count as fixed cost."""
+SHAPES = (0.0, *(2.0**power for power in range(-1, 17)))
+"""Fixed costs of a step, counted in samples, among which is chosen."""
+MOST_FIXED = 9.0
+"""Largest fixed cost that is believed, in samples of the largest step that was seen."""
+CLEAR = 3.5
+"""Evidence against a shape that is believed, as a difference of log likelihoods."""
+MOST_EVIDENCE = 20.0
+"""Evidence is kept up to this, so that a shape that has changed is found again."""
+FADING = 0.998
+"""What a report leaves of older evidence, so that a wrong one is tried again."""
+TEMPER = 0.25
+"""Of a squared deviation; 0.5 were right if the steps before did not deviate too."""
+MOST_DEVIATIONS = 4.0
+"""Standard deviations that one step counts at most: its speed may have changed."""
+USUAL_NOISE = 0.2
+"""Relative standard deviation of a step's time, before any is measured."""
+LEAST_NOISE = 0.01
+"""Relative standard deviation below which none is believed."""
+NOISE_WEIGHT = 0.15
+"""Weight of a step in the noise."""
 RECENT_STEPS = 3
 """Steps of which only the one of median cost is taken in: a spike is none."""
 LIKE_SIZE = 0.20
 """Relative difference of sizes up to which two steps can be compared."""
-NEW_SPEED = 0.30
-"""A prediction error at a familiar size that means another speed, not noise."""
 
 
 @final
@@ -37,37 +46,44 @@ class TimeModel:
     """Time of a step of n samples: ``cost_s * (fixed_samples + n)``.
 
     The shape (``fixed_samples``: the fixed cost, counted in samples) and the
-    level (``cost_s``: seconds per sample) are learned apart. The level follows
-    every report by the error-adaptive average. The shape comes from least
-    squares with exponential forgetting and changes only while the sizes vary
-    enough to show it, else the last one stays; at first it is 0, proportional.
+    level (``cost_s``: seconds per sample) are learned apart, since what slows a device
+    down scales both. For each of some shapes the level follows every report by the
+    error-adaptive average. A step of another size than those before is predicted
+    well by some shapes and badly by others: that is the evidence. Steps of one size
+    and a changed speed are none, and what was learned before stays. The shape
+    changes only where evidence against it is clear; at first it is 0, proportional.
     Of the last three steps of about one size only that of median cost counts: a
-    straggler moves nothing, and a changed speed is noticed one report later. Such
-    a change rescales what the fit remembers, so that times from before and after
-    it are not mixed into a false slope.
+    straggler moves nothing, and a changed speed is noticed one report later.
     """
 
-    __slots__ = ("_cost", "_fixed_samples", "_recent", "_sums")
+    __slots__ = ("_against", "_largest", "_levels", "_noise", "_recent", "_shape")
 
     def __init__(self) -> None:
-        self._cost = CostEstimate()
-        self._fixed_samples = 0.0
+        self._levels = [0.0] * len(SHAPES)
+        self._against = [0.0] * len(SHAPES)
+        self._shape = 0
+        self._largest = 0
+        self._noise = USUAL_NOISE
         self._recent: list[tuple[int, float]] = []
-        self._sums = [0.0] * 6
 
     @property
     def cost(self) -> CostEstimate:
         """Seconds per sample beyond the fixed cost."""
-        return self._cost
+        return CostEstimate(self._levels[self._shape])
 
     @property
     def fixed_samples(self) -> float:
         """Fixed cost of a step, in samples that take as long; at least 0."""
-        return self._fixed_samples
+        return SHAPES[self._shape]
 
     def predict_s(self, samples: int) -> float:
         """Seconds that a step of so many samples takes; 0.0 before any report."""
-        return self._cost.value * (self._fixed_samples + samples)
+        return self._levels[self._shape] * (self.fixed_samples + samples)
+
+    def least_factor(self, samples: int, more: int) -> float:
+        """By what a larger step takes longer at least, as far as was shown."""
+        most = max(SHAPES[index] for index in self._believed(CLEAR))
+        return (most + more) / (most + samples)
 
     def observe(self, samples: int, busy_s: float) -> None:
         """Takes in one step.
@@ -77,22 +93,56 @@ class TimeModel:
             busy_s: its delivered seconds without waiting for others, positive.
         """
         samples, busy_s = self._typical(samples, busy_s)
-        self._remember(samples, busy_s)
-        fitted = self._fitted_fixed_samples()
-        if fitted is not None:
-            mean = self._sums[1] / self._sums[0]
-            if self._cost.is_measured:
-                self._cost.rescale((self._fixed_samples + mean) / (fitted + mean))
-            self._fixed_samples = fitted
-        self._cost.observe(busy_s / (self._fixed_samples + samples))
+        self._largest = max(self._largest, samples)
+        costs = [busy_s / (shape + samples) for shape in SHAPES]
+        if not self._levels[0]:
+            self._levels = costs
+            return
+        ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
+        # All levels follow alike: not the faster, the worse a shape has predicted.
+        weight = min(max(abs(ratios[self._shape] - 1.0), MIN_ALPHA), MAX_ALPHA)
+        self._judge([abs(math.log(ratio)) for ratio in ratios])
+        for index, ratio in enumerate(ratios):
+            self._levels[index] *= 1.0 + weight * (ratio - 1.0)
+
+    def _judge(self, errors: Sequence[float]) -> None:
+        """Weighs the shapes by how well each has predicted a step."""
+        most = MOST_DEVIATIONS * self._noise
+        scale = TEMPER / self._noise**2
+        against = [
+            FADING * known + scale * min(error, most) ** 2
+            for known, error in zip(self._against, errors, strict=True)
+        ]
+        least = min(against)
+        self._against = [min(each - least, MOST_EVIDENCE) for each in against]
+        believed = self._believed(math.inf)
+        best = min(believed, key=self._against.__getitem__)
+        if self._against[self._shape] > self._against[best] + CLEAR:
+            self._shape = best
+        squared = (1.0 - NOISE_WEIGHT) * self._noise**2
+        squared += NOISE_WEIGHT * min(errors[self._shape], most) ** 2
+        self._noise = max(LEAST_NOISE, math.sqrt(squared))
+
+    def _believed(self, evidence: float) -> list[int]:
+        """Shapes that are possible, with less evidence against them than this."""
+        most = MOST_FIXED * self._largest
+        return [
+            index
+            for index, (shape, against) in enumerate(
+                zip(SHAPES, self._against, strict=True)
+            )
+            if shape <= most and (against < evidence or index == self._shape)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as values that JSON keeps exactly."""
         return {
-            "cost_s": self._cost.value,
-            "fixed_samples": self._fixed_samples,
+            "levels": list(self._levels),
+            "against": list(self._against),
+            "shape": self._shape,
+            "largest": self._largest,
+            "noise": self._noise,
             "recent": [list(step) for step in self._recent],
-            "sums": list(self._sums),
         }
 
     @classmethod
@@ -104,14 +154,15 @@ class TimeModel:
             KeyError: the state lacks something.
         """
         model = cls()
-        model._cost = CostEstimate(state["cost_s"])
-        model._fixed_samples = check_measure("fixed_samples", state["fixed_samples"])
-        sums = [check_measure("a sum", value) for value in state["sums"]]
-        if len(sums) != len(model._sums):
-            raise ConfigError(
-                f"a time model's state holds {len(model._sums)} sums, got {len(sums)}"
-            )
-        model._sums = sums
+        model._levels = [check_measure("a cost", cost) for cost in state["levels"]]
+        model._against = [check_measure("evidence", e) for e in state["against"]]
+        shape = check_int("the shape", state["shape"], 0)
+        count = len(SHAPES)
+        if {len(model._levels), len(model._against)} != {count} or shape >= count:
+            raise ConfigError(f"a time model's state holds {count} shapes")
+        model._shape = shape
+        model._largest = check_int("the largest step", state["largest"], 0)
+        model._noise = max(LEAST_NOISE, check_measure("the noise", state["noise"]))
         model._recent = [
             (check_int("samples", samples, 1), check_measure("busy_s", busy_s))
             for samples, busy_s in state["recent"]
@@ -122,36 +173,5 @@ class TimeModel:
         """The step of median cost among the last ones of about this size."""
         self._recent = [*self._recent, (samples, busy_s)][-RECENT_STEPS:]
         alike = [s for s in self._recent if abs(s[0] - samples) <= LIKE_SIZE * samples]
-        alike.sort(key=lambda step: step[1] / (self._fixed_samples + step[0]))
+        alike.sort(key=lambda step: step[1] / (self.fixed_samples + step[0]))
         return alike[(len(alike) - 1) // 2]
-
-    def _remember(self, samples: int, busy_s: float) -> None:
-        weight, n, t, nn, nt, tt = self._sums
-        predicted_s = self.predict_s(samples)
-        if predicted_s > 0.0:
-            factor = busy_s / predicted_s
-            familiar = abs(samples * weight - n) <= LIKE_SIZE * n
-            if not 1.0 / MAX_SPEED_RATIO < factor < MAX_SPEED_RATIO:
-                weight = n = t = nn = nt = tt = 0.0
-            elif familiar and abs(factor - 1.0) > NEW_SPEED:
-                t, nt, tt = t * factor, nt * factor, tt * factor * factor
-        added = (1.0, samples, busy_s, samples**2, samples * busy_s, busy_s**2)
-        kept = (weight, n, t, nn, nt, tt)
-        self._sums = [FORGETTING * a + b for a, b in zip(kept, added, strict=True)]
-
-    def _fitted_fixed_samples(self) -> float | None:
-        """The fixed cost that the least squares show, None if they do not."""
-        weight, n, t, nn, nt, tt = self._sums
-        mean_n, mean_t = n / weight, t / weight
-        variance = nn / weight - mean_n**2
-        if weight < MIN_OBSERVATIONS or variance < (MIN_SPREAD * mean_n) ** 2:
-            return None
-        slope = (nt / weight - mean_n * mean_t) / variance
-        if slope <= 0.0:
-            return None
-        spread = max(0.0, tt / weight - mean_t**2 - slope**2 * variance)
-        error = math.sqrt(spread / variance / (weight - 2.0))
-        if error > MAX_SLOPE_ERROR * slope:
-            return None
-        largest = mean_n * MAX_FIXED_SHARE / (1.0 - MAX_FIXED_SHARE)
-        return min(max(0.0, mean_t / slope - mean_n), largest)

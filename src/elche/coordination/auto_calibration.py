@@ -1,8 +1,8 @@
 """``auto``: from a run's first steps to its first choice.
 
 After one grant of steps if something is much better, after the very first step where
-reductions are slow, and otherwise after grants in which either half of the ranks was
-left out, because equal ranks do not show what a batch costs however small. Pure.
+reductions are slow, and otherwise after grants in which either half of the ranks got
+the least part, because equal ranks do not show what a batch costs however small. Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GLANCE_GAIN = 2.0
 SLOW_REDUCTION_S = 0.1
 """If one takes so long, steps are granted singly until the first is measured."""
 EXPLORING_GRANTS = 2
-"""So many grants of steps leave out either half of the ranks before the choice: those
-of the other half get large.
+"""So many grants of steps give either half of the ranks the least part before the
+choice: those of the other half get large.
 """
 
 
@@ -60,7 +60,7 @@ class Calibration:
         self._sync = sync
         self._new_chooser = new_chooser
         self._grants = ahead_steps + 2 * EXPLORING_GRANTS
-        self._left_out: list[tuple[int, ...]] = []
+        self._spared: list[tuple[int, ...]] = []
         self._probe_s = 0.0
 
     def prepare(self, probe_s: float, *, is_new: bool) -> None:
@@ -75,10 +75,10 @@ class Calibration:
 
     def break_off(self) -> None:
         """No choice will be made: steps are shared among all again."""
-        self._left_out = []
+        self._spared = []
         self._sync.grant_again()
         self._sync.grant_singly(False)
-        self._sync.leave_out(())
+        self._sync.spare(())
 
     def glance(self, reports: Sequence[StepsDone], batch_size: int) -> Found | None:
         """The first step was run, on devices that are not warm yet.
@@ -103,11 +103,11 @@ class Calibration:
             if gain >= EARLY_GAIN:
                 return found
             halves = gauge.halves(ranks, batch_size)
-            self._left_out = [
+            self._spared = [
                 half for half in halves for _ in range(EXPLORING_GRANTS)
             ] + [()]
-        if self._left_out:
-            self._sync.leave_out(self._left_out.pop(0))
+        if self._spared:
+            self._sync.spare(self._spared.pop(0))
         if gauge.grants < self._grants:
             return None
         gauge.learn(self._probe_s)

@@ -345,7 +345,7 @@ class AutoPolicy(Policy):
         self._choice = found.choice
         self._gauge.finish_learning()
         self._gauge.grants = 0
-        self._sync.leave_out(())
+        self._sync.spare(())
         self._is_gradients = not self._wants_windows
         self._chooser.fix_update("gradients" if self._is_gradients else "parameters")
         self._say(told)

@@ -31,14 +31,33 @@ class StepShares:
         self._is_fixed = config.deterministic
         self._min_share_samples = min_share_samples
         self._balancer = self._balanced(config.speed_hints)
+        self._steps = 0
 
     def of(self, samples: int, world_size: int) -> tuple[int, ...]:
         """Samples of each rank in a step of so many, 0 for one that is gone."""
+        return self._spread(self._balancer.sizes(samples), world_size)
+
+    def trial(
+        self, samples: int, world_size: int, granted: int
+    ) -> tuple[int, ...] | None:
+        """Other parts for a single step now and then; see :meth:`Balancer.trial`.
+
+        Args:
+            samples: of the step.
+            world_size: ranks that there are numbers for.
+            granted: steps that were granted and have not been measured.
+        """
+        sizes = self._balancer.trial(samples, self._steps)
+        if sizes is None:
+            return None
+        self._steps = -granted  # the next one comes after this one is measured
+        return self._spread(sizes, world_size)
+
+    def _spread(self, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+        """The members' parts by rank."""
         shares = [0] * world_size
-        for rank, share in zip(
-            self._places, self._balancer.sizes(samples), strict=True
-        ):
-            shares[rank] = share
+        for rank, size in zip(self._places, sizes, strict=True):
+            shares[rank] = size
         return tuple(shares)
 
     def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
@@ -48,6 +67,7 @@ class StepShares:
             [report.samples // steps for report in of_members],
             [report.busy_s / steps for report in of_members],
         )
+        self._steps += steps
 
     def limit(self, rank: int, samples: int) -> None:
         """A rank's device turned out to hold no more: later steps heed it.
@@ -62,9 +82,9 @@ class StepShares:
         if not self._is_fixed:
             self._balancer.limit(self._places[rank], samples)
 
-    def leave_out(self, ranks: Iterable[int]) -> None:
-        """Gives these ranks nothing of later steps."""
-        self._balancer.leave_out([self._places[rank] for rank in ranks])
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks the least part of later steps."""
+        self._balancer.spare([self._places[rank] for rank in ranks])
 
     def costs_s(self) -> tuple[list[float], list[float]]:
         """Seconds per sample, and fixed seconds per step, of each member."""

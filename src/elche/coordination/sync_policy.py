@@ -188,9 +188,9 @@ class SyncPolicy(Policy):
         was_wanted, self._makes_room = self._makes_room, wanted
         return self._top_up() if was_wanted and not wanted else []
 
-    def leave_out(self, ranks: Sequence[int]) -> None:
-        """Gives these ranks no share of later steps: they cost more than they bring."""
-        self._shares.leave_out(ranks)
+    def spare(self, ranks: Sequence[int]) -> None:
+        """Gives these ranks the least share of later steps, so that others get more."""
+        self._shares.spare(ranks)
 
     def costs_s(self) -> tuple[list[float], list[float]]:
         """Seconds per sample, and fixed seconds per step, of each rank."""
@@ -375,9 +375,13 @@ class SyncPolicy(Policy):
             start, stop, planned = self._planned.popleft()
             self._ledger.lease_range(ALL_RANKS, start, stop)
             return start, stop, tuple(planned)
+        samples, _ = self._ledger.sizes.run_of(self._granted_until)
+        granted = self._ledger.leased(ALL_RANKS)
+        trial = self._shares.trial(samples, self._world_size, granted)
+        if trial is not None:
+            most = 1
         start, stop = self._ledger.lease(ALL_RANKS, most, equal_sizes=True)
-        samples, _ = self._ledger.sizes.run_of(start)
-        return start, stop, self._shares.of(samples, self._world_size)
+        return start, stop, trial or self._shares.of(samples, self._world_size)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
         """A loop's early end; it must come at the same step on every rank.

@@ -1,0 +1,151 @@
+"""Trials of larger shares in steps of ``sync``, and the least share of everybody."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.config import RunConfig
+from elche.coordination.agreement import Settings
+from elche.coordination.auto_policy import AutoPolicy
+from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.events import StepsDone
+from elche.coordination.instructions import GrantSteps, Instruction
+from elche.coordination.policy import Member, Policy
+from elche.coordination.sync_policy import SyncPolicy
+
+HORIZON = 3
+BATCH = 64
+Time = Callable[[int, int, int], float]
+"""Seconds of a step: of a rank, with so many samples, at its number."""
+
+
+def run_epoch(policy: Policy, sizes: BatchSizes, step_s: Time) -> list[GrantSteps]:
+    """Grants of an epoch of steps, until it ends or another policy takes over."""
+    seen = grants(policy.begin_epoch(0, sizes, 0.0).instructions)
+    run = 0
+    while run < len(seen):
+        grant = seen[run]
+        run += 1
+        for rank, share in enumerate(grant.shares):
+            steps = range(grant.start, grant.stop)
+            report = StepsDone(
+                rank=rank,
+                epoch=0,
+                start=grant.start,
+                stop=grant.stop,
+                samples=share * len(steps),
+                busy_s=sum(step_s(rank, share, step) for step in steps),
+                data_wait_s=0.0,
+                sync_wait_s=0.0,
+                warm=grant.start > 0,
+                backward_passes=grant.stop,
+            )
+            seen += grants(policy.handle(report, 0.0).instructions)
+            policy.check()
+    return seen
+
+
+def grants(told: list[Instruction]) -> list[GrantSteps]:
+    return [each for each in told if isinstance(each, GrantSteps) and each.rank == 0]
+
+
+def members(count: int) -> list[Member]:
+    return [Member(rank, "CPU", HORIZON) for rank in range(count)]
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_a_throttled_rank_gets_its_share_back_through_trials_of_one_step(
+    options: dict[str, Any],
+) -> None:
+    """One sample takes 50 ms, half of the batch 55, all of it 60."""
+
+    def step_s(rank: int, share: int, step: int) -> float:
+        slow = 4.0 if rank == 1 and 300 <= step < 600 else 1.0
+        noise = rng.uniform(0.9, 1.1)
+        return slow * noise * (0.05 + 0.00015 * share)
+
+    rng = random.Random(0)
+    policy = SyncPolicy(RunConfig(policy="sync", **options), members(2), 1)
+    seen = run_epoch(policy, BatchSizes.of([BATCH] * 1200), step_s)
+    assert seen[-1].stop == 1200
+    if options:
+        assert {grant.shares for grant in seen} == {(32, 32)}
+        return
+    throttled = min(grant.shares[1] for grant in seen if 400 <= grant.start < 600)
+    assert throttled <= 4
+    assert seen[-1].shares[1] >= 24
+
+
+def test_a_trial_is_a_single_step_and_the_next_one_comes_later() -> None:
+    def step_s(rank: int, share: int, step: int) -> float:
+        return (0.0, 0.003)[rank] + (0.001, 0.002)[rank] * share
+
+    policy = SyncPolicy(RunConfig(policy="sync", speed_hints=(1.0, 0.1)), members(2), 1)
+    sizes = BatchSizes.of([8] * 800)
+    seen = run_epoch(policy, sizes, step_s)
+    usual = max(seen, key=lambda grant: grant.stop - grant.start).shares
+    changed = [
+        grant
+        for before, grant, after in zip(seen, seen[1:], seen[2:], strict=False)
+        if before.shares == after.shares != grant.shares
+    ]
+    assert usual[0] > 1
+    assert changed, seen
+    assert all(grant.stop == grant.start + 1 for grant in changed)
+    starts = [grant.start for grant in changed]
+    assert all(b - a >= 32 for a, b in itertools.pairwise(starts))
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda world: st.tuples(
+            st.just(world),
+            st.lists(st.floats(0.1, 50.0), min_size=world, max_size=world),
+            st.lists(st.floats(0.0, 50.0), min_size=world, max_size=world),
+        )
+    ),
+    st.integers(1, 2),
+    st.integers(0, 9),
+    st.integers(1, 40),
+    st.sampled_from(("sync", "auto")),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_each_rank_has_samples_wherever_the_batch_allows_it(
+    fleet: tuple[int, list[float], list[float]],
+    least: int,
+    spare: int,
+    tail: int,
+    policy: str,
+    seed: int,
+) -> None:
+    """Also of noisy first steps, and while ``auto`` measures what shares cost."""
+    world, cost_ms, fixed_ms = fleet
+    rng = random.Random(seed)
+
+    def step_s(rank: int, share: int, step: int) -> float:
+        noise = rng.uniform(0.1, 3.0) if step < 10 else 1.0
+        return 1e-3 * noise * (fixed_ms[rank] + cost_ms[rank] * (share or least))
+
+    batch = world * least + spare
+    sizes = [batch] * 30 + [min(tail, batch)]
+    config = RunConfig(policy=policy)
+    agreed = Settings(config={}, loader={}, optimizer={}, min_share_samples=least)
+    runs: Policy = (
+        SyncPolicy(config, members(world), least)
+        if policy == "sync"
+        else AutoPolicy(config, members(world), agreed, lambda: None)  # type: ignore[arg-type,return-value]
+    )
+    runs.prepare_epoch(1e-4, alike=True)
+    for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):
+        total = sum(grant.shares)
+        assert {total} == set(sizes[grant.start : grant.stop])
+        if total >= world * least:
+            assert min(grant.shares) >= least, grant

@@ -34,8 +34,8 @@ FREE_LAG = 1.0 / 3.0
 _WINDOW_KNOTS = (2.5, 12.5, 50.0, 250.0)
 _PRICE_GROWTH = (0.15, 0.4, 0.45, 0.45)
 """With what power of a run's length the batches grow that such windows cost, measured
-in runs of 500 to 16 000 (`docs/convergence.md`, short runs); larger global batches cost
-the same number in any run."""
+in runs of 500 to 16 000 (`docs/convergence.md`, "Short runs"); larger global batches
+cost the same number in any run."""
 _MEASURED_LENGTHS = (500.0, 16_000.0)
 _RANK_KNOTS = (2, 4, 8)
 _GLOBAL_BATCH_EFFICIENCY = (1.0, 0.97, 0.88)  # of as many batches in one

@@ -13,7 +13,7 @@ The two quantised ones cut the values into blocks. A block has one scale, the la
 magnitude in it over the largest code (127 or 7), rounded up to bfloat16, and an element
 is the nearest multiple of it (blockwise absmax quantisation, Dettmers et al.,
 arXiv:2110.02861; the codes here are equally spaced, so that decoding is one product).
-Block sizes are measured ones (`docs/decisions.md`, "codec").
+Block sizes are measured ones (`docs/decisions.md`, "Codec").
 
 Decoding is elementwise arithmetic of IEEE floats, and nothing in it is denormal, which
 some processors round away: the same bytes give the same values everywhere. A block that

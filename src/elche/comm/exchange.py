@@ -10,8 +10,9 @@ same bits.
 
 Ranks on one host that pass megabytes through gloo's loopback sockets pay for it twice:
 with system calls that take the cores the model computes on, and with wake-ups (measured
-on two cores: 9 messages of 1 MB take 9 to 24 ms, `docs/decisions.md`). In shared memory
-the message is where the others read it as soon as it is written.
+on two cores: nine messages of 1.05 MB took 9 to 25 ms; `docs/decisions.md`, "Shared
+memory"). In shared memory the message is where the others read it as soon as it is
+written.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averagi
 ``nesterov`` takes a step of Nesterov momentum along the mean drift, as DiLoCo
 (arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker
 than DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
-(`docs/decisions.md`, "outer step"). ``slowmo`` takes a step of heavy-ball momentum
+(`docs/decisions.md`, "Outer step"). ``slowmo`` takes a step of heavy-ball momentum
 along it (SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} =
 θ_k − lr × u. The paper divides Δ by the rate of the local steps, and multiplies the
 outer step by it again. While that rate is constant it is the same; under a schedule

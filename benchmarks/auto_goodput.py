@@ -14,7 +14,7 @@ from pathlib import Path
 
 from comparison import compare, table
 
-from elche.sim_command import load_cluster
+from elche.cli.sim_command import load_cluster
 
 
 def main(paths: list[str]) -> int:

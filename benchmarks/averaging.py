@@ -28,9 +28,9 @@ from record import write_record
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.averaging import ParameterAverager
-from elche.comm.process_group import Group
-from elche.coordination.instructions import Reduce
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.transport.process_group import Group
+from elche.coordination.protocol.instructions import Reduce
 
 TENSORS = 150
 RANK_TIMEOUT_S = 300.0

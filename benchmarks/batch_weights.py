@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ElcheError
-from elche.runtime.launch import LaunchConfig, launch, python_command
+from elche.runtime.process.launch import LaunchConfig, launch, python_command
 
 PLACES = {"one device": (1, "sync"), "sync": (2, "sync"), "async": (2, "async")}
 SIZE = 8

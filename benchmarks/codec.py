@@ -31,11 +31,11 @@ from record import write_record
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from elche.comm.codec import CODECS, BlockCodec, Codec
-from elche.comm.codec_peers import GroupPeers
-from elche.comm.coded_exchange import CodedExchange
-from elche.comm.exchange import Exchange, GlooExchange
-from elche.comm.process_group import Group
+from elche.comm.codec.codec import CODECS, BlockCodec, Codec
+from elche.comm.codec.codec_peers import GroupPeers
+from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.transport.exchange import Exchange, GlooExchange
+from elche.comm.transport.process_group import Group
 from elche.demo.models import build_workload
 
 SPEED_ELEMENTS = 1 << 22

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.errors import ElcheError
-from elche.runtime.launch import LaunchConfig, launch, python_command
+from elche.runtime.process.launch import LaunchConfig, launch, python_command
 
 POLICIES = ("sync", "cadence", "async")
 RANKS = 2

@@ -35,7 +35,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing, nn
 
-from elche.ddp import DistributedDataParallel
+from elche.ddp.wrapper import DistributedDataParallel
 from elche.demo.models import Batch, Workload, build_workload
 from elche.monitor.table import paired_interval
 from elche.runtime.emulation import EmulationConfig, emulate

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 from elche import torch_internals
-from elche.pipeline.deferred import DeferredWeight
+from elche.pipeline.split_backward.deferred import DeferredWeight
 from elche.torch_internals import INTERNALS, PARAMETER_MARK, SCALER_FLAG
 from tests.torch_without import CHECKS, REFUSED, split_backward
 

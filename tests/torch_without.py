@@ -95,9 +95,9 @@ def expect_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 def split_backward() -> None:
-    from elche.pipeline.backward import StageBackward
-    from elche.pipeline.guard import ContributionGuard
-    from elche.pipeline.messages import Message
+    from elche.pipeline.split_backward.backward import StageBackward
+    from elche.pipeline.split_backward.guard import ContributionGuard
+    from elche.pipeline.peers.messages import Message
     from elche.pipeline.stage import Layer, Stage
     from elche.torch_internals import CAN_SPLIT
 
@@ -147,8 +147,8 @@ def windows() -> None:
 
 
 def window_of(*, is_sum: bool) -> None:
-    from elche.comm.gradient_window import GradientWindow
-    from elche.runtime.gradient_sync import GradientSync
+    from elche.comm.gradients.gradient_window import GradientWindow
+    from elche.runtime.windows.gradient_sync import GradientSync
     from tests.comm.bus import Bus
 
     model, plain = Net(), Net()
@@ -199,8 +199,8 @@ class _Breaks(torch.autograd.Function):
 
 def wrapper() -> None:
     """elche.DistributedDataParallel, with hooks that come before its own."""
-    from elche.comm.ddp_group import DEFAULT_TIMEOUT_S
-    from elche.ddp import DistributedDataParallel
+    from elche.ddp.group import DEFAULT_TIMEOUT_S
+    from elche.ddp.wrapper import DistributedDataParallel
     from elche.torch_internals import INTERNALS
 
     dist.init_process_group(
@@ -233,7 +233,7 @@ def wrapper() -> None:
 
 
 def norm() -> None:
-    from elche.comm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
+    from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
     from elche.runtime.agreement import min_share_samples
 
     torch.manual_seed(2)
@@ -252,7 +252,7 @@ def norm() -> None:
 
 
 def buffers() -> None:
-    from elche.comm.buffers import BufferWatch
+    from elche.comm.model_buffers.buffers import BufferWatch
 
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].eval()
@@ -277,7 +277,7 @@ def held() -> None:
 def versions() -> None:
     from torch.utils.data import TensorDataset
 
-    from elche.runtime.resident_data import ResidentDataset
+    from elche.runtime.data.resident_data import ResidentDataset
 
     data = TensorDataset(torch.arange(6.0))
     resident = ResidentDataset(data)
@@ -288,20 +288,20 @@ def versions() -> None:
 
 
 def parameters() -> None:
-    from elche.runtime.parameter_watch import ParameterWatch
+    from elche.runtime.watch.parameter_watch import ParameterWatch
 
     assert ParameterWatch(Net()).is_same
 
 
 def finite() -> None:
-    from elche.comm.finite import all_finite
+    from elche.comm.tensors.nan_check import all_finite
 
     assert all_finite([torch.ones(3), torch.ones(2, dtype=torch.complex64)])
     assert not all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
 
 
 def batches() -> None:
-    from elche.runtime.batch_parts import cut_batch
+    from elche.runtime.data.batch_parts import cut_batch
 
     x = torch.arange(8.0).view(4, 2)
     found = cut_batch({"x": x, "y": [x, ("a", 1)], "names": list("abcd")}, 1, 3, 4)
@@ -318,7 +318,7 @@ def leaves() -> None:
 
 
 def moved() -> None:
-    from elche.comm.ddp_options import moved
+    from elche.ddp.options import moved
 
     x = torch.ones(2, 3)
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
@@ -425,10 +425,10 @@ def tried(name: str) -> dict[str, Any]:
     warnings = Warnings()
     logging.getLogger("elche").addHandler(warnings)
     with taken_away(name) if name else contextlib.nullcontext():
-        import elche.comm.sync_batch_norm
-        import elche.ddp
-        import elche.pipeline.backward
-        import elche.runtime.gradient_sync  # noqa: F401
+        import elche.comm.norm.sync_batch_norm
+        import elche.ddp.wrapper
+        import elche.pipeline.split_backward.backward
+        import elche.runtime.windows.gradient_sync  # noqa: F401
     checks = CHECKS[name] if name else {c for each in CHECKS.values() for c in each}
     error = ""
     for check in checks:

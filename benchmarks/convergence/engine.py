@@ -21,7 +21,7 @@ from benchmarks.convergence.synchroniser import (
     largest,
 )
 from benchmarks.convergence.tasks import Task
-from elche.comm.codec import codec_named
+from elche.comm.codec.codec import codec_named
 
 
 def train(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.links.bench import LinkBenchConfig, run_link_bench
-from elche.cli import hetero
+from elche.cli.main import hetero
 from elche.errors import ConfigError
 
 

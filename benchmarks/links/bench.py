@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.links.namespaces import SENT_BYTES, slow_link
-from elche.comm.codec import CODECS
+from elche.comm.codec.codec import CODECS
 from elche.demo.bench import BenchConfig, run_bench
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import build_workload

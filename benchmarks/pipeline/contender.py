@@ -39,7 +39,7 @@ from benchmarks.pipeline.plan import (
     make_bench_plan,
 )
 from elche.pipeline.pipeline import Pipeline
-from elche.runtime.environment import read_placement
+from elche.runtime.process.environment import read_placement
 from elche.schedule.actions import Kind, loop_placement, v_placement
 
 WIDTH = 32

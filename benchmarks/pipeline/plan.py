@@ -13,16 +13,16 @@ from typing import Any
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule
 from elche.schedule.costs import PipelineCosts
-from elche.schedule.plan import PlanConfig, ideal_step_s
-from elche.schedule.planner import plan_pipeline
-from elche.schedule.profile import (
+from elche.schedule.planning.plan import PlanConfig, ideal_step_s
+from elche.schedule.planning.planner import plan_pipeline
+from elche.schedule.planning.profile import (
     DeviceProfile,
     LayerProfile,
     LayerTimes,
     LinkProfile,
     PipelineProfile,
 )
-from elche.schedule.schedules import FIXED_SCHEDULES
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 
 TORCH_CONTENDERS = ("torch-1f1b", "torch-interleaved-zb", "torch-zb-v")
 ELCHE = "elche"

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
-    from elche.comm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from elche.comm.sync_batch_norm import (
+    from elche.comm.norm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from elche.comm.norm.sync_batch_norm import (
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
     from elche.config import RunConfig as RunConfig
-    from elche.coordination.metrics import EpochMetrics as EpochMetrics
-    from elche.coordination.metrics import Metrics as Metrics
-    from elche.coordination.metrics import WindowMetrics as WindowMetrics
-    from elche.ddp import DistributedDataParallel as DistributedDataParallel
+    from elche.coordination.accounts.metrics import EpochMetrics as EpochMetrics
+    from elche.coordination.accounts.metrics import Metrics as Metrics
+    from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
+    from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import ContributionError as ContributionError
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from elche.learning_rate import ProgressLR as ProgressLR
     from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
-    from elche.replica import Replica as Replica
-    from elche.replica import init_group as init_group
+    from elche.by_hand.replica import Replica as Replica
+    from elche.by_hand.replica import init_group as init_group
     from elche.session import barrier as barrier
     from elche.session import device as device
     from elche.session import is_main_process as is_main_process
@@ -60,10 +60,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
-    "elche.comm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "elche.comm.norm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
-    "elche.coordination.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
-    "elche.ddp": ("DistributedDataParallel",),
+    "elche.coordination.accounts.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
+    "elche.ddp.wrapper": ("DistributedDataParallel",),
     "elche.errors": (
         "CommunicationError",
         "ConfigError",
@@ -79,7 +79,7 @@ _HOMES = {
     "elche.learning_rate": ("ProgressLR",),
     "elche.pipeline.config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
-    "elche.replica": ("Replica", "init_group"),
+    "elche.by_hand.replica": ("Replica", "init_group"),
     "elche.session": (
         "barrier",
         "device",

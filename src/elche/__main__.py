@@ -1,5 +1,5 @@
 """``python -m elche``: the command line."""
 
-from elche.cli import main
+from elche.cli.main import main
 
 main()

@@ -10,7 +10,7 @@ import torch
 
 from elche import session_state
 from elche.errors import ConfigError
-from elche.runtime.rate_watch import follows_progress
+from elche.runtime.watch.rate_watch import follows_progress
 
 
 class ProgressLR:

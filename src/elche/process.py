@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elche.runtime.emulation import EmulationHandle
-from elche.runtime.environment import Placement
-from elche.runtime.metrics_view import MetricsView
+from elche.runtime.process.environment import Placement
+from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError
 from elche.process import process
-from elche.runtime.metrics_view import MetricsView
+from elche.runtime.report.metrics_view import MetricsView
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:

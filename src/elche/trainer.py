@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from elche import session, session_metrics
-from elche.coordination.metrics import EpochMetrics
+from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
 from elche.runtime.agreement import min_share_samples
-from elche.runtime.batch_weights import BatchWeights
-from elche.runtime.micro_batches import MicroBatches, PartsConfig, meets_in_batches
-from elche.runtime.transfer import to_device
+from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.windows.micro_batches import MicroBatches, PartsConfig, meets_in_batches
+from elche.runtime.data.transfer import to_device
 from elche.trainer_config import (
     EpochRecord,
     RunReport,

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
 from elche.config import RunConfig, refuse_removed, unknown_option
-from elche.coordination.metrics import WindowMetrics
+from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
-from elche.runtime.batch_weights import WeightOf, check_weight_of
+from elche.runtime.data.batch_weights import WeightOf, check_weight_of
 
 
 @dataclass(frozen=True, kw_only=True)

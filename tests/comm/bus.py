@@ -12,9 +12,9 @@ from typing import cast
 
 import torch
 
-from elche.comm import known_buffers
-from elche.comm.codec_opening import AGREEING
-from elche.comm.process_group import Group, late_error
+from elche.comm.model_buffers import known_buffers
+from elche.comm.codec.codec_opening import AGREEING
+from elche.comm.transport.process_group import Group, late_error
 from elche.errors import CommunicationError
 
 

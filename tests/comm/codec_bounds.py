@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elche.comm.codec import SMALLEST_SCALE, BlockCodec, Codec
+from elche.comm.codec.codec import SMALLEST_SCALE, BlockCodec, Codec
 
 SCALE_SLACK = (1.0 + 2.0**-7) * (1.0 + 2.0**-13)
 """Rounding a scale up to bfloat16, and dividing by it, may add this much."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from elche.comm.codec import Codec
-from elche.comm.coded_exchange import CodedExchange
+from elche.comm.codec.codec import Codec
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError
 
 

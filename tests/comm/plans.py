@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elche.coordination.instructions import Reduce
+from elche.coordination.protocol.instructions import Reduce
 
 
 def plan(rank: int = 0, **changes: Any) -> Reduce:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import Averager, ParameterAverager
-from elche.comm.overlap import OverlappedAverager
+from elche.comm.averaging.averaging import Averager, ParameterAverager
+from elche.comm.averaging.overlap import OverlappedAverager
 from elche.errors import MismatchError, ProtocolError
 from tests.comm.bus import Bus
 from tests.comm.plans import plan

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import ParameterAverager
-from elche.comm.overlap import OverlappedAverager
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.averaging.overlap import OverlappedAverager
 from tests.comm.plans import plan
 from tests.comm.thread_group import on_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.buckets import Bucket
-from elche.comm.exchange import SharedExchange
-from elche.comm.reducer import GradientReducer
+from elche.comm.gradients.buckets import Bucket
+from elche.comm.transport.exchange import SharedExchange
+from elche.comm.gradients.reducer import GradientReducer
 from elche.errors import ConfigError
 
 OTHERS = 10

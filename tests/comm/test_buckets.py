@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.bucket_contract import PassOptions
-from elche.comm.buckets import Bucket, make_buckets, size_bytes
-from elche.comm.ddp_options import MIB, cap_bytes
+from elche.comm.gradients.bucket_contract import PassOptions
+from elche.comm.gradients.buckets import Bucket, make_buckets, size_bytes
+from elche.ddp.options import MIB, cap_bytes
 from elche.errors import ConfigError
 from tests.comm.bus import Bus
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elche.comm.codec_choice import (
+from elche.comm.codec.codec_choice import (
     CODING_S,
     choose_codec,
     clearly_beats,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elche.comm.codec_thread import CodecThread, codec_thread_of
-from elche.comm.process_group import Group
+from elche.comm.codec.codec_thread import CodecThread, codec_thread_of
+from elche.comm.transport.process_group import Group
 
 DEADLINE_S = 60.0
 

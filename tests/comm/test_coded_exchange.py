@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.comm.codec import CHUNK_ELEMENTS, CODECS, Codec
-from elche.comm.codec_routes import sent_bytes
+from elche.comm.codec.codec import CHUNK_ELEMENTS, CODECS, Codec
+from elche.comm.codec.codec_routes import sent_bytes
 from elche.errors import ProtocolError
 from tests.comm.codec_bounds import error_bound
 from tests.comm.peers import (

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from elche.comm.averager_state import blank, misfit_of
-from elche.comm.codec import CODECS
-from elche.comm.codec_routes import LEAST_PIECE
-from elche.comm.coded_exchange import CodedExchange
+from elche.comm.averaging.averager_state import blank, misfit_of
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_routes import LEAST_PIECE
+from elche.comm.codec.coded_exchange import CodedExchange
 from elche.errors import CommunicationError, MismatchError, ProtocolError
 from tests.comm.peers import (
     Peer,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from elche.comm.control_channel import ControlChannel
-from elche.comm.frames import (
+from elche.comm.control.control_channel import ControlChannel
+from elche.comm.control.frames import (
     GREETING_BYTES,
     MAGIC,
     NONCE_BYTES,
@@ -23,24 +23,24 @@ from elche.comm.frames import (
     FrameCodec,
     nonce_of,
 )
-from elche.coordination.events import BarrierReached, EpochOpened, Failed, Left
-from elche.coordination.instructions import (
+from elche.coordination.protocol.events import BarrierReached, EpochOpened, Failed, Left
+from elche.coordination.protocol.instructions import (
     Abort,
     BarrierPassed,
     BeginEpoch,
     GrantSteps,
     Welcome,
 )
-from elche.coordination.wire import to_wire
+from elche.coordination.protocol.wire import to_wire
 from elche.errors import (
     CommunicationError,
     DeadlineError,
     ProtocolError,
     RemoteRankError,
 )
-from elche.pipeline.rendezvous import Rendezvous
-from elche.runtime import coordinator
-from elche.runtime.coordinator import CoordinatorServer, serve_in_thread
+from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.runtime.process import coordinator
+from elche.runtime.process.coordinator import CoordinatorServer, serve_in_thread
 from elche.sim.cluster import Cluster, Device, Run
 from elche.sim.rank import join_of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.process_group import Group
-from elche.ddp import DistributedDataParallel
+from elche.comm.transport.process_group import Group
+from elche.ddp.wrapper import DistributedDataParallel
 
 DROPPED, REDUCED = 4, 20
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.nn.utils import prune
 
-from elche.comm.ddp_forward import (
+from elche.ddp.forward import (
     on_backward,
     outputs_in,
     places_of,

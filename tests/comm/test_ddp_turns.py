@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elche.comm.ddp_turns import Turn, new_wrapper
+from elche.ddp.turns import Turn, new_wrapper
 from elche.errors import CommunicationError
 from tests.comm.thread_group import on_ranks
 

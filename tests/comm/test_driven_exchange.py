@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.codec import CODECS
-from elche.comm.codec_thread import Driven
-from elche.comm.coded_exchange import CodedExchange
-from elche.comm.driven_exchange import DrivenExchange
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_thread import Driven
+from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.peers import Peer, Wire, exchanges, message, same_state, summed
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.comm.equal_tensors import differing, digest_of
+from elche.comm.tensors.equal_tensors import differing, digest_of
 from tests.comm.thread_group import on_ranks
 
 DTYPES = (

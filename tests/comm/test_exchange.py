@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.exchange import Exchange, GlooExchange, SharedExchange
+from elche.comm.transport.exchange import Exchange, GlooExchange, SharedExchange
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.bus import Bus
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.flat import FlatLayout, cut
+from elche.comm.tensors.flat import FlatLayout, cut
 
 shapes = st.lists(
     st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6

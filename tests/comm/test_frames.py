@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.frames import (
+from elche.comm.control.frames import (
     GREETING_BYTES,
     MAGIC,
     MAX_PAYLOAD_BYTES,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.gradient_window import GradientWindow
-from elche.comm.process_group import Group
+from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 from tests.comm.bus import Bus
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.codec import CODECS, Codec
-from elche.comm.codec_routes import sent_bytes
-from elche.comm.coded_exchange import CodedExchange
-from elche.comm.host_routes import leaders_of, spans_hosts
+from elche.comm.codec.codec import CODECS, Codec
+from elche.comm.codec.codec_routes import sent_bytes
+from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.host_routes import leaders_of, spans_hosts
 from elche.errors import CommunicationError
 from tests.comm.peers import Peer, Wire, message, same_state
 

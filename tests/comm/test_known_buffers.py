@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.known_buffers import BufferKind, KnownBuffers
+from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
 from tests.comm.thread_group import on_ranks
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -115,7 +115,7 @@ def test_people_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     for rank, model in enumerate(ranks):
         model.register_buffer("mean", torch.zeros(2))
         model.register_buffer("cache", torch.zeros(2 + rank))
-    with caplog.at_level(logging.INFO, "elche.comm.known_buffers"):
+    with caplog.at_level(logging.INFO, "elche.comm.model_buffers.known_buffers"):
         on_ranks(2, twice, ranks)
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == sorted(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.optimizer_state import OptimizerStateAverager, forget_state
+from elche.comm.averaging.optimizer_state import OptimizerStateAverager, forget_state
 from tests.comm.bus import Bus
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

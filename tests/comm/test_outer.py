@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.outer import OuterOptimizer, OuterStep
+from elche.comm.averaging.outer import OuterOptimizer, OuterStep
 from elche.errors import ProtocolError
 from tests.comm.plans import plan
 

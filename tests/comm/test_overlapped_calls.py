@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.overlap import OverlappedAverager
-from elche.comm.process_group import Group
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.bus import Bus
 from tests.comm.plans import plan

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm import parameter_memory
-from elche.comm.codec import CODECS
-from elche.comm.driven_exchange import DrivenExchange
-from elche.comm.exchange import Exchange
-from elche.comm.flat import FlatImage, FlatLayout
-from elche.comm.outer import KINDS, OuterOptimizer, OuterStep
-from elche.comm.parameter_group import ParameterGroup
-from elche.comm.prepared_step import PreparedStep
+from elche.comm.averaging import parameter_memory
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.transport.exchange import Exchange
+from elche.comm.tensors.flat import FlatImage, FlatLayout
+from elche.comm.averaging.outer import KINDS, OuterOptimizer, OuterStep
+from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.averaging.prepared_step import PreparedStep
 from tests.comm.bus import Bus
 from tests.comm.peers import Wire, exchanges
 

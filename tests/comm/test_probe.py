@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elche.comm import probe
-from elche.comm.probe import MOST_S, PROBED_ELEMENTS, probe_reduction_s
-from elche.comm.process_group import Group
+from elche.comm.transport import probe
+from elche.comm.transport.probe import MOST_S, PROBED_ELEMENTS, probe_reduction_s
+from elche.comm.transport.process_group import Group
 
 
 @dataclass

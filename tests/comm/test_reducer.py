@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 Gradients = list[torch.Tensor | None]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from elche.comm import flat
-from elche.comm.averaging import ParameterAverager
+from elche.comm.tensors import flat
+from elche.comm.averaging.averaging import ParameterAverager
 from tests.comm.bus import Bus
 from tests.comm.plans import plan
 from tests.distributed.overlap_cases import (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.norm_scope import NormScope
-from elche.comm.sync_batch_norm import (
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.norm.sync_batch_norm import (
     SyncBatchNorm,
     bind_sync_batchnorm,
     convert_sync_batchnorm,

@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import why_unshareable
 
 
 @pytest.fixture

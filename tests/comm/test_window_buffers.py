@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elche.comm.window_buffers import WindowBuffers
+from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.errors import CommunicationError
 from tests.comm.bus import Bus
 from tests.comm.plans import plan

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.ledger import EpochLedger
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.ledger import EpochLedger
 from tests.harness.reached import reach
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=30).map(BatchSizes.of)

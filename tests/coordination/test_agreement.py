@@ -9,8 +9,8 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings, disagreement
-from elche.coordination.events import Join
-from elche.coordination.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.events import Join
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 
 OTHER: dict[str, Any] = {
     "policy": "async",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.instructions import (
+from elche.coordination.protocol.instructions import (
     Abort,
     GrantBatches,
     Instruction,

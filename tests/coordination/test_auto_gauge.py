@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.auto_gauge import Gauge
-from elche.coordination.events import BatchesDone, StepsDone, WindowReduced
+from elche.coordination.auto.auto_gauge import Gauge
+from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 BATCH = 32
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.events import (
+from elche.coordination.protocol.events import (
     BarrierReached,
     BatchesDone,
     EpochLeft,
@@ -22,7 +22,7 @@ from elche.coordination.events import (
     WindowClosed,
     WindowReduced,
 )
-from elche.coordination.instructions import (
+from elche.coordination.protocol.instructions import (
     Abort,
     BarrierPassed,
     BeginEpoch,
@@ -35,8 +35,8 @@ from elche.coordination.instructions import (
     OpenWindow,
     Welcome,
 )
-from elche.coordination.messages import PROTOCOL_VERSION
-from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, Run
 from elche.sim.rank import join_of as simulated_join

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.ledger import EpochLedger
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.ledger import EpochLedger
 from elche.errors import TransitionError
 from tests.coordination.ledger_machine import LedgerMachine
 

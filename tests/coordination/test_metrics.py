@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.exact_mean import ExactSum, WeightedMean
-from elche.coordination.instructions import EndEpoch, MetricsReported
-from elche.coordination.metrics import (
+from elche.coordination.accounts.exact_mean import ExactSum, WeightedMean
+from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
+from elche.coordination.accounts.metrics import (
     EpochMetrics,
     MetricsBook,
     RankReport,

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
-from elche.coordination.events import WindowClosed
-from elche.coordination.reductions import (
+from elche.coordination.protocol.events import WindowClosed
+from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
     SETTLED_WINDOWS,
     ReductionPlanner,
 )
-from elche.coordination.window_book import Part, Reduction, WindowBook
+from elche.coordination.windows.window_book import Part, Reduction, WindowBook
 from elche.errors import ProtocolError
 from tests.harness.reached import reach
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.coordination.events import StepsDone
-from elche.coordination.step_numbers import (
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.sync.nonfinite import (
     PATIENCE_REPORTS,
     OwnNumbers,
     StepNumbers,

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import Event, StepsDone
-from elche.coordination.instructions import EndEpoch, GrantSteps, Instruction
-from elche.coordination.step_numbers import OwnNumbers
-from elche.coordination.step_reports import StepCost, StepReports
-from elche.runtime.positions import EpochPositions
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import Event, StepsDone
+from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instruction
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.step_reports import StepCost, StepReports
+from elche.runtime.data.positions import EpochPositions
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.timeline import Timeline
+from elche.runtime.report.timeline import Timeline
 from elche.runtime.window_epoch import EpochHooks
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch

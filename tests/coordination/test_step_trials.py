@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.auto_policy import AutoPolicy
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import StepsDone
-from elche.coordination.instructions import GrantSteps, Instruction
+from elche.coordination.auto.auto_policy import AutoPolicy
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.policy import Member, Policy
-from elche.coordination.sync_policy import SyncPolicy
+from elche.coordination.sync.sync_policy import SyncPolicy
 
 HORIZON = 3
 BATCH = 64

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
 from elche.coordination.policy import Member
-from elche.coordination.window_policy import WindowPolicy
+from elche.coordination.windows.window_policy import WindowPolicy
 
 RANKS = (0, 1)
 BATCH_S = (0.1, 0.4)

@@ -12,18 +12,18 @@ from collections.abc import Callable
 import pytest
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import BatchesDone, Event, WindowClosed
-from elche.coordination.instructions import (
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
+from elche.coordination.protocol.instructions import (
     CloseWindow,
     EndEpoch,
     GrantBatches,
     Instruction,
     OpenWindow,
 )
-from elche.coordination.window_loop import WindowLoop
-from elche.runtime.positions import EpochPositions
-from elche.runtime.timeline import Timeline
+from elche.coordination.windows.window_loop import WindowLoop
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.report.timeline import Timeline
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 
 

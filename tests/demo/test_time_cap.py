@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elche.demo.contender import ContenderSpec
 from elche.demo.time_cap import TimeCap
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.demo.capped_cases import train_capped
 from tests.harness.rank_pool import RankPool
 

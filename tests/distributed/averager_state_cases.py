@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.averaging import ParameterAverager
-from elche.comm.overlap import OverlappedAverager
-from elche.comm.parameter_group import ParameterGroup
-from elche.comm.process_group import Group
-from elche.comm.residual_exchange import ResidualExchange
-from elche.coordination.instructions import Reduce
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.transport.process_group import Group
+from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, MismatchError
 from tests.comm.plans import plan
 from tests.distributed.overlap_cases import (

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.process_group import Group
-from elche.ddp import DistributedDataParallel
+from elche.comm.transport.process_group import Group
+from elche.ddp.wrapper import DistributedDataParallel
 from tests.harness.rank_main import Place, this_place
 
 STORE = "DDP_CASE_STORE"

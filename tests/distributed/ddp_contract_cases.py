@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.process_group import Group
-from elche.ddp import DistributedDataParallel
+from elche.comm.transport.process_group import Group
+from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError
 from tests.distributed.ddp_cases import (
     FEATURES,

@@ -10,9 +10,9 @@ from torch import distributed as dist
 from torch import nn
 
 import elche
-from elche.comm.exchange import SharedExchange
-from elche.comm.sync_batch_norm import sync_batchnorm_layers
-from elche.ddp import DistributedDataParallel
+from elche.comm.transport.exchange import SharedExchange
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.ddp.wrapper import DistributedDataParallel
 from tests.distributed.ddp_cases import (
     Plan,
     Trace,

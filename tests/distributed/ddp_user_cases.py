@@ -21,9 +21,9 @@ from torch.distributions import Categorical
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.ddp_group import as_group
-from elche.comm.sync_batch_norm import convert_sync_batchnorm
-from elche.ddp import DistributedDataParallel
+from elche.ddp.group import as_group
+from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
+from elche.ddp.wrapper import DistributedDataParallel
 from tests.distributed.ddp_cases import FEATURES, build, gradients_of, torch_world
 from tests.distributed.ddp_contract_cases import KINDS, Shared, batch_of, data
 from tests.distributed.pipeline_cases import Omit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elche.comm.equal_tensors import make_equal
+from elche.comm.tensors.equal_tensors import make_equal
 from tests.distributed.overlap_cases import joined
 from tests.harness.rank_main import this_place
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from elche.comm.codec import CODECS
-from elche.comm.codec_peers import GroupPeers
-from elche.comm.coded_exchange import CodedExchange
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_peers import GroupPeers
+from elche.comm.codec.coded_exchange import CodedExchange
 from tests.distributed.codec_cases import leave, offered
 from tests.distributed.overlap_cases import joined
 

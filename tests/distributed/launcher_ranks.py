@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from elche.comm.control_channel import ControlChannel
-from elche.coordination.events import Failed
-from elche.coordination.instructions import Abort
+from elche.comm.control.control_channel import ControlChannel
+from elche.coordination.protocol.events import Failed
+from elche.coordination.protocol.instructions import Abort
 
 RANK = int(os.environ["RANK"])
 WAIT_S = 200.0

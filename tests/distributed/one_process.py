@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.accounts.epoch_plan import WindowPlan
 from tests.distributed.cases import (
     Task,
     build,

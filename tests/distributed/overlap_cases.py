@@ -18,11 +18,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.averaging import Averager, ParameterAverager
-from elche.comm.exchange import GlooExchange, SharedExchange
-from elche.comm.overlap import OverlappedAverager
-from elche.comm.process_group import Group
-from elche.coordination.instructions import Reduce
+from elche.comm.averaging.averaging import Averager, ParameterAverager
+from elche.comm.transport.exchange import GlooExchange, SharedExchange
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.transport.process_group import Group
+from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError
 from tests.comm.plans import plan
 from tests.distributed.patience import all_here, lose_patience

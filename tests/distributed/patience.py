@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elche.comm.process_group import Group
+from elche.comm.transport.process_group import Group
 from tests.harness.rank_main import this_place
 
 MEETS_WITHIN_S = 100.0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.pipeline.peers import Peers
+from elche.pipeline.peers.peers import Peers
 from elche.pipeline.pipeline import Pipeline
 from tests.distributed.pipeline_cases import CALM, WIDTH, Scaled, loss_of
 from tests.harness.rank_main import this_place

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.pipeline import patience
+from elche.pipeline.peers import patience
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 

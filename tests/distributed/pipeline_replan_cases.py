@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elche.pipeline import replanning
+from elche.pipeline.moving import replanning
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.formats import to_text
 from tests.distributed.pipeline_cases import (

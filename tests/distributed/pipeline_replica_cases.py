@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.reduction import Reduction
+from elche.pipeline.replicas.reduction import Reduction
 from elche.schedule.actions import Kind
 from tests.distributed.pipeline_cases import (
     CALM,

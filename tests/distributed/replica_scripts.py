@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import nn
 
-from elche.replica import Replica, init_group
+from elche.by_hand.replica import Replica, init_group
 from elche.session import rank, world_size
 
 

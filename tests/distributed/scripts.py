@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.comm.control_channel import ControlChannel
-from elche.coordination.events import Event, StepsDone
+from elche.comm.control.control_channel import ControlChannel
+from elche.coordination.protocol.events import Event, StepsDone
 
 
 def _train(case: str, policy: str) -> None:

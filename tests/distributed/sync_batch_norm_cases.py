@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elche
-from elche.comm.exchange import GlooExchange, SharedExchange
-from elche.comm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
-from elche.replica import Replica, init_group
-from elche.runtime import worker
+from elche.comm.transport.exchange import GlooExchange, SharedExchange
+from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
+from elche.by_hand.replica import Replica, init_group
+from elche.runtime.process import worker
 from elche.runtime.manual_run import end_manual_run
 from tests.distributed.cases import Task
 from tests.distributed.cases import build as build_task

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import elche
 from elche import session, session_state
 from elche.errors import ElcheError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool

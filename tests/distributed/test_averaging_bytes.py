@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm.averaging import ParameterAverager
-from elche.comm.codec import CODECS
-from elche.comm.codec_routes import sent_bytes
-from elche.comm.overlap import OverlappedAverager
-from elche.comm.residual_exchange import ResidualExchange
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_routes import sent_bytes
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.codec.residual_exchange import ResidualExchange
 from tests.comm.plans import plan
 from tests.distributed.overlap_cases import joined, meeting
 from tests.harness.rank_main import this_place

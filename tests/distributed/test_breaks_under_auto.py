@@ -13,9 +13,11 @@ import elche
 from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
-from elche.coordination import auto_calibration, auto_policy, sync_policy
+from elche.coordination.auto import auto_calibration
+from elche.coordination.auto import auto_policy
+from elche.coordination.sync import sync_policy
 from elche.errors import ElcheError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases import Task, build, identical
 from tests.harness.rank_pool import RankPool

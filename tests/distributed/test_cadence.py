@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import elche
 from elche.errors import NonFiniteError, RemoteRankError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
 from elche.session import failing_together
 from tests.distributed.cases import Task, Trace, build, identical, plain, shared

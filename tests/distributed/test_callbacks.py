@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.coordination import policy as core_policy
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.comm.codec import CODECS
-from elche.comm.codec_choice import CODING_S
-from elche.runtime.coordinator import serve_in_thread
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_choice import CODING_S
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.peers import exchanges, summed
 from tests.distributed.cases import Task, identical, shared
 from tests.distributed.codec_cases import (

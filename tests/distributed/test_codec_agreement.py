@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import elche
-from elche.comm.codec_opening import open_coded_exchange
+from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.errors import ElcheError, MismatchError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.distributed.overlap_cases import joined, meeting
 from tests.harness.rank_main import this_place

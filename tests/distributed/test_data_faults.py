@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
 from elche import session
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -272,7 +272,7 @@ def test_a_module_can_be_wrapped_again(ranks2: RankPool) -> None:
 
 
 TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
-ELCHE_RUN = "elche.cli run --nproc 2"  # once: torch found no MASTER_ADDR
+ELCHE_RUN = "elche.cli.main run --nproc 2"  # once: torch found no MASTER_ADDR
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, ELCHE_RUN], ids=["torchrun", "elche"])

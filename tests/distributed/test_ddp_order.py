@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from elche.comm import ddp_group, graph_capture
-from elche.comm.exchange import may_share
-from elche.ddp import DistributedDataParallel
+from elche.ddp import group as ddp_group
+from elche.comm.gradients import graph_capture
+from elche.comm.transport.exchange import may_share
+from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, ConfigError
 from tests.distributed.ddp_cases import FEATURES, STORE, meeting, torch_world
 from tests.distributed.patience import all_here, lose_patience

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import identical
 from tests.harness.rank_pool import RankPool
 

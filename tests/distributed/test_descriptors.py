@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 
 import elche
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.harness.rank_pool import RankPool
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from elche.comm import device_group
-from elche.comm.device_group import DeviceWork, open_device_group, serves
-from elche.comm.process_group import Group, gather_texts
+from elche.comm.transport import device_group
+from elche.comm.transport.device_group import DeviceWork, open_device_group, serves
+from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError
 from tests.distributed.overlap_cases import joined, meeting
 from tests.harness.rank_pool import RankPool

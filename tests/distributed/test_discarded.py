@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import elche
 from elche.errors import NonFiniteError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
 from tests.distributed.lost_cases import Survived, train_through_bad_samples
 from tests.harness.rank_pool import RankPool

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from elche.comm.exchange import GlooExchange, SharedExchange, open_exchange
-from elche.runtime.coordinator import serve_in_thread
+from elche.comm.transport.exchange import GlooExchange, SharedExchange, open_exchange
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, plain, shared
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import elche
 from elche import session
-from elche.comm import codec_peers
+from elche.comm.codec import codec_peers
 from elche.errors import ElcheError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
 from tests.harness.rank_pool import RankPool
 

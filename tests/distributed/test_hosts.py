@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elche.comm.codec import CODECS
-from elche.comm.codec_routes import sent_bytes
-from elche.runtime.coordinator import serve_in_thread
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_routes import sent_bytes
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.averager_state_cases import Work, build, train
 from tests.distributed.cases import Task, identical, plain, shared
 from tests.distributed.codec_cases import offered

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 import elche
 from elche import session
-from elche.comm.exchange import SharedExchange, open_exchange
-from elche.comm.process_group import Group
+from elche.comm.transport.exchange import SharedExchange, open_exchange
+from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
-from elche.replica import Replica, init_group
-from elche.runtime import worker
-from elche.runtime.coordinator import serve_in_thread
+from elche.by_hand.replica import Replica, init_group
+from elche.runtime.process import worker
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elche.comm.ddp_group import _has_ended
-from elche.runtime import torch_store
-from elche.runtime.launch import LaunchConfig, LaunchResult, launch, python_command
+from elche.ddp.group import _has_ended
+from elche.runtime.process import torch_store
+from elche.runtime.process.launch import LaunchConfig, LaunchResult, launch, python_command
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +28,7 @@ WAIT_S = 200.0
 PATIENT = (
     "from elche.runtime import rank_processes as r; "
     "r.GRACE_S = r.HEED_S = r.KILL_AFTER_S = 1e4; "
-    "from elche.cli import main; main()"
+    "from elche.cli.main import main; main()"
 )
 
 

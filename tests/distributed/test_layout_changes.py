@@ -14,7 +14,7 @@ from torch import nn
 import elche
 from elche import session
 from elche.errors import ElcheError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
 from tests.harness.rank_pool import RankPool
 

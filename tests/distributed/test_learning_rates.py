@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
 
 import elche
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.harness.rank_pool import RankPool
 
@@ -29,7 +29,7 @@ class _Heard(logging.Handler):
 
 def _warnings(task: Task, schedule: str) -> list[str]:
     """What was warned of in two epochs with this schedule."""
-    heard, logger = _Heard(), logging.getLogger("elche.runtime.rate_watch")
+    heard, logger = _Heard(), logging.getLogger("elche.runtime.watch.rate_watch")
     logger.addHandler(heard)
     model, optimizer, loader = build(task)
     model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import elche
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Numbered, Task, build, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, label_sum
 from tests.distributed.lost_cases import (
     leave_at_unequal_steps,

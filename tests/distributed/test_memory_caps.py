@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import difference, identical, label_sum
 from tests.distributed.memory_cases import BATCH, SAMPLES, Seen, fitted, looped
 from tests.harness.rank_pool import RankPool

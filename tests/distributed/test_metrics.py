@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import elche
 from elche.errors import ConfigError, DeadlineError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build
 from tests.distributed.patience import all_here
 from tests.harness.rank_pool import RankPool

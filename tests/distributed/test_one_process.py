@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.epoch_plan import WindowPlan
+from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.errors import ConfigError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, plain, shared
 from tests.distributed.one_process import replay
 from tests.harness.rank_pool import RankPool

@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
-from elche.schedule.schedules import FIXED_SCHEDULES
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from tests.distributed.pipeline_cases import (
     MODELS,
     Work,

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from elche.comm.control_channel import ControlChannel
-from elche.coordination.events import Failed
+from elche.comm.control.control_channel import ControlChannel
+from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
-from elche.pipeline.peers import Peers
-from elche.pipeline.rendezvous import Rendezvous
-from elche.runtime.coordinator import serve_in_thread
-from elche.runtime.environment import read_placement
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import read_placement
 from tests.distributed.pipeline_call_cases import (
     after_close,
     arrays,

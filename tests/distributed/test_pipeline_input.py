@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.pipeline_input_cases import (
     FILES,
     MISTAKES,

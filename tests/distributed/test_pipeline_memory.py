@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
-from elche.schedule.schedules import FIXED_SCHEDULES
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from tests.distributed.pipeline_cases import MODELS, Work
 from tests.distributed.pipeline_memory_cases import left_over
 from tests.harness.rank_pool import RankPool

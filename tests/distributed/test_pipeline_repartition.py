@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.pipeline_cases import furthest
 from tests.distributed.pipeline_move_cases import (
     Counts,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.pipeline_cases import furthest
 from tests.distributed.pipeline_replan_cases import (
     DRIFT_STEP,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.pipeline_cases import furthest
 from tests.distributed.pipeline_replica_cases import (
     Outcome,
@@ -200,7 +200,7 @@ def test_statistics_of_batch_norm_are_the_mean_of_the_replicas(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_example_with_replicas_ends_with_the_loss_of_one_process() -> None:
-    script = ("-m", "elche.cli", "run", "--nproc", "4", "examples/pipeline.py")
+    script = ("-m", "elche.cli.main", "run", "--nproc", "4", "examples/pipeline.py")
     commands = ((script[-1],), (*script, "--replicas", "2"))
     shown = []
     for command in commands:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.torch_pipeline_cases import (
     ELCHE_NAMES,
     Beside,

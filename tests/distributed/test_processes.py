@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elche.cli import main
+from elche.cli.main import main
 
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).with_name("scripts.py"))
-ELCHE = [sys.executable, "-m", "elche.cli"]
+ELCHE = [sys.executable, "-m", "elche.cli.main"]
 ENDS_WITHIN_S = 240.0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed import replica_cases as cases
 from tests.distributed.cases import identical
 from tests.harness.rank_pool import RankPool
@@ -18,7 +18,7 @@ from tests.harness.rank_pool import RankPool
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(Path(__file__).with_name("replica_scripts.py"))
-ELCHE = [sys.executable, "-m", "elche.cli", "run", "--nproc", "2"]
+ELCHE = [sys.executable, "-m", "elche.cli.main", "run", "--nproc", "2"]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
     "--nproc-per-node=2",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.seen_cases import Job, Seen, watch
 from tests.harness.rank_pool import RankPool
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elche.errors import MismatchError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, plain
 from tests.distributed.stream_cases import (
     Batches,

@@ -14,8 +14,9 @@ import elche
 from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
-from elche.coordination import auto_calibration, auto_policy
-from elche.runtime.coordinator import serve_in_thread
+from elche.coordination.auto import auto_calibration
+from elche.coordination.auto import auto_policy
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import (
     Task,
     Trace,

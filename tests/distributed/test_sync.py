@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
-from elche.runtime.scaler_skips import NAME
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.watch.scaler_skips import NAME
 from tests.distributed.cases import Task, Trace, difference, identical, plain, shared
 from tests.harness.rank_pool import RankPool
 

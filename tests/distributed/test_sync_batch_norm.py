@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed import sync_batch_norm_cases as cases
 from tests.distributed.cases import identical
 from tests.harness.rank_pool import RankPool

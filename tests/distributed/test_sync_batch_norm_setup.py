@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elche
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, plain
 from tests.distributed.sync_batch_norm_cases import train_with_setup
 from tests.distributed.test_sync import FOUR_TO_ONE

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import elche
 from elche.errors import ConfigError
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, build, identical
 from tests.harness.rank_pool import RankPool
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task
 from tests.distributed.lost_cases import (
     train_through_bad_samples,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elche.coordination import auto_policy
-from elche.coordination.epoch_plan import WindowPlan
-from elche.runtime.coordinator import serve_in_thread
+from elche.coordination.auto import auto_policy
+from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import Task, difference, identical, shared
 from tests.distributed.one_process import replay
 from tests.distributed.test_succession import Scripted

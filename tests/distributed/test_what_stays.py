@@ -14,7 +14,7 @@ import elche
 from elche import session
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.runtime import run_epochs
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases import Task, build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elche.runtime.coordinator import serve_in_thread
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases import (
     Task,
     Trace,

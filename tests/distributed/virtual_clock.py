@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elche.comm import bucket_pass
+from elche.comm.gradients import bucket_pass
 from elche.runtime import sync_epoch, window_epoch
-from elche.runtime.worker import Worker
+from elche.runtime.process.worker import Worker
 
 
 class VirtualClock:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import elche
 from elche import session
-from elche.comm.process_group import Group
+from elche.comm.transport.process_group import Group
 from elche.runtime import run_epochs
-from elche.runtime.news import RunNews
+from elche.runtime.notifications import RunNews
 from tests.distributed.cases import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
 

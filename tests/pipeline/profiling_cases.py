@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline import executor, profiling
+from elche.pipeline.step import executor
+from elche.pipeline.setup import profiling
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 

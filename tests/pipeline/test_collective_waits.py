@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from elche.errors import CommunicationError, DeadlineError
-from elche.pipeline import peers
-from elche.pipeline.peers import Peers
-from elche.runtime.environment import Placement
+from elche.pipeline.peers import peers
+from elche.pipeline.peers.peers import Peers
+from elche.runtime.process.environment import Placement
 
 
 class Calm:

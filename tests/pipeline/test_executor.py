@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from elche.pipeline.backward import StageBackward
+from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.executor import Executor
-from elche.pipeline.guard import ContributionGuard
-from elche.pipeline.planning import PipelinePlan, make_plan
+from elche.pipeline.step.executor import Executor
+from elche.pipeline.split_backward.guard import ContributionGuard
+from elche.pipeline.setup.planning import PipelinePlan, make_plan
 from elche.pipeline.stage import Layer, Stage
-from elche.pipeline.step_io import PeerFailedError, StepInput, StepResults
+from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
 from tests.pipeline.thread_link import transports

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ContributionError
-from elche.pipeline.deferred import WeightGradients
+from elche.pipeline.split_backward.deferred import WeightGradients
 from elche.pipeline.pipeline import Pipeline
 from tests.distributed.pipeline_cases import Omit
 from tests.pipeline.test_split_backward import Own, forward, runner_for

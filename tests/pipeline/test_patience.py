@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.pipeline.patience import WARM_STEPS, Forecast, Patience
+from elche.pipeline.peers.patience import WARM_STEPS, Forecast, Patience
 from elche.schedule.actions import parse_action
 
 EARLY, LATE = parse_action("1RECV_F0"), parse_action("0RECV_B3")

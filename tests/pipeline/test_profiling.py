@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.building import layers_of
+from elche.pipeline.setup.building import layers_of
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.memory import memory_limit
+from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.profiling import (
+from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
     plan_measured,
     profile_layers,
 )
-from elche.runtime.coordinator import serve_in_thread
-from elche.runtime.environment import Placement
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import Placement
 from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
 from tests.pipeline.profiling_cases import (

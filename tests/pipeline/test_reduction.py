@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from elche.errors import CommunicationError, ConfigError
-from elche.pipeline import gradient_buckets
-from elche.pipeline.reduction import GradientReduction
-from elche.pipeline.replica_units import Unit
-from elche.pipeline.step_io import StepInput, StepResults
+from elche.pipeline.replicas import gradient_buckets
+from elche.pipeline.replicas.reduction import GradientReduction
+from elche.pipeline.replicas.replica_units import Unit
+from elche.pipeline.step.step_io import StepInput, StepResults
 
 RANKS = (0, 1)
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.building import join_ties, layers_of
-from elche.pipeline.optimizer_state import OptimizerGroups
-from elche.pipeline.relocation import (
+from elche.pipeline.setup.building import join_ties, layers_of
+from elche.pipeline.moving.optimizer_state import OptimizerGroups
+from elche.pipeline.moving.relocation import (
     Baggage,
     Move,
     check_forms,

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError, MismatchError
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.replica_groups import (
+from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
     StepShares,
     check_grouping,
     group_ranks,
     read_shares,
 )
-from elche.pipeline.replica_units import (
+from elche.pipeline.replicas.replica_units import (
     BUFFER,
     FROZEN,
     LEARNS,
@@ -29,7 +29,7 @@ from elche.pipeline.replica_units import (
 )
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
-from elche.schedule.schedules import make_schedule
+from elche.schedule.generators.schedules import make_schedule
 
 NUM_LAYERS = 6
 

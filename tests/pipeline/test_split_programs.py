@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ConfigError
-from elche.pipeline.backward import StageBackward
+from elche.pipeline.split_backward.backward import StageBackward
 from tests.pipeline.test_split_backward import (
     check_equal,
     cotangent,

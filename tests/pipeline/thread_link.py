@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elche.pipeline.transport import Transport
+from elche.pipeline.peers.transport import Transport
 
 DEADLINE_S = 60.0
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.errors import ConfigError
-from elche.runtime.batch_weights import SILENT_BATCHES, BatchWeights
-from elche.runtime.leased_batches import LeasedBatches
-from elche.runtime.positions import EpochPositions
+from elche.runtime.data.batch_weights import SILENT_BATCHES, BatchWeights
+from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.data.positions import EpochPositions
 
 ELSEWHERE = torch.device("meta")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from elche.errors import ConfigError
-from elche.runtime.loop_guard import LoopGuard
+from elche.runtime.watch.loop_guard import LoopGuard
 from elche.torch_internals import SCALER_FLAG
 
 

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.runtime.news import tell_discarded
-from elche.runtime.positions import EpochPositions
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.runtime.notifications import tell_discarded
+from elche.runtime.data.positions import EpochPositions
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.coordination.step_numbers import OwnNumbers
-from elche.runtime.number_watch import NumberWatch
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.runtime.watch.number_watch import NumberWatch
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.runtime.parameter_watch import ParameterWatch
+from elche.runtime.watch.parameter_watch import ParameterWatch
 
 
 def model() -> nn.Sequential:

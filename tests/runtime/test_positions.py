@@ -15,9 +15,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.errors import MismatchError
-from elche.runtime.positions import EpochPositions, check_length, enumerate_batches
+from elche.runtime.data.positions import EpochPositions, check_length, enumerate_batches
 
 
 def numbers(length: int) -> TensorDataset:

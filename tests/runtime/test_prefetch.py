@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche.cadence.prefetch_gauge import GaugeConfig
-from elche.runtime.leased_data import BatchFeed, IndexBatch
-from elche.runtime.prefetch import (
+from elche.runtime.data.leased_data import BatchFeed, IndexBatch
+from elche.runtime.data.prefetch import (
     GAUGE_EVERY_BATCHES,
     WARM_BATCHES,
     CudaMemoryProbe,
@@ -30,7 +30,7 @@ from elche.runtime.prefetch import (
     MemoryReading,
     most_ahead,
 )
-from elche.runtime.transfer import Copy, map_batch
+from elche.runtime.data.transfer import Copy, map_batch
 from tests.harness.work import lines_run
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche.cadence.prefetch_gauge import GaugeConfig
-from elche.runtime.prefetch import CudaMemoryProbe, DevicePrefetcher, MemoryReading
-from elche.runtime.resident_data import ResidentDataset
-from elche.runtime.transfer import CudaCopyStream
+from elche.runtime.data.prefetch import CudaMemoryProbe, DevicePrefetcher, MemoryReading
+from elche.runtime.data.resident_data import ResidentDataset
+from elche.runtime.data.transfer import CudaCopyStream
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
@@ -198,7 +198,7 @@ def test_a_full_device_lowers_the_depth_and_loses_nothing(
         assert data.eq(expected).all().item()
         del data
     assert ahead.take() is None
-    assert [record.name for record in caplog.records] == ["elche.runtime.prefetch"]
+    assert [record.name for record in caplog.records] == ["elche.runtime.data.prefetch"]
 
 
 def test_the_probe_counts_cached_memory_as_free(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from elche.errors import ConfigError
-from elche.runtime.resident_data import ResidentDataset
+from elche.runtime.data.resident_data import ResidentDataset
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elche.errors import ConfigError
-from elche.runtime.scalars import BUFFER_VALUES, ScalarLog
+from elche.runtime.report.scalars import BUFFER_VALUES, ScalarLog
 
 
 class HeldCopy:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.runtime.scalars import ScalarLog
-from elche.runtime.scaler_skips import NAME, ScalerSkips
+from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.watch.scaler_skips import NAME, ScalerSkips
 from elche.torch_internals import SCALER_FLAG
 
 BAD = (False, True, False, False, True, True)

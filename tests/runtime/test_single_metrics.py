@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import elche
-from elche.coordination.metrics import EpochMetrics, WindowMetrics
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.runtime.metrics_view import MetricsView
-from elche.runtime.scalars import ScalarLog
+from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.single import SingleRun
 
 

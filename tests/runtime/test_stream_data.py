@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche.errors import ConfigError, MismatchError
-from elche.runtime.fingerprint import fingerprint
-from elche.runtime.stream_data import StreamView, by_position
-from elche.runtime.stream_reader import Stamp
+from elche.runtime.data.fingerprint import fingerprint
+from elche.runtime.data.stream_data import StreamView, by_position
+from elche.runtime.data.stream_reader import Stamp
 from elche.trainer_config import TrainerConfig
 
 

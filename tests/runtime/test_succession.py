@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elche
-from elche.runtime.succession import rates, take_over
+from elche.runtime.resume_sync import rates, take_over
 from tests.comm.thread_group import on_ranks
 
 
@@ -106,7 +106,7 @@ def test_plain_numbers_in_the_state_are_the_ones_of_who_trained() -> None:
 def test_state_of_another_kind_is_forgotten_by_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "elche.runtime.succession"):
+    with caplog.at_level(logging.WARNING, "elche.runtime.resume_sync"):
         found = on_ranks(2, _taken_over, [(0.1, 0), (0.1, 2)])
     assert [state for _, state, _ in found] == [[], []]
     assert "differs in kind between ranks after rank 1" in caplog.text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
-from elche.runtime import timeline as timeline_module
-from elche.runtime.timeline import Timeline
+from elche.runtime.report import timeline as timeline_module
+from elche.runtime.report.timeline import Timeline
 
 
 def test_a_batch_is_a_wait_for_data_and_what_followed() -> None:

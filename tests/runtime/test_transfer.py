@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from elche.runtime.transfer import tensors_in, to_device
+from elche.runtime.data.transfer import tensors_in, to_device
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["x", "y"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elche.schedule.actions import Action, Kind, Schedule
 from elche.schedule.costs import PipelineCosts, StageCost
-from elche.schedule.schedules import FIXED_SCHEDULES, placement_for
+from elche.schedule.generators.schedules import FIXED_SCHEDULES, placement_for
 
 # Quarters, so that sums are exact and times can tie, and zero.
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)

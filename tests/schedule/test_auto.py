@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, loop_placement, v_placement
-from elche.schedule.auto import auto_placed, auto_schedule
+from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
-from elche.schedule.critical_path import improve
-from elche.schedule.list_scheduling import Rule, list_schedule, place_weights
+from elche.schedule.generators.critical_path import improve
+from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
 from elche.schedule.lowering import lower
-from elche.schedule.schedules import (
+from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     fits_placement,
     make_schedule,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Action, Kind, loop_placement, parse_action
-from elche.schedule.auto import auto_schedule
+from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.drift import (
     DriftWatch,
@@ -22,7 +22,7 @@ from elche.schedule.drift import (
     replan,
     times_of,
 )
-from elche.schedule.layer_costs import (
+from elche.schedule.planning.layer_costs import (
     LayerCosts,
     assumed_costs,
     best_sizes,
@@ -33,7 +33,7 @@ from elche.schedule.layer_costs import (
     total_of,
 )
 from elche.schedule.lowering import lower
-from elche.schedule.schedules import make_schedule
+from elche.schedule.generators.schedules import make_schedule
 from elche.schedule.timing import simulate
 
 RANKS = 4

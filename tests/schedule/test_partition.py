@@ -12,19 +12,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.auto import auto_schedule
+from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts
-from elche.schedule.device_orders import ALL_ORDERS, device_orders
-from elche.schedule.partition import (
+from elche.schedule.planning.device_orders import ALL_ORDERS, device_orders
+from elche.schedule.planning.partition import (
     Partition,
     Places,
     ProfileTable,
     best_partition,
     sum_bound,
 )
-from elche.schedule.partition_costs import costs_of, link_bound, shortage
-from elche.schedule.partition_search import Evaluator, balanced, fits, refine
-from elche.schedule.profile import (
+from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
+from elche.schedule.planning.partition_search import Evaluator, balanced, fits, refine
+from elche.schedule.planning.profile import (
     ANY_KIND,
     DeviceProfile,
     LayerProfile,

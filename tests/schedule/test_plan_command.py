@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from elche.plan_command import plan
+from elche.cli.plan_command import plan
 from elche.schedule.formats import from_csv
-from elche.schedule.schedules import FIXED_SCHEDULES
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_devices.toml"
 LAYERS = """

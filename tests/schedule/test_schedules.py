@@ -15,8 +15,8 @@ from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
 from elche.schedule.lowering import check_deadlock_free, lower
-from elche.schedule.one_chunk import gpipe_rows
-from elche.schedule.schedules import make_schedule, memory_bound, placement_for
+from elche.schedule.generators.one_chunk import gpipe_rows
+from elche.schedule.generators.schedules import make_schedule, memory_bound, placement_for
 from elche.schedule.timing import simulate
 from tests.schedule.strategies import (
     assert_complete,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from elche.sim.history import History
 from elche.sim.simulation import Simulation, Watch

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.comparison import compare, table
-from elche.coordination.auto_policy import OBSERVED_WINDOWS
-from elche.coordination.auto_windows import ALONE_ANCHOR
-from elche.coordination.events import EpochOpened, Event
-from elche.coordination.instructions import BeginEpoch, Instruction, OpenWindow
+from elche.coordination.auto.auto_policy import OBSERVED_WINDOWS
+from elche.coordination.auto.auto_windows import ALONE_ANCHOR
+from elche.coordination.protocol.events import EpochOpened, Event
+from elche.coordination.protocol.instructions import BeginEpoch, Instruction, OpenWindow
 from elche.sim.cluster import (
     Break,
     Cluster,
@@ -26,7 +26,7 @@ from elche.sim.cluster import (
 )
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
-from elche.sim_command import load_cluster
+from elche.cli.sim_command import load_cluster
 from tests.sim.checks import (
     positions,
     simulate,

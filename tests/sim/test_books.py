@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elche.coordination.instructions import Reduce
+from elche.coordination.protocol.instructions import Reduce
 from elche.sim.books import Books
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from elche.cli import main
+from elche.cli.main import main
 
 CLUSTER = """
 [run]

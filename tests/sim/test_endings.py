@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.events import EpochOpened, Left, Tick
-from elche.coordination.instructions import Abort
+from elche.coordination.protocol.events import EpochOpened, Left, Tick
+from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
-from elche.coordination.sync_policy import BREAK_PATIENCE_S
+from elche.coordination.sync.sync_policy import BREAK_PATIENCE_S
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elche.coordination.events import Event
-from elche.coordination.instructions import Instruction, OpenWindow
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import Instruction, OpenWindow
 from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
 from elche.sim.simulation import Simulation
 

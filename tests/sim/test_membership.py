@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from elche.coordination.events import BatchesDone, Disconnected, Event, Join, Regrouped
-from elche.coordination.instructions import (
+from elche.coordination.protocol.events import BatchesDone, Disconnected, Event, Join, Regrouped
+from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     EndEpoch,
@@ -19,7 +19,7 @@ from elche.coordination.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.metrics import EpochMetrics
+from elche.coordination.accounts.metrics import EpochMetrics
 from elche.sim.cluster import Cluster, Device, Fault, Link, Run
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.sim.cluster import Cluster
 from tests.sim.checks import (
     check_all,

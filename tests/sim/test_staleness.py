@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 
-from elche.coordination.events import Event, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import Event, WindowClosed, WindowReduced
 from elche.sim.cluster import Cluster
 from elche.sim.simulation import Watch
 from tests.sim.checks import MOST_HAPPENINGS, check_all

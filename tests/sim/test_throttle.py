@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.coordination.events import BatchesDone, Event
+from elche.coordination.protocol.events import BatchesDone, Event
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elche.coordination.events import EpochLeft
-from elche.coordination.instructions import Adopt, Instruction
+from elche.coordination.protocol.events import EpochLeft
+from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.sim.cluster import Cluster, Fault
 from elche.sim.engine import Collective
 from elche.sim.history import THROTTLE

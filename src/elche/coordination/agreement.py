@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche.config import RunConfig
-from elche.coordination.events import EpochOpened, Join
+from elche.coordination.protocol.events import EpochOpened, Join
 
 SHOWN_DIFFERENCES = 5
 

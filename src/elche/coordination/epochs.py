@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elche.coordination.agreement import opened_differently
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import EpochLeft, EpochOpened, Event, Join, WindowClosed
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import EpochLeft, EpochOpened, Event, Join, WindowClosed
 from elche.coordination.gathering import EpochEnding
-from elche.coordination.instructions import BeginEpoch, Instruction
+from elche.coordination.protocol.instructions import BeginEpoch, Instruction
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policy import Outcome, Policy
 from elche.coordination.story import Story

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from elche.coordination.events import BarrierReached, EpochOpened, Event, Left
-from elche.coordination.instructions import BarrierPassed, Instruction
+from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
+from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
 
 class Barriers:

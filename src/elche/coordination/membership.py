@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elche.coordination.events import (
+from elche.coordination.protocol.events import (
     Disconnected,
     Event,
     Interrupted,
     Join,
     Tick,
 )
-from elche.coordination.instructions import Instruction, Welcome
+from elche.coordination.protocol.instructions import Instruction, Welcome
 from elche.coordination.policy import Member
 from elche.coordination.roster import Roster
 from elche.errors import ProtocolError

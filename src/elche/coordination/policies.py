@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.auto_policy import AutoPolicy
+from elche.coordination.auto.auto_policy import AutoPolicy
 from elche.coordination.policy import Member, Policy
-from elche.coordination.sync_policy import SyncPolicy
-from elche.coordination.window_policy import WindowPolicy
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.coordination.windows.window_policy import WindowPolicy
 
 
 def build_policy(

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import Event
-from elche.coordination.instructions import EndEpoch, Instruction, MetricsReported
-from elche.coordination.metrics import MetricsBook, RankReport
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import EndEpoch, Instruction, MetricsReported
+from elche.coordination.accounts.metrics import MetricsBook, RankReport
 from elche.errors import TransitionError
 
 TABLE_RANKS = 64

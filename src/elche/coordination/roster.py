@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from elche.coordination.agreement import what_differs
-from elche.coordination.events import Join, Regrouped
-from elche.coordination.instructions import Abort, Regroup
+from elche.coordination.protocol.events import Join, Regrouped
+from elche.coordination.protocol.instructions import Abort, Regroup
 from elche.errors import ProtocolError
 
 

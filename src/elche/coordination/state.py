@@ -3,7 +3,7 @@
 Who takes part is in `elche.coordination.membership`, epochs in
 `elche.coordination.epochs`, and what happens inside one is its policy's; here are
 barriers, deadlines and how a run ends. The core never reads a clock and never does I/O:
-the shell (`elche.runtime.coordinator`) feeds it and carries out what it answers. Each
+the shell (`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
 decision leaves a line in the story, which every error prints.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from elche.config import RunConfig
 from elche.coordination.agreement import disagreement, settings_of
-from elche.coordination.batch_ranges import Range
+from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.epochs import Epochs
-from elche.coordination.events import (
+from elche.coordination.protocol.events import (
     BarrierReached,
     Disconnected,
     EpochOpened,
@@ -29,9 +29,9 @@ from elche.coordination.events import (
     Tick,
 )
 from elche.coordination.gathering import Barriers
-from elche.coordination.instructions import Abort, Instruction
+from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.policies import build_policy
 from elche.coordination.story import Story
 from elche.errors import (

@@ -27,7 +27,7 @@ from elche.demo.report import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
-from elche.runtime.launch import Network
+from elche.runtime.process.launch import Network
 
 DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3

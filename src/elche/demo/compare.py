@@ -20,7 +20,7 @@ from elche.demo.contender import ContenderSpec
 from elche.demo.models import BATCH_SIZE
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.trace import Span, spans_from_jsonl
-from elche.runtime.launch import (
+from elche.runtime.process.launch import (
     LaunchConfig,
     LaunchResult,
     Network,

@@ -38,9 +38,9 @@ from elche.monitor.trace import (
     spans_to_jsonl,
 )
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
-from elche.runtime.environment import read_placement
+from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
-from elche.runtime.transfer import to_device
+from elche.runtime.data.transfer import to_device
 
 KINDS = ("solo", "ddp", "ddp-split", "elche")
 DDP_TIMEOUT_S = 120.0

@@ -22,7 +22,7 @@ class PipelineConfig:
         stages_per_rank: of schedules that allow several; None takes their usual number.
         replicas: how many pipelines train the model together, each on equally many
             consecutive ranks and on batches of its own; or the ranks of each. See
-            `elche.pipeline.replicas`.
+            `elche.pipeline.replicas.replicas`.
         costs: measured costs of the stages, for schedules that depend on them. With
             ``"measure"`` each rank times the layers on its device at the start, and
             partition and schedule are made for these times.
@@ -34,7 +34,7 @@ class PipelineConfig:
             limit. Layers that move later are held to it, too.
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
-        guard: check every parameter's contributions, see `elche.pipeline.guard`.
+        guard: check every parameter's contributions, see `elche.pipeline.split_backward.guard`.
         seed: makes initialisation of layers that are built here, and dropout, the same
             for every placement. None takes what the script gave torch.manual_seed, so
             does that too where it seeds all ranks alike; in one process it draws as

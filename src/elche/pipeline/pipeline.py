@@ -11,29 +11,29 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.assembly import Parts
-from elche.pipeline.backward import SplitProfile, StageBackward
-from elche.pipeline.building import Split
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
+from elche.pipeline.setup.building import Split
 from elche.pipeline.config import PipelineConfig, pipeline_config
-from elche.pipeline.crew import Crew
-from elche.pipeline.founding import Founding, Request
-from elche.pipeline.gradients import clip_norm, unscale
-from elche.pipeline.inputs import Call
-from elche.pipeline.optimizer_state import GivenOptimizers, as_optimizers
-from elche.pipeline.outputs import EvaluationOutput, StepOutput
-from elche.pipeline.peers import Peers
-from elche.pipeline.profiling import (
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.setup.builder import Founding, Request
+from elche.pipeline.step.gradients import clip_norm, unscale
+from elche.pipeline.step.inputs import Call
+from elche.pipeline.moving.optimizer_state import GivenOptimizers, as_optimizers
+from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
     layer_costs_of,
     profile_layers,
 )
-from elche.pipeline.reduction import Reduction
-from elche.pipeline.replicas import agree_on_groups
+from elche.pipeline.replicas.reduction import Reduction
+from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.stage import Layer
 from elche.pipeline.state import gather_state, load_state, local_state
-from elche.pipeline.stepping import Stepping
-from elche.runtime.environment import Placement, read_placement
+from elche.pipeline.step.stepping import Stepping
+from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Action, Schedule
 
 
@@ -57,10 +57,10 @@ class Pipeline:
             module together with `split`.
         loss_fn: of output and target of one microbatch; returns a scalar.
         micro_batches: how many parts a batch is cut into.
-        schedule: a name (`elche.schedule.schedules.FIXED_SCHEDULES` or "auto"), the
+        schedule: a name (`elche.schedule.generators.schedules.FIXED_SCHEDULES` or "auto"), the
             path of a CSV file, or a schedule.
         devices: name of each rank's device; None takes what the launcher says.
-        split: cuts a module into layers, see `elche.pipeline.building.layers_of`.
+        split: cuts a module into layers, see `elche.pipeline.setup.building.layers_of`.
         config: further settings as one value; or give them as options.
         **options: fields of `PipelineConfig`.
 

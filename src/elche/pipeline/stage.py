@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from elche.pipeline.deferred import (
+from elche.pipeline.split_backward.deferred import (
     DeferredWeight,
     WeightGradients,
     defer,
@@ -20,7 +20,7 @@ from elche.pipeline.deferred import (
     may_defer,
 )
 from elche.pipeline.trees import map_tensors
-from elche.pipeline.weight_gradients import hooks_made
+from elche.pipeline.split_backward.weight_gradients import hooks_made
 from elche.torch_internals import CAN_SPLIT, held_parameters, is_compiled
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.crew import Crew
+from elche.pipeline.peers.communicator import Crew
 from elche.pipeline.stage import Layer
 
 SHOWN = 3

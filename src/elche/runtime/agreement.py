@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elche.comm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
-from elche.comm.unshareable import why_unshareable
+from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
+from elche.comm.tensors.unshareable import why_unshareable
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.events import Join
-from elche.coordination.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.events import Join
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ConfigError
-from elche.runtime.environment import Placement
-from elche.runtime.leased_data import horizon_batches
-from elche.runtime.prefetch import most_ahead
+from elche.runtime.process.environment import Placement
+from elche.runtime.data.leased_data import horizon_batches
+from elche.runtime.data.prefetch import most_ahead
 from elche.runtime.training import Training
 from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 

@@ -11,17 +11,17 @@ from typing import final
 
 import torch
 
-from elche.comm.process_group import Group
+from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
-from elche.coordination.events import BarrierReached, Event, Join, Left
-from elche.coordination.instructions import BarrierPassed, Welcome
-from elche.coordination.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.events import BarrierReached, Event, Join, Left
+from elche.coordination.protocol.instructions import BarrierPassed, Welcome
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
-from elche.runtime.connect import connect
-from elche.runtime.environment import Placement, read_placement
-from elche.runtime.farewell import failure_of, watch_process
-from elche.runtime.worker import Worker
+from elche.runtime.process.connect import connect
+from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.process.worker import Worker
 
 
 @final

@@ -13,33 +13,33 @@ from typing import Any
 import torch
 
 from elche.cadence.throughput import CostEstimate
-from elche.comm.equal_tensors import make_equal
-from elche.comm.known_buffers import shared_tensors
-from elche.comm.probe import probe_reduction_s
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import EpochOpened
-from elche.coordination.instructions import BeginEpoch, EndEpoch, Instruction
-from elche.coordination.messages import Scalars
-from elche.coordination.step_numbers import OwnNumbers
-from elche.coordination.window_loop import WindowLoop
+from elche.comm.tensors.equal_tensors import make_equal
+from elche.comm.model_buffers.known_buffers import shared_tensors
+from elche.comm.transport.probe import probe_reduction_s
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import EpochOpened
+from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
+from elche.coordination.protocol.messages import Scalars
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.agreement import checksum, min_share_samples
-from elche.runtime.gradient_sync import refuse_stray_gradients
-from elche.runtime.leased_batches import LeasedBatches
-from elche.runtime.news import RunNews, with_samples
-from elche.runtime.optimizers_seen import OptimizersSeen
+from elche.runtime.windows.gradient_sync import refuse_stray_gradients
+from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.notifications import RunNews, with_samples
+from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.plan_file import PlanFile
-from elche.runtime.positions import EpochPositions, enumerate_batches, share_keys
-from elche.runtime.rate_watch import RateWatch
-from elche.runtime.scaler_skips import ScalerSkips
-from elche.runtime.seeding import rank_seed, seed_rank, separate_rank
-from elche.runtime.succession import rates, take_over
+from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.watch.rate_watch import RateWatch
+from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.resume_sync import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.synchroniser import Synchroniser
-from elche.runtime.trailing_step import TrailingSteps
+from elche.runtime.windows.synchroniser import Synchroniser
+from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.training import Training
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
-from elche.runtime.worker import Worker
+from elche.runtime.process.worker import Worker
 
 STEPS_WITHOUT_BACKWARD = 3
 """Under ``sync``, when it is no skipped batch any more if none had a backward pass."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
-from elche.coordination.messages import Scalars
-from elche.coordination.metrics import (
+from elche.coordination.protocol.messages import Scalars
+from elche.coordination.accounts.metrics import (
     EPOCHS_KEPT,
     WINDOWS_KEPT,
     EpochMetrics,
@@ -22,14 +22,14 @@ from elche.coordination.metrics import (
     RankReport,
     WindowMetrics,
 )
-from elche.runtime.batch_weights import BatchWeights
-from elche.runtime.leased_data import BatchFeed
+from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.loader import LoaderLike
-from elche.runtime.positions import EpochPositions, enumerate_batches
-from elche.runtime.scalars import ScalarLog
-from elche.runtime.scaler_skips import ScalerSkips
-from elche.runtime.stream_data import StreamView
-from elche.runtime.transfer import batch_length, to_device
+from elche.runtime.data.positions import EpochPositions, enumerate_batches
+from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.data.stream_data import StreamView
+from elche.runtime.data.transfer import batch_length, to_device
 
 WINDOW_S = 1.0
 

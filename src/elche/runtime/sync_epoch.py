@@ -7,21 +7,21 @@ import time
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
-from elche.comm.reducer import GradientReducer
-from elche.coordination.instructions import (
+from elche.comm.gradients.reducer import GradientReducer
+from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantSteps,
     Instruction,
     SwitchPolicy,
 )
-from elche.coordination.step_reports import StepCost, StepReports
+from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.errors import CommunicationError, ProtocolError
-from elche.runtime.leased_batches import LeasedBatches
-from elche.runtime.number_watch import NumberWatch
-from elche.runtime.positions import EpochPositions
-from elche.runtime.summed_loss import SummedReducer
+from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.watch.number_watch import NumberWatch
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.window_epoch import EpochHooks
-from elche.runtime.worker import Worker
+from elche.runtime.process.worker import Worker
 
 
 class Step(NamedTuple):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.runtime.batch_weights import BatchWeights
+from elche.runtime.data.batch_weights import BatchWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

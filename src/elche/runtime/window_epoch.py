@@ -9,32 +9,32 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche.comm.spread import SyncResult
-from elche.coordination.batch_ranges import Range, append_range
-from elche.coordination.events import (
+from elche.comm.averaging.consensus_distance import SyncResult
+from elche.coordination.accounts.batch_ranges import Range, append_range
+from elche.coordination.protocol.events import (
     BatchesDone,
     EpochLeft,
     Event,
     WindowClosed,
     WindowReduced,
 )
-from elche.coordination.instructions import (
+from elche.coordination.protocol.instructions import (
     CloseWindow,
     EndEpoch,
     GrantBatches,
     Instruction,
     Reduce,
 )
-from elche.coordination.messages import Scalars
-from elche.coordination.step_numbers import OwnNumbers
-from elche.coordination.window_loop import Action, Do, WindowLoop
+from elche.coordination.protocol.messages import Scalars
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
-from elche.runtime.leased_batches import LeasedBatches
-from elche.runtime.news import tell_discarded
-from elche.runtime.positions import EpochPositions
-from elche.runtime.window_sync import WindowSync
-from elche.runtime.worker import Worker
+from elche.runtime.data.leased_batches import LeasedBatches
+from elche.runtime.notifications import tell_discarded
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.windows.window_sync import WindowSync
+from elche.runtime.process.worker import Worker
 
 logger = logging.getLogger(__name__)
 

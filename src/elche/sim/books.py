@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elche.coordination.instructions import Reduce
+from elche.coordination.protocol.instructions import Reduce
 
 Batch = tuple[int, int]
 """(epoch, batch)."""

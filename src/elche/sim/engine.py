@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche.coordination.instructions import Abort, Instruction
+from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.errors import ElcheError
 from elche.sim.cluster import Cluster
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.agreement import Settings
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import EpochOpened, Join, Left, Regrouped
-from elche.coordination.instructions import (
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import EpochOpened, Join, Left, Regrouped
+from elche.coordination.protocol.instructions import (
     BeginEpoch,
     GrantBatches,
     GrantSteps,
@@ -21,7 +21,7 @@ from elche.coordination.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.messages import PROTOCOL_VERSION
+from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.sim.cluster import Cluster, Device
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import REGROUP, START, RankHistory
@@ -31,7 +31,7 @@ LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 PROBES = 3
 PROBED_BYTES = 2**22
-"""What a rank measures a reduction with (`elche.comm.probe`)."""
+"""What a rank measures a reduction with (`elche.comm.transport.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:

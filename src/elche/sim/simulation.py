@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.batch_ranges import BatchSizes
-from elche.coordination.events import Disconnected, Event, Failed, Tick
-from elche.coordination.instructions import (
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import Disconnected, Event, Failed, Tick
+from elche.coordination.protocol.instructions import (
     BeginEpoch,
     Instruction,
     PolicyChosen,

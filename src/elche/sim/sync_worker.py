@@ -12,8 +12,8 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from elche.coordination.events import WindowReduced
-from elche.coordination.instructions import (
+from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     EndEpoch,
@@ -24,8 +24,8 @@ from elche.coordination.instructions import (
     Regroup,
     SwitchPolicy,
 )
-from elche.coordination.step_numbers import OwnNumbers
-from elche.coordination.step_reports import StepCost, StepReports
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.loader import Loaded, Loader

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from elche.coordination.events import (
+from elche.coordination.protocol.events import (
     BatchesDone,
     EpochLeft,
     WindowClosed,
     WindowReduced,
 )
-from elche.coordination.instructions import (
+from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
     CloseWindow,
@@ -27,7 +27,7 @@ from elche.coordination.instructions import (
     Reduce,
     Regroup,
 )
-from elche.coordination.window_loop import Action, Do, WindowLoop
+from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
 from elche.sim.loader import Loaded, Loader

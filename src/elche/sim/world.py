@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from elche.coordination.events import Event
-from elche.coordination.instructions import Abort, Instruction, Reduce
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import Abort, Instruction, Reduce
 from elche.sim.books import Books
 from elche.sim.cluster import Break, Cluster
 from elche.sim.engine import AbortedError, Engine

@@ -1,0 +1,1 @@
+"""Replicas that the user's loop reduces by hand."""

@@ -1,0 +1,359 @@
+"""Manual control: several models in one group, reduced when the loop says so.
+
+For GANs, reinforcement learning and progressive training, where no loader tells what a
+step is::
+
+    group = elche.init_group()
+    generator = elche.Replica.wrap(Generator(), group, name="generator")
+    critic = elche.Replica.wrap(Critic(), group, name="critic")
+    ...
+    loss.backward()
+    critic.weighted_all_reduce_gradients(len(batch))
+    optimizer.step()
+
+Started by `elche run` or torchrun there is a rank per device; a plain script is a run
+of one, without a process or a socket beside it, in which every call returns at once.
+Every call is made by all ranks, in the same order; a rank that is out of step, gone or
+late is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.transport.process_group import Group, gather_texts
+from elche.by_hand.replica_calls import (
+    Announcement,
+    Structure,
+    announce,
+    broadcast_bits,
+)
+from elche.by_hand.replica_gradients import GradientExchange, check_gradients
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
+from elche.config import RunConfig
+from elche.errors import ConfigError, MismatchError
+from elche.runtime.manual_run import begin_manual_run
+from elche.session import current_run
+
+BUFFER_RULES = ("mean", "first")
+
+
+def init_group(*, timeout_s: float = 300.0, transport: str = "auto") -> Group:
+    """Joins the other ranks of this run without a loader.
+
+    Ends at the exit of the interpreter. A second call returns the same group.
+
+    Args:
+        timeout_s: deadline of every wait for another rank.
+        transport: as in `elche.RunConfig`.
+
+    Returns:
+        The group of all ranks, of one rank in a plain script.
+
+    Raises:
+        ConfigError: a run of `elche.setup` is under way, or an argument is wrong.
+        MismatchError: ranks disagree about the arguments.
+        RemoteRankError: another rank failed meanwhile.
+        CommunicationError: the ranks did not come together.
+    """
+    if current_run() is not None:
+        raise ConfigError(
+            "a run of elche.setup is under way and reduces by itself; call "
+            "elche.shutdown() first"
+        )
+    config = RunConfig(policy="sync", timeout_s=timeout_s, transport=transport)
+    return begin_manual_run(config).group
+
+
+@final
+class Replica:
+    """This rank's copy of a model that all ranks hold; made by :meth:`wrap`.
+
+    The model may change between calls, alike on every rank: freeze, unfreeze, grow.
+    What it holds then is compared before anything is reduced. New parameters are drawn
+    by each rank; :meth:`sync_params` makes them equal.
+
+    Args:
+        model: this rank's copy.
+        group: all ranks.
+        name: names the model in errors.
+
+    Attributes:
+        model: this rank's copy.
+        group: all ranks.
+        name: of the model.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, name: str) -> None:
+        self.model = model
+        self.group = group
+        self.name = name
+        self._structure = Structure(model)
+        self._gradients = GradientExchange(group)
+        self._scope: NormScope | None = None
+        self._loss_weight: float | None = None
+        self._is_stale = True
+
+    @staticmethod
+    def wrap(
+        model: nn.Module, group: Group | None = None, *, name: str = "model"
+    ) -> Replica:
+        """Checks that all ranks hold the same model, and copies rank 0's values to all.
+
+        The `elche.SyncBatchNorm` layers of the model normalise over this group.
+
+        Args:
+            model: this rank's copy, on its device.
+            group: all ranks; None for that of :func:`init_group`.
+            name: names the model in errors; another one for each model.
+
+        Raises:
+            MismatchError: the models differ; the error names the tensors.
+            ConfigError: this is no model, or it has tensors that cannot be shared.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
+        for part, module in model.named_modules():
+            if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
+                raise ConfigError(
+                    f"{name}: {part or 'it'} has sparse gradients, which cannot be "
+                    "reduced; use sparse=False"
+                )
+        replica = Replica(model, init_group() if group is None else group, name)
+        replica.sync_params()
+        return replica
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of replicas."""
+        return self.group.world_size
+
+    def sync_params(self) -> None:
+        """Copies rank 0's parameters and buffers to all ranks, bit for bit.
+
+        Raises:
+            MismatchError: the models differ.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        what = self._announce("sync_params")[0]
+        if self.world_size > 1:
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            broadcast_bits(self.group, tensors, what)
+
+    @torch.no_grad()
+    def sync_buffers(self, rule: str = "mean") -> None:
+        """Makes the buffers equal on all ranks.
+
+        Args:
+            rule: ``"mean"``: buffers of floating point become their plain mean over
+                the ranks, others rank 0's; ``"first"``: all become rank 0's.
+
+        Raises:
+            ConfigError: the rule is unknown.
+            MismatchError: the models differ.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        if rule not in BUFFER_RULES:
+            raise ConfigError(
+                f"unknown rule {rule!r}; expected one of: {', '.join(BUFFER_RULES)}"
+            )
+        what = self._announce(f"sync_buffers({rule!r})")[0]
+        if self.world_size == 1:
+            return
+        buffers = list(self.model.buffers())
+        averaged = [b for b in buffers if rule == "mean" and b.is_floating_point()]
+        chosen = {id(buffer) for buffer in averaged}
+        broadcast_bits(self.group, [b for b in buffers if id(b) not in chosen], what)
+        if averaged:
+            flat = torch.cat([b.to("cpu", torch.float64).reshape(-1) for b in averaged])
+            self.group.all_reduce(flat, what)
+            flat /= self.world_size
+            parts = flat.split([buffer.numel() for buffer in averaged])
+            for buffer, part in zip(averaged, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+    def all_reduce_gradients(self) -> None:
+        """Makes every ``p.grad`` the plain mean over the ranks.
+
+        Right for equal batches, after backward and before the optimizer's step. A rank
+        without a gradient of a parameter counts as zeros; a parameter without one on
+        every rank keeps ``grad=None``.
+
+        Raises:
+            ConfigError: a gradient is sparse.
+            MismatchError: the models differ.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        self._reduce("all_reduce_gradients", [1.0] * self.world_size)
+
+    def weighted_all_reduce_gradients(
+        self, batch_counts: Sequence[float] | float
+    ) -> None:
+        """Makes every ``p.grad`` the mean over ranks, weighted by what each has done.
+
+        With the sizes of the ranks' batches and losses that are means, this is the
+        gradient of the mean over the union batch.
+
+        Args:
+            batch_counts: samples (or batches) of each rank, or this rank's own as one
+                number. A rank of zero counts nowhere, whatever its gradients hold.
+
+        Raises:
+            ConfigError: the number of counts is not that of the ranks, one is negative
+                or not finite, or all are zero.
+            MismatchError: ranks give different counts, or the models differ.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        counts = _checked_counts(batch_counts, self.rank, self.world_size)
+        self._reduce("weighted_all_reduce_gradients", counts)
+
+    def weigh_losses(self, weight: float | None) -> None:
+        """Says how this rank's next losses weigh in SyncBatchNorm layers.
+
+        They have to know it before the backward pass. Without a word (None) a loss
+        weighs as its batch has elements, which fits losses that are means and
+        :meth:`weighted_all_reduce_gradients` by samples. Give 1.0 on every rank for
+        :meth:`all_reduce_gradients` after unequal batches or for losses that are sums,
+        0.0 for a batch that shall not count.
+
+        Raises:
+            ConfigError: the weight is negative or not finite.
+        """
+        scope = NormScope() if self._scope is None else self._scope
+        scope.weigh(weight)
+        self._loss_weight = weight
+
+    def check_equal(self) -> None:
+        """Makes sure that parameters and buffers are equal to the bit on all ranks.
+
+        Raises:
+            MismatchError: names the tensors that differ from rank 0's.
+            ProtocolError: ranks call different things.
+            CommunicationError: a rank has gone, or did not come in time.
+        """
+        what = self._announce("check_equal")[0]
+        if self.world_size == 1:
+            return
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        sums = json.dumps([_checksum(tensor) for _, tensor in named])
+        texts = [json.loads(text) for text in gather_texts(self.group, sums, what)]
+        for rank, other in enumerate(texts):
+            wrong = [
+                name
+                for (name, _), ours, theirs in zip(named, texts[0], other, strict=True)
+                if ours != theirs
+            ]
+            if wrong:
+                raise MismatchError(
+                    f"{self.name}: rank {rank} holds other values than rank 0 in "
+                    f"{', '.join(wrong[:5])}{' and more' if len(wrong) > 5 else ''}; "
+                    "take the same optimizer steps on every rank, or call sync_params"
+                )
+
+    def _reduce(self, call: str, counts: Sequence[float]) -> None:
+        check_gradients(list(self.model.named_parameters()))
+        what, rows = self._announce(call, counts)
+        known = _agreed_counts(what, rows)
+        total = sum(known)
+        if total <= 0 or math.isinf(total):
+            raise ConfigError(
+                f"{what}: expected a count above 0 on at least one rank, got {known}, "
+                f"whose sum is {total}"
+            )
+        if self.world_size > 1:
+            self._gradients.reduce(known[self.rank] / total, what)
+
+    def _announce(
+        self, call: str, values: Sequence[float] | None = None
+    ) -> tuple[str, list[list[float]]]:
+        """Makes sure that all ranks call this on equal models; each one's values."""
+        what = f"{call} of {self.name!r}"
+        values = [0.0] * self.world_size if values is None else values
+        self._is_stale |= self._structure.refresh()
+        if self.world_size == 1:
+            return what, [list(values)]
+        is_stale, rows = announce(
+            self.group, Announcement(what, self._structure, self._is_stale, values)
+        )
+        if is_stale:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._gradients.build(trained)
+            self._scope = bind_sync_batchnorm(self.model, self.group)
+            self.weigh_losses(self._loss_weight)
+            self._is_stale = False
+        return what, rows
+
+
+UNKNOWN = -1.0
+"""The count of another rank, where each gives its own."""
+
+
+def _checked_counts(
+    batch_counts: Sequence[float] | float, rank: int, world_size: int
+) -> list[float]:
+    if isinstance(batch_counts, torch.Tensor):
+        batch_counts = batch_counts.tolist()
+    is_own = isinstance(batch_counts, Real)
+    listed: Any = [batch_counts] if is_own else batch_counts
+    try:
+        given = [math.fsum((count,)) for count in listed]  # takes numbers, no text
+    except TypeError as error:
+        raise ConfigError(
+            "expected a batch count per rank, or this rank's own as one number, got "
+            f"{batch_counts!r}"
+        ) from error
+    counts = given
+    if is_own:
+        counts = [UNKNOWN] * world_size
+        counts[rank] = given[0]
+    elif len(given) != world_size:
+        raise ConfigError(
+            f"expected a batch count per rank ({world_size}), got {len(given)}"
+        )
+    elif not sum(given):
+        raise ConfigError(
+            "expected a batch count above 0 for at least one rank, got "
+            f"{batch_counts!r}"
+        )
+    if any(not math.isfinite(count) or count < 0 for count in given):
+        raise ConfigError(f"expected batch counts of at least 0, got {batch_counts!r}")
+    return counts
+
+
+def _agreed_counts(what: str, rows: Sequence[Sequence[float]]) -> list[float]:
+    """The counts that all ranks know, or each rank's own."""
+    if any(UNKNOWN in row for row in rows):
+        return [row[rank] for rank, row in enumerate(rows)]
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise MismatchError(
+                f"{what}: rank 0 gives the counts {list(rows[0])}, rank {rank} "
+                f"{list(row)}; give the same on every rank, or each rank its own count "
+                "as one number"
+            )
+    return list(rows[0])
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    host = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(host.numpy().tobytes()).hexdigest()[:16]

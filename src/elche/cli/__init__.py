@@ -1,0 +1,1 @@
+"""The `elche` command."""

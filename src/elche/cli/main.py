@@ -1,0 +1,318 @@
+"""The command line: run, demo, bench, simulate, schedule and plan."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+
+from elche import __version__
+from elche.config import POLICIES
+from elche.errors import ConfigError, ElcheError
+from elche.cli.plan_command import plan as plan_command
+from elche.cli.schedule_command import schedule as schedule_command
+
+
+class _Friendly(click.Group):
+    """Shows elche's own errors as one message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ElcheError as error:
+            raise click.ClickException(str(error)) from error
+
+
+class _Bench(click.Group):
+    """Says where to what was here and is for this repository's developers alone."""
+
+    moved: ClassVar = {
+        "pipeline": "benchmarks.pipeline",
+        "--link-mbit": "benchmarks.links",
+        "--link-delay-ms": "benchmarks.links",
+        "--codec": "benchmarks.links",
+    }
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [word for word in args if word.startswith("--")]
+        for word in (*args[:1], *options):
+            module = self.moved.get(word.partition("=")[0])
+            if module is not None:
+                raise click.UsageError(
+                    f"{word} is no part of the installed package any more; run `python "
+                    f"-m {module}` in a clone of elche's repository"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _numbers(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[float, ...] | None:
+    """Parses ``1,0.25``."""
+    if text is None:
+        return None
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected numbers like 1,0.25, got {text!r}"
+        ) from error
+    if not all(0 < number < float("inf") for number in numbers):
+        raise click.BadParameter(f"expected positive numbers, got {text!r}")
+    return numbers
+
+
+def _names(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[str, ...] | None:
+    """Parses ``cuda:0,cpu``; blanks around a name are not part of it."""
+    if text is None:
+        return None
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise click.BadParameter(f"expected names with commas between, got {text!r}")
+    return names
+
+
+def _code(code: int) -> str:
+    """An exit code, and the signal that it stands for."""
+    with contextlib.suppress(ValueError):
+        return f"{code} ({signal.Signals(code - 128).name})"
+    return str(code)
+
+
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Wrong settings end with code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _as_command() -> Iterator[None]:
+    """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
+    from elche.demo.report import log_to_stderr
+
+    try:
+        with _checked(), log_to_stderr():
+            yield
+    except KeyboardInterrupt:
+        click.echo("interrupted; all ranks have ended", err=True)
+        sys.exit(130)
+
+
+@click.group(cls=_Friendly, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="elche")
+def main() -> None:
+    """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
+
+
+# What follows SCRIPT is its own, options too.
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
+@click.option(
+    "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
+)
+@click.option(
+    "--speeds",
+    callback=_numbers,
+    help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
+)
+@click.option(
+    "--ms-per-sample",
+    type=float,
+    help="Time per sample of an emulated device of speed 1; default: 1.25.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    help="Policy where the script names none.",
+)
+@click.option(
+    "--story",
+    envvar="ELCHE_STORY",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for what was said and decided (the last 4000 messages and decisions),"
+    " written when the run ends, however it ends.",
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    nproc: int | None,
+    devices: tuple[str, ...] | None,
+    speeds: tuple[float, ...] | None,
+    ms_per_sample: float | None,
+    policy: str | None,
+    story: Path | None,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT on several devices of this machine, one process each."""
+    from elche.runtime.process.launch import LaunchConfig, launch, python_command
+
+    settings: dict[str, Any] = {}
+    if ms_per_sample is not None:
+        settings["ms_per_sample"] = ms_per_sample
+    with _checked():
+        if settings and speeds is None:
+            raise ConfigError(
+                "--ms-per-sample is for emulated devices; give their --speeds, such as "
+                "1,0.25"
+            )
+        if story is not None:
+            from elche.demo.report import check_writable
+
+            check_writable(story)
+        config = LaunchConfig(
+            command=python_command(script, *arguments),
+            num_ranks=nproc,
+            devices=devices,
+            speeds=speeds,
+            environment={"ELCHE_POLICY": policy} if policy else {},
+            story_path=story,
+            **settings,
+        )
+        result = launch(config)
+    if result.exit_code:
+        failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+        reason = result.reason.splitlines()[0] if result.reason else "see its output"
+        codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
+        click.echo(
+            f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
+        )
+    sys.exit(result.exit_code)
+
+
+@main.command()
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="File or directory to learn; default: the standard library's sources.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("elche-demo"),
+    show_default=True,
+    help="Directory for the table, the picture and the trace.",
+)
+@click.option(
+    "--seconds",
+    type=float,
+    default=20.0,
+    show_default=True,
+    help="Training time of both devices together; the demo takes about ten times it.",
+)
+def demo(text: Path | None, out: Path, seconds: float) -> None:
+    """Train a small GPT on two unequal devices: alone, with PyTorch, with elche."""
+    from elche.demo.demo import DemoConfig, run_demo
+
+    with _as_command():
+        run_demo(DemoConfig(out=out, text=text, seconds=seconds))
+
+
+@main.command()
+@click.argument("cluster", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the timeline (Chrome trace, as of a real run).",
+)
+@click.option(
+    "--policy", type=click.Choice(POLICIES), help="Instead of the file's policy."
+)
+@click.option(
+    "--story",
+    "stories",
+    multiple=True,
+    metavar="WHAT",
+    help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
+    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 4000"
+    " messages and decisions of the run are remembered. May be repeated.",
+)
+def simulate(**settings: Any) -> None:
+    """Simulate the run that the TOML file CLUSTER describes."""
+    from elche.cli.sim_command import SimulateConfig, run_simulate
+
+    with _as_command():
+        code = run_simulate(SimulateConfig(**settings))
+    sys.exit(code)
+
+
+@main.group(cls=_Bench)
+def bench() -> None:
+    """Measure ways of training against each other."""
+
+
+@bench.command()
+@click.option(
+    "--speeds",
+    required=True,
+    callback=_numbers,
+    help="Relative speeds of the emulated devices, such as 1,0.25.",
+)
+@click.option(
+    "--policy", type=click.Choice(("all", *POLICIES)), default="all", show_default=True
+)
+@click.option(
+    "--model",
+    default="mlp",
+    show_default=True,
+    help="mlp, cnn, gpt, gpt-small or gpt-10m.",
+)
+@click.option(
+    "--seconds",
+    type=float,
+    default=40.0,
+    show_default=True,
+    help="Training time of all devices together, per contender.",
+)
+@click.option("--seeds", type=int, default=1, show_default=True, help="Repetitions.")
+@click.option(
+    "--ms-per-sample",
+    type=float,
+    default=1.25,
+    show_default=True,
+    help="Time per sample of an emulated device of speed 1.",
+)
+@click.option(
+    "--contenders", callback=_names, help="Run only these, such as solo-0,ddp."
+)
+@click.option(
+    "--time-capped/--samples-equal",
+    help="Nobody trains longer than --seconds, losses are not compared; default:"
+    " the same samples for all.",
+)
+@click.option(
+    "--solo-seconds",
+    type=float,
+    help="Runs alone that only measure speed end after this; default: --seconds.",
+)
+@click.option("--allow-noise", is_flag=True, help="Do not reject a noisy run.")
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+def hetero(
+    json_path: str | None, contenders: tuple[str, ...] | None, **settings: Any
+) -> None:
+    """Compare PyTorch and elche on unequal emulated devices."""
+    from elche.demo.bench import BenchConfig, run_bench
+
+    with _as_command():
+        config = BenchConfig(contenders=contenders or (), **settings)
+        code = run_bench(config, json_path)
+    sys.exit(code)
+
+
+main.add_command(plan_command)
+main.add_command(schedule_command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""``elche schedule``: draws a pipeline schedule and says what it costs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Schedule
+from elche.schedule.generators.auto import auto_placed, auto_schedule
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
+from elche.schedule.drawing import draw, legend
+from elche.schedule.formats import from_csv, to_csv
+from elche.schedule.lowering import check_deadlock_free
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    check_microbatches,
+    make_schedule,
+    placement_for,
+)
+from elche.schedule.stage_file import StageDefaults, read_stages
+from elche.schedule.timing import Timing, simulate
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SHOWN_PEAKS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """What ``elche schedule`` was asked.
+
+    Attributes:
+        name: of the schedule, ``auto``, or a CSV file of actions.
+        ranks: of the pipeline; None where a file says it.
+        microbatches: of one step; None where a CSV file says it.
+        times: F, I, W of one rank's part of the model; None where a file says them.
+        communication: time of a message between ranks.
+        memory: units of activations that a rank may hold; None without a limit.
+        virtual_stages: stages per rank of an interleaved schedule, and the most that
+            auto tries.
+        stages_path: TOML file of the stages.
+        json_path: where the figures go; "-" is standard output.
+        csv_path: where the schedule goes.
+    """
+
+    name: str
+    ranks: int | None = None
+    microbatches: int | None = None
+    times: tuple[float, float, float] | None = None
+    communication: float = 0.0
+    memory: float | None = None
+    virtual_stages: int | None = None
+    stages_path: Path | None = None
+    json_path: str | None = None
+    csv_path: Path | None = None
+
+    def __post_init__(self) -> None:
+        for what, value in (("--ranks", self.ranks), ("--memory", self.memory)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"expected {what} above 0, got {value}")
+        if not 0 <= self.communication < math.inf:
+            raise ConfigError(
+                f"expected a finite --comm of at least 0, got {self.communication}"
+            )
+        if self.microbatches is not None:
+            check_microbatches(self.microbatches)
+        if self.virtual_stages is not None and self.virtual_stages < 1:
+            raise ConfigError(
+                f"expected --virtual-stages of at least 1, got {self.virtual_stages}"
+            )
+        if self.virtual_stages is not None and self.stages_path is not None:
+            raise ConfigError(
+                "--virtual-stages is for equal stages; --stages FILE says how many "
+                "stages each rank has"
+            )
+        if self.times is None and self.stages_path is None:
+            raise ConfigError("give --times F,I,W, or the stages' with --stages FILE")
+        if self.times is not None and not any(self.times):
+            raise ConfigError("expected --times F,I,W that are not all 0")
+
+
+def run_schedule(config: ScheduleConfig) -> None:
+    """Makes, times, prints and writes a schedule.
+
+    Raises:
+        ConfigError: what was asked is impossible, or a file cannot be read or written.
+    """
+    # Here, because it imports rich, and every command of elche imports this module.
+    from elche.demo.report import check_writable, to_json_text
+
+    for path in (config.json_path, config.csv_path):
+        if path is not None and str(path) != "-":
+            check_writable(Path(path))
+    schedule, costs = plan(config)
+    timing = simulate(schedule, costs)
+    _check_memory(schedule, timing, costs)
+    as_json = to_json_text(figures(schedule, timing))
+    if config.csv_path is not None:
+        config.csv_path.write_text(to_csv(schedule), encoding="utf-8", newline="")
+    if config.json_path == "-":
+        sys.stdout.write(as_json)
+        return
+    if config.json_path is not None:
+        Path(config.json_path).write_text(as_json, encoding="utf-8")
+    print(draw(schedule, timing, costs, shutil.get_terminal_size((100, 24)).columns))
+    print(legend(schedule))
+    print(summary(schedule, timing))
+
+
+def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
+    """The schedule that was asked for, and the costs in its placement.
+
+    Raises:
+        ConfigError: as `run_schedule`.
+    """
+    if config.name.endswith(".csv"):
+        schedule = _read_csv(Path(config.name))
+        for what, asked, found in (
+            ("ranks", config.ranks, schedule.num_ranks),
+            ("microbatches", config.microbatches, schedule.num_microbatches),
+        ):
+            if asked not in (None, found):
+                raise ConfigError(
+                    f"{config.name} is for {found} {what}, not for --{what} {asked}"
+                )
+        costs = _costs(config, schedule.placement, schedule.num_ranks)
+        if schedule.is_lowered:
+            check_deadlock_free(schedule)
+        return schedule, costs
+    if config.name not in (*FIXED_SCHEDULES, "auto"):
+        raise ConfigError(
+            f"expected {', '.join(FIXED_SCHEDULES)}, auto, or a file that ends in "
+            f".csv, got {config.name!r}"
+        )
+    if config.microbatches is None:
+        raise ConfigError("give the number of --microbatches")
+    if config.stages_path is None and config.ranks is None:
+        raise ConfigError("give the number of --ranks")
+    if config.name == "auto":
+        if config.stages_path is not None:
+            costs = _costs(config, (), 0)
+            return auto_schedule(costs, config.microbatches), costs
+        assert config.ranks is not None
+        return auto_placed(
+            _rank_times(config),
+            config.ranks,
+            config.microbatches,
+            config.memory,
+            config.virtual_stages or 2,
+        )
+    placement: tuple[int, ...] = ()
+    if config.stages_path is None:
+        assert config.ranks is not None
+        placement = placement_for(config.name, config.ranks, config.virtual_stages)
+    costs = _costs(config, placement, config.ranks or 0)
+    return make_schedule(config.name, costs, config.microbatches), costs
+
+
+def figures(schedule: Schedule, timing: Timing) -> dict[str, Any]:
+    """What the JSON holds."""
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "placement": list(schedule.placement),
+        "makespan": timing.makespan,
+        "bubble_makespan": timing.bubble_makespan,
+        "bubble_span": timing.bubble_span,
+        "peak_activations": list(timing.peak_activations),
+        "bubble_per_rank": list(timing.bubble_per_rank),
+        "spans": list(timing.spans),
+    }
+
+
+def summary(schedule: Schedule, timing: Timing) -> str:
+    """The figures for people."""
+    shown = [f"{peak:g}" for peak in timing.peak_activations[:SHOWN_PEAKS]]
+    more = schedule.num_ranks - len(shown)
+    peaks = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return "\n".join(
+        [
+            f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} "
+            f"stages, {schedule.num_microbatches} microbatches",
+            f"makespan          {timing.makespan:.6g}",
+            f"bubble_makespan   {timing.bubble_makespan:.4f}  (the step ends in a "
+            "synchronisation)",
+            f"bubble_span       {timing.bubble_span:.4f}  (of each rank's own first to "
+            "last action)",
+            f"peak_activations  {peaks}",
+        ]
+    )
+
+
+def _costs(
+    config: ScheduleConfig, placement: tuple[int, ...], num_ranks: int
+) -> PipelineCosts:
+    """Costs from the stage file, or of equal ranks in a placement."""
+    if config.stages_path is None:
+        return equal_costs(_rank_times(config), placement, num_ranks, config.memory)
+    defaults = StageDefaults(
+        num_ranks=config.ranks,
+        times=config.times,
+        communication=config.communication,
+        memory=config.memory,
+    )
+    try:
+        return read_stages(_read_toml(config.stages_path), defaults)
+    except ConfigError as error:
+        raise ConfigError(f"{config.stages_path}: {error}") from error
+
+
+def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> None:
+    """Holds a schedule from a file to the limits that those made here keep."""
+    for rank, limit in enumerate(costs.memory):
+        peak = timing.peak_activations[rank]
+        if peak > limit + 1e-9:
+            raise ConfigError(
+                f"{schedule.name} holds up to {peak:g} units of activations on rank "
+                f"{rank}, above its memory limit of {limit:g}"
+            )
+
+
+def _rank_times(config: ScheduleConfig) -> RankTimes:
+    if config.times is None:
+        raise ConfigError("give --times F,I,W")
+    return RankTimes(*config.times, config.communication)
+
+
+def _read_csv(path: Path) -> Schedule:
+    return from_csv(_read_file(path), name=path.stem)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = tomllib.loads(_read_file(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not TOML: {error}") from error
+    return raw
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
+
+
+def _times(
+    ctx: click.Context, option: click.Parameter, text: str | None
+) -> tuple[float, float, float] | None:
+    """Parses ``1,1,1``."""
+    if text is None:
+        return None
+    try:
+        forward, inputs, weights = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected three numbers F,I,W such as 1,1,1, got {text!r}"
+        ) from error
+    return forward, inputs, weights
+
+
+@click.command()
+@click.argument("name")
+@click.option("--ranks", type=int, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=int, help="Microbatches of one step.")
+@click.option(
+    "--times",
+    callback=_times,
+    help="F,I,W: time of forward, input and weight gradient of one rank's part of the"
+    " model, for one microbatch. Where a rank holds several stages, each takes its"
+    " share.",
+)
+@click.option(
+    "--comm",
+    "communication",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Time of a message between ranks; overlaps computation.",
+)
+@click.option(
+    "--memory",
+    type=float,
+    help="Most activations that a rank may hold, in microbatches of a whole rank.",
+)
+@click.option(
+    "--virtual-stages",
+    type=int,
+    help="Stages per rank of the interleaved schedules and gpipe (default: 2 and 1);"
+    " the most that auto tries (default: 2).",
+)
+@click.option(
+    "--stages",
+    "stages_path",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="TOML file of unequal stages (below).",
+)
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+@click.option(
+    "--csv",
+    "csv_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the schedule, which torch.distributed.pipelining can load.",
+)
+def schedule(**settings: Any) -> None:
+    """Draw the pipeline schedule NAME and say what it costs.
+
+    NAME is gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, interleaved-zb, v-half,
+    v-min, auto (the least makespan within --memory), or a CSV file of actions.
+
+    \b
+    The file of --stages holds every stage in the model's order:
+      memory = [4, 4]          # per rank; optional
+      [[stage]]
+      rank = 0
+      times = [1.0, 1.0, 1.0]  # F, I, W of this stage; default: --times
+      backward = 1.9           # whole backward at once; optional, default I + W
+      activation = 1.0         # units of memory of a microbatch; optional
+      link = 0.1               # message to the next stage; default: --comm
+    """  # noqa: D301 - click keeps the lines after a backspace as they are
+    try:
+        run_schedule(ScheduleConfig(**settings))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error

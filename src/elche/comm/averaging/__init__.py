@@ -1,0 +1,1 @@
+"""Averages of parameters, and the outer step."""

@@ -1,0 +1,161 @@
+"""What averaging holds of a run beside the model, as values to save and to load.
+
+A *committed state* is that of a rank at a synchronisation: it holds the common model,
+and nothing is under way. Beside model and optimizer there are the outer momentum, which
+is equal on all ranks, and the residual of a codec, which is each rank's own. With them
+a run goes on to the bit as if it had not been interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elche.comm.transport.process_group import Group, gather_texts
+from elche.errors import MismatchError
+
+VERSION = 1
+_GROUP_KEYS = {"dtype", "numel", "momentum", "base", "residual"}
+_RESIDUAL_KEYS = {"residual", "own", "world_size", "ranks"}
+
+
+def check_alike(group: Group, state: dict[str, Any], problem: str) -> None:
+    """Refuses a state that does not fit, or differs between ranks; with all ranks.
+
+    Nobody waits for a rank that was refused: all ranks are.
+
+    Args:
+        group: the process group.
+        state: what this rank is to load.
+        problem: why it cannot; "" if it can.
+
+    Raises:
+        MismatchError: names the first rank that cannot go on, and why.
+    """
+    word = f"!{problem}" if problem else _digest(state)
+    if group.world_size == 1:
+        words = [word]
+    else:
+        words = gather_texts(group, word, "comparing what ranks load")
+    for rank, each in enumerate(words):
+        if each.startswith("!"):
+            raise MismatchError(f"rank {rank} cannot load its state: {each[1:]}")
+        if each != words[0]:
+            raise MismatchError(
+                f"rank {rank} loads another outer momentum, or other common "
+                "parameters, than rank 0; expected states that were saved together"
+            )
+
+
+def blank(layouts: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """The state of averaging that has not begun.
+
+    Args:
+        layouts: dtype and elements of each group of parameters.
+    """
+    nothing = {"momentum": None, "base": None, "residual": None}
+    groups = [{"dtype": kind, "numel": numel, **nothing} for kind, numel in layouts]
+    return {"version": VERSION, "groups": groups}
+
+
+def misfit_of(state: object, layouts: Sequence[tuple[str, int]]) -> str:
+    """What is wrong with a state, whatever it is; "" if it fits.
+
+    Args:
+        state: what is to be loaded.
+        layouts: dtype and elements of each group of parameters.
+    """
+    if not isinstance(state, Mapping):
+        return f"expected a state of averaging, got {type(state).__name__}"
+    if state.get("version") != VERSION:
+        return f"expected version {VERSION}, got {state.get('version')!r}"
+    groups = state.get("groups")
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(layouts):
+        return (
+            f"expected {len(layouts)} groups of parameters, of "
+            f"{', '.join(dtype for dtype, _ in layouts)}; it belongs to another model"
+        )
+    for (dtype, numel), each in zip(layouts, groups, strict=True):
+        wrong = _other_keys(each, _GROUP_KEYS)
+        if wrong:
+            return f"expected groups of parameters with {wrong}"
+        if (each["dtype"], each["numel"]) != (dtype, numel):
+            return (
+                f"expected {numel} elements of {dtype}, got {each['numel']} of "
+                f"{each['dtype']}; it belongs to other parameters"
+            )
+        residual = each["residual"]
+        wrong = "" if residual is None else _misfit_residual(residual, numel)
+        if wrong:
+            return wrong
+        vectors = {
+            "momentum": (each["momentum"], dtype),
+            "base": (each["base"], dtype),
+            "residual": (None if residual is None else residual["residual"], "float32"),
+        }
+        for name, (value, kind) in vectors.items():
+            wrong = _misfit(value, kind, numel)
+            if wrong:
+                return f"expected a {name} of {numel} elements of {kind}, got {wrong}"
+    return ""
+
+
+def _other_keys(value: object, keys: set[str]) -> str:
+    """What entries were expected, and what came instead; "" for a mapping of those."""
+    if not isinstance(value, Mapping):
+        return f"entries {sorted(keys)}, got {type(value).__name__}"
+    if set(value) == keys:
+        return ""
+    return f"entries {sorted(keys)}, got {sorted(map(str, value))}"
+
+
+def _misfit_residual(residual: object, numel: int) -> str:
+    """What is wrong with a codec's residual beside its vector; "" if nothing is."""
+    wrong = _other_keys(residual, _RESIDUAL_KEYS)
+    if wrong:
+        return f"expected a residual with {wrong}"
+    assert isinstance(residual, Mapping)
+    own = residual["own"]
+    is_range = isinstance(own, (list, tuple)) and len(own) == 2
+    if not (is_range and all(type(at) is int for at in own)):
+        return f"expected a residual's own elements as (start, stop), got {own!r}"
+    if not 0 <= own[0] <= own[1] <= numel:
+        return f"expected a residual's own elements within 0..{numel}, got {own!r}"
+    for name in ("world_size", "ranks"):
+        count = residual[name]
+        if type(count) is not int or count < 1:
+            return f"expected {name} of a residual to be at least 1, got {count!r}"
+    return ""
+
+
+def _misfit(value: Any, dtype: str, numel: int) -> str:
+    """What a value is instead of a vector; "" for one, and for None."""
+    if value is None:
+        return ""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    found = dtype_name(value.dtype)
+    if found == dtype and value.shape == (numel,):
+        return ""
+    return f"{list(value.shape)} of {found}"
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Of what must be equal on all ranks; no momentum is the same as one of zeros."""
+    digest = hashlib.sha256()
+    for each in state["groups"]:
+        for name in ("momentum", "base"):
+            value = each[name]
+            digest.update(name.encode())
+            if value is not None and bool(value.count_nonzero()):
+                raw = value.detach().cpu().contiguous().view(torch.uint8)
+                digest.update(raw.numpy())
+    return digest.hexdigest()[:16]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,267 @@
+"""Parameter averaging at the end of a window.
+
+Here is what every form of it shares, and the form that waits. Each rank sends its
+weighted drift from the common parameters θ_k, one message per dtype, and with it what
+changed of the buffers and, if asked, its optimizer's state. The sums are out of place:
+until all of them are there, this rank's parameters, state and buffers and θ_k are
+untouched, so a reduction that fails can be redone (:meth:`Averager.connect`) or
+replaced by another rank's result.
+
+Cost: two model copies (θ_k and the message), one more for an outer momentum, one per
+averaged state tensor; from a CUDA device one more here and one there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
+from elche.comm.tensors.nan_check import all_finite
+from elche.comm.averaging.optimizer_state import (
+    Optimizers,
+    OptimizerStateAverager,
+    forget_state,
+)
+from elche.comm.averaging.outer import OuterStep
+from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.transport.process_group import Group
+from elche.comm.averaging.consensus_distance import Spread, SyncResult
+from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ConfigError, ProtocolError
+
+WHAT = "averaging parameters"
+
+
+class Averager:
+    """Parameters and buffers of one model, averaged over the group.
+
+    Args:
+        parameters: the trainable parameters, each once.
+        model: the model, for its buffers.
+        optimizers: those that step the parameters locally.
+        group: the process group.
+        reset_state: forget the optimizers' state at every synchronisation.
+        codec: how parameters travel; see :func:`open_coded_exchange`.
+    """
+
+    is_overlapped = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        model: nn.Module,
+        optimizers: Optimizers,
+        group: Group,
+        *,
+        reset_state: bool = False,
+        codec: str = "fp32",
+    ) -> None:
+        self._codec = codec
+        self._parameters = list(parameters)
+        self._optimizers = optimizers
+        self._group = group
+        self._reset_state = reset_state
+        self._groups: list[ParameterGroup] = []
+        self._model = model
+        self._buffers = WindowBuffers(model, group)
+        self._state = OptimizerStateAverager(self._parameters, optimizers, group)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory beside the model, an outer momentum included."""
+        held = sum(group.host_bytes for group in self._groups)
+        return held + self._state.host_bytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers; waits for them."""
+        return all_finite(self._parameters)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameters are no longer the common ones; waits for them."""
+        return any(group.has_moved for group in self._groups)
+
+    @torch.no_grad()
+    def build(self) -> None:
+        """Takes the present parameters as the common ones; with all ranks."""
+        self._groups = ParameterGroup.by_dtype(
+            self._parameters, is_overlapped=self.is_overlapped, codec=self._codec
+        )
+        self._buffers.agree()
+        self.connect(self._group)
+        self.rebase()
+
+    @torch.no_grad()
+    def connect(self, group: Group) -> None:
+        """Sends through this group from now on; with all its ranks.
+
+        θ_k, the parameters and what was taken of them stay, so a reduction that failed
+        in another group can be redone in this one.
+        """
+        self._group = group
+        for parameters in self._groups:
+            parameters.connect(group)
+        self._buffers.connect(group)
+        self._state.connect(group)
+
+    def retire(self) -> None:
+        """Another averager takes its place in the group: what was sent is let go.
+
+        Raises:
+            CommunicationError: it has not left, and will not.
+        """
+        for parameters in self._groups:
+            parameters.retire()
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Takes the present values as common: ranks are known to be equal now.
+
+        Raises:
+            ConfigError: a parameter has another dtype or size than when it was built.
+        """
+        for group in self._groups:
+            if group.becomes_another():
+                changed = group.changed()
+                assert changed is not None
+                raise ConfigError(
+                    f"{self._described(changed)}, which is another message; convert "
+                    "or resize a model before elche.setup, or call that again"
+                )
+            group.rebase()
+        self._buffers.rebase()
+
+    def _refuse_changed(self) -> None:
+        """Refuses parameters that cannot be read and written as they were laid out.
+
+        They may point to other memory, as after ``p.data = ...``: parameters are read
+        and written where they are.
+
+        Raises:
+            ConfigError: names one that has changed.
+        """
+        for group in self._groups:
+            changed = group.changed()
+            if changed is not None:
+                raise ConfigError(
+                    f"{self._described(changed)}; convert, move or resize a model "
+                    "between epochs, on every rank"
+                )
+
+    def _described(self, changed: nn.Parameter) -> str:
+        named = self._model.named_parameters()
+        name = next((name for name, p in named if p is changed), "a parameter")
+        dtype = str(changed.dtype).removeprefix("torch.")
+        order = "" if changed.is_contiguous() else f" strides {list(changed.stride())}"
+        return (
+            f"{name} was laid out otherwise when averaging began and is "
+            f"{list(changed.shape)} {dtype}{order} on {changed.device} now"
+        )
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank's committed state holds beside model and optimizer; copies.
+
+        Of each group of parameters the outer momentum, this rank's residual of a codec,
+        and the common parameters where those trained are of less precision. Only
+        tensors, numbers, strings, lists and None. It belongs to the model as it is now:
+        all ranks hold the common one, and have taken no step since.
+
+        Raises:
+            ProtocolError: this rank's parameters are not the common ones.
+        """
+        if self.has_moved:
+            raise ProtocolError(
+                "the parameters have moved since the last synchronisation; expected "
+                "state_dict() at a drained one, where an epoch ends"
+            )
+        return {
+            "version": VERSION,
+            "groups": [group.state_dict() for group in self._groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Goes on from a saved state; with all ranks, each with its own.
+
+        None is the state of a run in which nothing was averaged yet.
+
+        The model is to hold what it held then. Ranks that were not there take a state
+        of another one with ``residual`` None; one of another world size or codec is
+        carried over (:meth:`CodedExchange.load_state_dict`).
+
+        Raises:
+            MismatchError: a rank's state does not fit its parameters, or ranks differ
+                in what must be equal; nothing has changed on any of them.
+            ProtocolError: a reduction is under way.
+        """
+        layouts = [group.layout for group in self._groups]
+        state = blank(layouts) if state is None else state
+        problem = misfit_of(state, layouts)
+        if not problem:
+            for group, saved in zip(self._groups, state["groups"], strict=True):
+                if not group.is_common(saved["base"]):
+                    problem = "the model does not hold what it held then; load it first"
+        check_alike(self._group, state, problem)
+        self.rebase()
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.load_state_dict(saved)
+
+    def state_layout(self) -> str:
+        """Names what of the optimizer's state can be averaged; "" if it has none yet.
+
+        Ranks average state only when all of them name the same layout.
+        """
+        return self._state.layout()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """Indices of buffers that were written since they were last averaged."""
+        return self._buffers.changed()
+
+    def _wait(self) -> None:
+        """Waits for all that was begun; nothing has been written before."""
+        for group in self._groups:
+            group.exchange.wait(WHAT)
+        self._state.wait()
+        self._buffers.wait()
+
+    def _end(self) -> None:
+        """What remains when parameters and state are written."""
+        self._buffers.apply()
+        if self._reset_state:
+            for optimizer in self._optimizers():
+                for group in self._groups:
+                    forget_state(optimizer, group.tensors)
+
+
+class ParameterAverager(Averager):
+    """Averages at once, and waits for it (``cadence``)."""
+
+    @torch.no_grad()
+    def synchronise(self, plan: Reduce) -> SyncResult:
+        """Carries out a reduction with all ranks; afterwards all hold the same.
+
+        Raises:
+            CommunicationError: it failed; nothing has changed on this rank.
+            ConfigError: a parameter has another shape, dtype or device than before.
+        """
+        self._refuse_changed()
+        rule, spread = OuterStep.of(plan), Spread()
+        self._buffers.take()
+        for group in self._groups:
+            group.send(plan.weight)
+        if plan.include_state:
+            self._state.begin(plan.weight)
+        self._buffers.begin(plan)
+        self._wait()
+        for group in self._groups:
+            group.replace(rule, spread)
+        self._state.apply()
+        self._end()
+        return spread.result(plan.weight)

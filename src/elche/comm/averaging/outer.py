@@ -1,0 +1,129 @@
+"""Outer optimizers: from the mean drift of a window to the next common parameters.
+
+The drift Δ_r = θ_k − θ_r of a rank is what its local steps added, with the sign of a
+gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averaging).
+``nesterov`` takes a step of Nesterov momentum along the mean drift, as DiLoCo
+(arXiv:2311.08105) does, with torch.optim.SGD's formulation; our defaults are weaker
+than DiLoCo's (0.7, 0.5 against 0.7, 0.9), because windows are short
+(`docs/decisions.md`, "Outer step"). ``slowmo`` takes a step of heavy-ball momentum
+along it (SlowMo, arXiv:1910.00643): u becomes momentum × u + mean Δ, and θ_{k+1} =
+θ_k − lr × u. The paper divides Δ by the rate of the local steps, and multiplies the
+outer step by it again. While that rate is constant it is the same; under a schedule
+ours keeps what earlier windows moved as they moved it, where the paper's would rescale
+it by the rate now over the rate then. That would need a rate that all ranks agree on,
+for little: momentum forgets faster than a schedule moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ProtocolError
+
+KINDS = ("average", "nesterov", "slowmo")
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStep:
+    """How a window's mean drift moves the common parameters.
+
+    Attributes:
+        kind: ``"average"``, ``"nesterov"`` or ``"slowmo"``.
+        lr: outer learning rate (SlowMo's alpha); 1 for ``average``.
+        momentum: momentum of the step (SlowMo's beta); ``average`` has none.
+
+    Raises:
+        ProtocolError: there is no such kind, or its rate is another.
+    """
+
+    kind: str
+    lr: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ProtocolError(
+                f"expected one of the outer optimizers {KINDS}, got {self.kind!r}"
+            )
+        if self.kind == "average" and self.lr != 1.0:
+            raise ProtocolError(
+                f"plain averaging has outer rate 1, got {self.lr!r}; expected kind "
+                "'nesterov' or 'slowmo' for another"
+            )
+
+    @staticmethod
+    def of(plan: Reduce) -> OuterStep:
+        """The step that a reduction asks for."""
+        return OuterStep(plan.outer, plan.outer_lr, plan.outer_momentum)
+
+
+class OuterOptimizer:
+    """Holds the momentum of the outer step for one flat tensor.
+
+    Args:
+        base: the common parameters, flat, which the steps move.
+    """
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self._base = base
+        self._momentum: torch.Tensor | None = None
+
+    @property
+    def momentum(self) -> torch.Tensor | None:
+        """The momentum, flat; None before the first step that has one."""
+        return self._momentum
+
+    def load_momentum(self, momentum: torch.Tensor | None) -> None:
+        """Goes on from a saved momentum, which is copied; None forgets it."""
+        if momentum is None:
+            self._momentum = None
+        else:
+            self._momentum = torch.empty_like(self._base).copy_(momentum)
+
+    def direction(
+        self, start: int, mean_drift: torch.Tensor, rule: OuterStep, out: torch.Tensor
+    ) -> torch.Tensor:
+        """What :meth:`step` would make of a mean drift; nothing moves.
+
+        Args:
+            start: where in the base the part begins.
+            mean_drift: as there; stays as it is.
+            rule: the step.
+            out: memory of as many elements.
+
+        Returns:
+            The direction: ``out``, or the mean drift itself.
+        """
+        if rule.kind == "average" or self._momentum is None:
+            if rule.kind != "nesterov":
+                return mean_drift
+            return torch.add(mean_drift, mean_drift, alpha=rule.momentum, out=out)
+        momentum = self._momentum[start : start + mean_drift.numel()]
+        torch.add(mean_drift, momentum, alpha=rule.momentum, out=out)
+        if rule.kind == "nesterov":
+            torch.add(mean_drift, out, alpha=rule.momentum, out=out)
+        return out
+
+    def step(self, start: int, mean_drift: torch.Tensor, rule: OuterStep) -> None:
+        """Moves one part of the base from θ_k to θ_{k+1}, in place.
+
+        Args:
+            start: where in the base the part begins.
+            mean_drift: weighted mean of the ranks' drifts there, flat; becomes the
+                step's direction: the base has moved by −lr × it.
+            rule: the step; the same for all parts of one reduction.
+        """
+        stop = start + mean_drift.numel()
+        if rule.kind != "average":
+            if self._momentum is None:
+                self._momentum = torch.zeros_like(self._base)
+            momentum = self._momentum[start:stop]
+            torch.add(mean_drift, momentum, alpha=rule.momentum, out=momentum)
+            if rule.kind == "slowmo":
+                mean_drift.copy_(momentum)
+            else:
+                mean_drift.add_(momentum, alpha=rule.momentum)
+        self._base[start:stop].sub_(mean_drift, alpha=rule.lr)

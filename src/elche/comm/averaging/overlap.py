@@ -1,0 +1,204 @@
+"""Parameter averaging that goes on while the next window is trained.
+
+At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
+snapshot`), which begins its reduction, and trains on. A rank that trained knows its
+weight without being told, so nobody waits for a word; how the mean is applied, and
+which buffers have begun to change, comes with the plan
+(:meth:`OverlappedAverager.begin`).
+When the mean is there, θ_{k+1} − θ_r is added to what the parameters hold by then, so
+steps taken meanwhile are kept; θ_{k+1} is what the next drift is measured from, so no
+contribution is lost or counted twice. One reduction is in flight at a time. (CO2,
+arXiv:2401.16265, and Streaming DiLoCo, arXiv:2501.18512, hide the outer reduction too;
+they replace or blend parameters where this adds a correction.)
+
+Cost: four model copies (θ_k, the drift and two messages), one more for an outer
+momentum. Optimizer state stays local, or is reset when a mean is adopted.
+
+A message has two sides. A rank writes its message k + 2 where message k was only after
+it has adopted k + 1, which all ranks sent, each after it had adopted k.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+import torch
+
+from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.outer import OuterStep
+from elche.comm.transport.process_group import Group
+from elche.comm.averaging.consensus_distance import Spread, SyncResult
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ProtocolError
+
+
+class _Phase(Enum):
+    """Where the one reduction is."""
+
+    IDLE = "nothing has been taken"
+    TAKEN = "a snapshot has been taken"
+    SENT = "a drift has been sent"
+    BEGUN = "a reduction is under way"
+
+
+class OverlappedAverager(Averager):
+    """Averages while training goes on (``async``).
+
+    The order of calls is :meth:`snapshot`, :meth:`begin`, any number of :meth:`poll`,
+    :meth:`adopt`. A reduction that failed may be begun again after :meth:`connect`.
+    """
+
+    is_overlapped = True
+    _phase = _Phase.IDLE
+    _window = -1
+    _is_finite = True
+    _is_filled = False
+    _counts = False
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Takes the present values as common; what was taken is forgotten.
+
+        Raises:
+            ProtocolError: a reduction is under way.
+        """
+        self._expect("rebase", _Phase.IDLE, _Phase.TAKEN)
+        super().rebase()
+        self._phase = _Phase.IDLE
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`Averager.state_dict`; nothing may be under way."""
+        self._expect("state_dict", _Phase.IDLE, _Phase.TAKEN)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`Averager.load_state_dict`; nothing may be under way."""
+        self._expect("load_state_dict", _Phase.IDLE, _Phase.TAKEN)
+        super().load_state_dict(state)
+
+    @torch.no_grad()
+    def connect(self, group: Group) -> None:
+        """See :meth:`Averager.connect`; what was under way may be begun again."""
+        super().connect(group)
+        self._is_filled = False
+        if self._phase is not _Phase.IDLE:
+            self._phase = _Phase.TAKEN
+
+    @torch.no_grad()
+    def snapshot(self, weight: float, *, begins: bool = True) -> bool:
+        """Takes parameters and buffers as they are at the window's end.
+
+        Args:
+            weight: of this rank's drift, relative to the others'. If it is positive,
+                the reduction begins now; with 0 only by :meth:`begin`, because it may
+                be that nobody has anything to reduce.
+            begins: False leaves the beginning to :meth:`begin` in any case.
+
+        Returns:
+            Whether all parameters are finite; otherwise they weigh nothing.
+
+        Raises:
+            ConfigError: a parameter has another shape, dtype or device than before.
+            ProtocolError: the last reduction has not been adopted.
+        """
+        self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
+        self._refuse_changed()
+        self._is_finite = all([group.fill(weight) for group in self._groups])
+        self._buffers.take()
+        self._phase, self._is_filled = _Phase.TAKEN, True
+        if not self._is_finite:
+            for group in self._groups:
+                group.refill(0.0)
+        self._counts = weight > 0.0 and self._is_finite
+        if weight > 0.0 and begins:
+            self._send()
+        return self._is_finite
+
+    @torch.no_grad()
+    def begin(self, plan: Reduce) -> None:
+        """The plan is there: begins what has not begun, without waiting for others.
+
+        Raises:
+            ProtocolError: there is no snapshot, the plan asks for optimizer state, or
+                it counts on a drift that this rank has not sent.
+        """
+        self._expect("begin", _Phase.TAKEN, _Phase.SENT)
+        if plan.include_state:
+            raise ProtocolError(
+                f"window {plan.window}: optimizer state cannot be averaged while "
+                "training goes on; expected include_state=False"
+            )
+        if (plan.weight > 0.0) != self._counts:
+            raise ProtocolError(
+                f"window {plan.window}: this rank's drift weighs {plan.weight} in the "
+                f"plan, it {'has' if self._counts else 'has not'} sent one"
+            )
+        rule = OuterStep.of(plan)
+        if self._phase is _Phase.TAKEN:
+            if not self._is_filled:
+                for group in self._groups:
+                    group.refill()
+            self._send()
+        for group in self._groups:
+            group.prepare(rule)
+        self._buffers.begin(plan)
+        self._phase, self._window = _Phase.BEGUN, plan.window
+
+    def _send(self) -> None:
+        for group in self._groups:
+            group.begin()
+        self._buffers.begin_known(is_active=self._counts)
+        self._phase = _Phase.SENT
+
+    def poll(self) -> bool:
+        """Whether :meth:`adopt` would not wait.
+
+        Raises:
+            ProtocolError: no reduction is under way.
+        """
+        self._expect("poll", _Phase.BEGUN)
+        arrived = all(group.exchange.poll() for group in self._groups)
+        return arrived and self._buffers.poll()
+
+    @torch.no_grad()
+    def adopt(self, plan: Reduce, *, drained: bool = False) -> SyncResult:
+        """Takes the mean into the parameters, after waiting for it if need be.
+
+        Args:
+            plan: the reduction that was begun.
+            drained: nothing was trained since the snapshot: the parameters become
+                θ_{k+1} itself, equal to the bit on all such ranks.
+
+        Returns:
+            The snapshot's distance from the mean.
+
+        Raises:
+            ProtocolError: another reduction is under way, or none.
+            CommunicationError: it failed; nothing has changed on this rank.
+        """
+        self._expect("adopt", _Phase.BEGUN)
+        if plan.window != self._window:
+            raise ProtocolError(
+                f"expected to adopt window {self._window}, got {plan.window}"
+            )
+        self._wait()
+        rule, spread = OuterStep.of(plan), Spread()
+        if not self._is_finite:
+            spread.distance = math.nan
+        for group in self._groups:
+            if drained or not self._is_finite:
+                group.replace(rule, spread)
+            else:
+                group.correct(rule, spread)
+        self._phase = _Phase.IDLE
+        self._end()
+        return spread.result(plan.weight)
+
+    def _expect(self, call: str, *phases: _Phase) -> None:
+        if self._phase not in phases:
+            raise ProtocolError(
+                f"{call}() came when {self._phase.value}; expected "
+                + " or ".join(phase.value for phase in phases)
+            )

@@ -1,0 +1,211 @@
+"""Parameters of one dtype, and how averaging takes them to the next common ones.
+
+θ_k are the parameters that all ranks hold after reduction k, θ_r what this rank made of
+them. A rank sends weight × (θ_k − θ_r), its weighted *drift*, and after it the weight.
+The sum over the ranks divided by the sum of the weights is the mean drift, and θ̄ =
+θ_k − mean drift is the mean of what they contributed. An outer step takes the mean
+drift to θ_{k+1}. Nothing is written before the sum is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.tensors.flat import wire_dtype
+from elche.comm.averaging.outer import OuterStep
+from elche.comm.averaging.parameter_memory import ParameterMemory
+from elche.comm.averaging.prepared_step import PreparedStep, scale_of
+from elche.comm.averaging.consensus_distance import Spread
+
+
+@final
+class ParameterGroup(ParameterMemory):
+    """Parameters of one wire dtype, and their way from θ_k to θ_{k+1}."""
+
+    @staticmethod
+    def by_dtype(
+        parameters: Sequence[nn.Parameter], *, is_overlapped: bool, codec: str = "fp32"
+    ) -> list[ParameterGroup]:
+        """A group per wire dtype, in the order in which dtypes appear."""
+        members: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
+        return [
+            ParameterGroup(each, dtype, is_overlapped=is_overlapped, codec=codec)
+            for dtype, each in members.items()
+        ]
+
+    def fill(self, weight: float) -> bool:
+        """Overlapped: puts weight × (θ_k − θ_r) into the next message; 0 puts zeros.
+
+        Training may go on afterwards. Waits for the copy from a CUDA device.
+
+        Returns:
+            Whether all of θ_r is finite.
+        """
+        self._settle()
+        layout, total = self._layout, 0.0
+        self._side = self._messages_sent % self.exchange.sides
+        message = self._messages[self._side]
+        is_kept = weight == 1.0 and self.exchange.keeps_contribution
+        drift = message if is_kept and not layout.is_staged else self._own
+        layout.fetch(drift)
+        layout.settle()
+        for index, part in enumerate(drift.parts):
+            layout.subtract(index, self._base, drift)
+            total += float(part.sum().abs())
+            if drift is not message:
+                _weigh(part, weight, message.parts[index])
+        self._drift = drift
+        self._set_weight(weight)
+        return math.isfinite(total)
+
+    def refill(self, weight: float | None = None) -> None:
+        """Puts weight × what was filled in last into the message of a new group.
+
+        Args:
+            weight: None for the one it was filled in with.
+        """
+        weight = self._weight if weight is None else weight
+        message = self._messages[self._side]
+        for part, sent in zip(self._drift.parts, message.parts, strict=True):
+            _weigh(part, weight, sent)
+        self._set_weight(weight)
+
+    def send(self, weight: float) -> None:
+        """Begins the sum of weight × (θ_k − θ_r), of what the parameters hold now."""
+        layout = self._layout
+        layout.fetch(self._own)
+        layout.settle()
+        for index, message in enumerate(self._messages[0].parts):
+            own = self._own.parts[index]
+            layout.read(index, self._own)
+            torch.sub(self._base.parts[index], own, out=own)
+            _weigh(own, weight, message)
+        self._set_weight(weight)
+        self.begin()
+
+    def begin(self) -> None:
+        """The message is filled: the others may have it."""
+        self._prepared = None
+        self.exchange.begin(self._side)
+        self._messages_sent += 1
+
+    def prepare(self, rule: OuterStep) -> None:
+        """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
+
+        That is on the thread that drives the exchange, if there is one, and if there is
+        memory: where the drift itself is the message.
+        """
+        exchange = self.exchange
+        if not isinstance(exchange, DrivenExchange) or self._drift is self._own:
+            return
+        self._prepared = PreparedStep(
+            self._layout.segments,
+            self._outer,
+            rule,
+            base=self._base,
+            drift=self._drift,
+            added=self._own,
+            scratch=(self._mean, self._apart),
+        )
+        exchange.follow_up(self._prepared.work_out)
+
+    def replace(self, rule: OuterStep, spread: Spread) -> None:
+        """When the sum is there: the parameters become θ_{k+1}."""
+        prepared = self._taken(spread)
+        if prepared is not None:
+            prepared.take()
+        scale = self._scale() if prepared is None else 1.0
+        for index in range(len(self._layout.segments)):
+            if prepared is None:
+                self._step(index, scale, rule, spread)
+            self._layout.write(index, self._base)
+        self.exchange.release()
+        self._layout.flush(self._base)
+
+    def correct(self, rule: OuterStep, spread: Spread) -> None:
+        """When the sum is there: adds θ_{k+1} − θ_r to what the parameters hold now.
+
+        That is θ_r's drift from θ_k less the outer step.
+        """
+        prepared = self._taken(spread)
+        if prepared is not None:
+            for index in range(len(self._layout.segments)):
+                self._layout.add(index, self._own)
+            assert isinstance(self.exchange, DrivenExchange)
+            self.exchange.put_off(prepared.take)
+            self.exchange.release()
+            return
+        scale = self._scale()
+        added = self._own if self._layout.is_staged else self._apart
+        for index, drift in enumerate(self._drift.parts):
+            step = self._step(index, scale, rule, spread)
+            torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
+            self._layout.add(index, added)
+        self.exchange.release()
+        self._layout.flush_sum(added)
+
+    def _scale(self) -> float:
+        """What the sum is multiplied by for the mean: one over the weights' sum."""
+        total = torch.zeros(1, dtype=self._layout.dtype, device="cpu")
+        numel = self._layout.numel
+        self.exchange.sum_into(numel, numel + 1, total)
+        return scale_of(float(total[0].real))
+
+    def _taken(self, spread: Spread) -> PreparedStep | None:
+        """The step that was worked out meanwhile, if there is one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            spread.distance += prepared.distance
+            spread.size += prepared.size
+        return prepared
+
+    def _step(
+        self, index: int, scale: float, rule: OuterStep, spread: Spread
+    ) -> torch.Tensor:
+        """Takes θ_k to θ_{k+1} in one segment; returns the step's direction.
+
+        What of it is not in the core's cache is read once.
+        """
+        segment = self._layout.segments[index]
+        mean_drift = self._mean.parts[index]
+        self.exchange.sum_into(segment.start, segment.stop, mean_drift)
+        if scale != 1.0:
+            mean_drift.mul_(scale)
+        apart = self._apart_from(index, mean_drift)
+        spread.distance += float(torch.vdot(apart, apart).real)
+        self._outer.step(segment.start, mean_drift, rule)
+        base = self._base.parts[index]
+        spread.size += float(torch.vdot(base, base).real)
+        return mean_drift
+
+    def _apart_from(self, index: int, mean_drift: torch.Tensor) -> torch.Tensor:
+        """±(θ_r − θ̄), which is what this rank's drift and the mean one differ by."""
+        apart = self._apart.parts[index]
+        if self._is_overlapped or self._layout.is_staged:
+            return torch.sub(self._drift.parts[index], mean_drift, out=apart)
+        if self._weight != 0.0 and self.exchange.keeps_contribution:
+            sent = self._messages[0].parts[index]
+            return torch.add(mean_drift, sent, alpha=-1.0 / self._weight, out=apart)
+        self._layout.read(index, self._apart)
+        apart.neg_().add_(self._base.parts[index])
+        return apart.sub_(mean_drift)
+
+    def _set_weight(self, weight: float) -> None:
+        self._weight = weight
+        self._messages[self._side].flat[-1] = weight
+
+
+def _weigh(drift: torch.Tensor, weight: float, message: torch.Tensor) -> None:
+    """Writes weight × drift; nothing at all of a drift that weighs nothing."""
+    if weight == 0.0:
+        message.zero_()
+    else:
+        torch.mul(drift, weight, out=message)

@@ -1,0 +1,225 @@
+"""What averaging holds of parameters of one dtype, and how it is saved.
+
+θ_k are the parameters that all ranks hold after reduction k. They and what was taken
+of them stay when a reduction fails, and go to another group with the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.averaging.averager_state import dtype_name
+from elche.comm.codec.codec_opening import open_coded_exchange
+from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.transport.exchange import Exchange
+from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
+from elche.comm.averaging.outer import OuterOptimizer
+from elche.comm.averaging.prepared_step import PreparedStep
+from elche.comm.transport.process_group import Group
+from elche.comm.codec.residual_exchange import ResidualExchange
+
+_log = logging.getLogger(__name__)
+
+
+class ParameterMemory:
+    """Parameters of one wire dtype: θ_k, the message, and the outer optimizer.
+
+    A subclass says what a synchronisation does with them.
+
+    Args:
+        parameters: the parameters, each once.
+        dtype: of the flat memory.
+        is_overlapped: keep the drift, so that training can go on meanwhile.
+        codec: how the message travels; see :func:`open_coded_exchange`.
+    """
+
+    _drift: FlatImage
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        is_overlapped: bool,
+        codec: str = "fp32",
+    ) -> None:
+        self._codec = codec
+        self._layout = FlatLayout(parameters, dtype)
+        self._is_overlapped = is_overlapped
+        self._base_memory = self._layout.image().flat
+        self._outer = OuterOptimizer(self._base_memory)
+        self._exchange: Exchange | None = None
+        self._prepared: PreparedStep | None = None
+        self._weight = 0.0
+        self._side = self._messages_sent = 0
+        self._lay_out()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
+        coded = self._exchange if isinstance(self._exchange, ResidualExchange) else None
+        extra = coded.extra_bytes if coded is not None else 0
+        copies = 3 + self._layout.is_staged
+        if self._is_overlapped:
+            copies = 5  # two messages: others may still be reading the last one
+        pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
+        numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
+        return numel * self._base_memory.element_size() + extra
+
+    @property
+    def exchange(self) -> Exchange:
+        """The message that is summed over the ranks."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def connect(self, group: Group) -> None:
+        """Opens the message, with all ranks of the group; what was filled in stays."""
+        layout, last = self._layout, self._exchange
+        self._settle()
+        if isinstance(last, ResidualExchange):
+            last.retire()  # nothing is made of its sum any more, in what is written now
+        self._prepared = None
+        if self._drift is not self._own:
+            for own, drift in zip(self._own.parts, self._drift.parts, strict=True):
+                own.copy_(drift)
+            self._drift = self._own
+        numel = layout.numel + 1  # the weight comes last
+        sides = 2 if self._is_overlapped else 1
+        self._exchange = made = open_coded_exchange(
+            group, numel, layout.dtype, self._codec, sides
+        )
+        if isinstance(last, ResidualExchange) and isinstance(made, ResidualExchange):
+            made.load_state_dict(last.state_dict())
+        self._side = self._messages_sent = 0
+        self._lay_messages()
+
+    def retire(self) -> None:
+        """Another one takes its place in the same group; nothing is under way.
+
+        Raises:
+            CommunicationError: something had not left, and will not.
+        """
+        if isinstance(self._exchange, ResidualExchange):
+            self._exchange.flush("averaging other parameters")
+            self._exchange.retire()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return self._layout.tensors
+
+    def rebase(self) -> None:
+        """Takes the parameters' present values as θ_k."""
+        self._settle()
+        layout = self._layout
+        if not layout.fits(layout.tensors):
+            self._layout = FlatLayout(layout.tensors, layout.dtype)
+            self._lay_out()
+            self._lay_messages()
+        self._layout.fetch(self._base)
+        self._layout.settle()
+        for index in range(len(self._layout.segments)):
+            self._layout.read(index, self._base)
+
+    def changed(self) -> nn.Parameter | None:
+        """A parameter with another shape, dtype, device or strides than before."""
+        index = self._layout.changed()
+        if index is None:
+            return None
+        changed = self._layout.tensors[index]
+        assert isinstance(changed, nn.Parameter)
+        return changed
+
+    def becomes_another(self) -> bool:
+        """Whether that makes messages of another dtype or length of the parameters."""
+        tensors, dtype = self._layout.tensors, self._layout.dtype
+        numel = sum(tensor.numel() for tensor in tensors)
+        kinds = {wire_dtype(tensor.dtype) for tensor in tensors}
+        return numel != self._layout.numel or bool(kinds - {dtype})
+
+    @property
+    def layout(self) -> tuple[str, int]:
+        """Dtype and elements of what is averaged."""
+        return dtype_name(self._layout.dtype), self._layout.numel
+
+    def is_common(self, base: torch.Tensor | None) -> bool:
+        """Whether the parameters are these, in their own precision; waits for them.
+
+        Args:
+            base: common parameters, flat; None if the present ones count as that.
+        """
+        if base is None:
+            return True
+        tensors = self._layout.tensors
+        views = shaped(base, tensors)
+        return all(
+            _same(tensor.detach().cpu(), view.to(tensor.dtype))
+            for tensor, view in zip(tensors, views, strict=True)
+        )
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameters are no longer θ_k; waits for them."""
+        self._settle()
+        return not self.is_common(self._base_memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
+        self._settle()
+        dtype, numel = self.layout
+        momentum, exchange = self._outer.momentum, self.exchange
+        is_wider = any(t.dtype != self._layout.dtype for t in self._layout.tensors)
+        coded = exchange if isinstance(exchange, ResidualExchange) else None
+        return {
+            "dtype": dtype,
+            "numel": numel,
+            "momentum": None if momentum is None else momentum.clone(),
+            "base": self._base_memory.clone() if is_wider else None,
+            "residual": None if coded is None else coded.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After :meth:`rebase`: goes on from a saved state that fits."""
+        self._settle()
+        self._outer.load_momentum(state["momentum"])
+        if state["base"] is not None:
+            self._base_memory.copy_(state["base"])
+        if state["residual"] is None:
+            return
+        if isinstance(self.exchange, ResidualExchange):
+            self.exchange.load_state_dict(state["residual"])
+        else:
+            _log.warning(
+                "a codec's residual is dropped: parameters travel as they are now, and "
+                "what encoding has left out until here stays left out"
+            )
+
+    def _settle(self) -> None:
+        """θ_k and the outer momentum are those of the last step that was taken."""
+        if isinstance(self._exchange, DrivenExchange):
+            self._exchange.settle()
+
+    def _lay_out(self) -> None:
+        layout = self._layout
+        self._base = layout.over(self._base_memory)
+        self._own = layout.image() if self._is_overlapped else layout.workspace()
+        self._drift = self._own
+        self._mean = layout.scratch()
+        self._apart = layout.scratch()
+
+    def _lay_messages(self) -> None:
+        exchange = self.exchange
+        self._messages = [
+            self._layout.over(exchange.contribution(side))
+            for side in range(exchange.sides)
+        ]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, in the same places none."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

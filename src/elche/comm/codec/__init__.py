@@ -1,0 +1,1 @@
+"""Compressed reductions with error feedback."""

@@ -1,0 +1,117 @@
+"""A thread beside the training thread, for what encoded messages need meanwhile.
+
+Encoding, decoding and error feedback are elementwise work on host memory. torch lets go
+of the interpreter while it computes, so a second thread does it while the training
+thread computes or waits for its device. One thread serves all exchanges of a group. It
+never waits in gloo, where nothing could wake it: it looks whether a message has come,
+and whoever has to wait does that on the training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+from typing import Protocol, final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from elche.comm.transport.process_group import Group
+
+
+class Driven(Protocol):
+    """What has something to be done for it."""
+
+    def drive(self) -> float | None:
+        """Does what can be done without waiting for other ranks.
+
+        Returns:
+            Seconds after which it is worth asking again; None: not before it is served
+            again.
+        """
+
+
+@final
+class CodecThread:
+    """Drives exchanges; begins with the first that is served.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._served: SimpleQueue[Driven | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+
+    def serve(self, driven: Driven) -> None:
+        """Something is to be done for it; does not wait.
+
+        After :meth:`end` nobody does it here.
+        """
+        if self._has_ended:
+            return
+        self._served.put(driven)
+        if self._thread is None:
+            self._begin()
+
+    def end(self) -> None:
+        """Ends the thread, and waits for what it is computing."""
+        self._has_ended = True
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._served.put(None)
+            thread.join()
+
+    def _begin(self) -> None:
+        is_set = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(is_set,), name=self._name, daemon=True
+        )
+        thread.start()
+        self._thread = thread
+        is_set.wait()
+        # What a thread sets is also where threads begin that come after it.
+        torch.set_num_threads(torch.get_num_threads())
+
+    def _run(self, is_set: threading.Event) -> None:
+        try:
+            torch.set_num_threads(1)  # the others belong to the training thread
+        finally:
+            is_set.set()
+        pauses_s: dict[Driven, float] = {}
+        while self._drive(pauses_s):
+            pass
+
+    def _drive(self, pauses_s: dict[Driven, float]) -> bool:
+        """Waits for something to do, and does it; False when it is told to end.
+
+        What is done is not held while it waits: a message takes as much as the model.
+        """
+        try:
+            served = self._served.get(timeout=min(pauses_s.values(), default=None))
+            if served is None:
+                return False
+            pauses_s[served] = 0.0
+        except Empty:
+            pass
+        for each in tuple(pauses_s):
+            pause_s = each.drive()
+            if pause_s is None:
+                del pauses_s[each]
+            else:
+                pauses_s[each] = pause_s
+        return True
+
+
+_threads: WeakKeyDictionary[Group, CodecThread] = WeakKeyDictionary()
+
+
+def codec_thread_of(group: Group) -> CodecThread:
+    """The group's thread; it ends with the group."""
+    made = _threads.get(group)
+    if made is None:
+        made = _threads[group] = CodecThread(f"elche codec of rank {group.rank}")
+        group.at_close(made.end)
+    return made

@@ -1,0 +1,312 @@
+"""An encoded sum that a second thread drives while this one trains.
+
+A :class:`DrivenExchange` is a :class:`CodedExchange` whose work is done elsewhere: the
+training thread fills the contribution, says :meth:`DrivenExchange.begin`, and later
+finds the sum decoded; encoding, sending, decoding and keeping what was left out happen
+on the group's `CodecThread`. So does what a caller makes of the sum
+(:meth:`DrivenExchange.follow_up`), and what it leaves for later
+(:meth:`DrivenExchange.put_off`).
+
+What is to be done stands in a queue, and whoever holds the lock does it, in order. So a
+caller that needs the outcome (:meth:`DrivenExchange.wait`, a state, a commit) catches
+up by itself and depends on no thread, and what fails there is raised there: only the
+training thread asks the control channel for reasons.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, final
+
+import torch
+from typing_extensions import override
+
+from elche.comm.codec.codec_thread import Driven
+from elche.comm.codec.coded_exchange import CodedExchange
+from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.errors import ProtocolError
+
+SOONER = 0.5
+"""It is looked for a sum again after this part of what is left of the time that the
+last one took; each look costs 0.1 ms."""
+OVERDUE = 0.125
+"""One that takes longer is looked for after this part of the time that has passed."""
+LEAST_PAUSE_S = 1e-3
+MOST_PAUSE_S = 0.02
+
+
+class Driver(Protocol):
+    """Calls :meth:`Driven.drive` soon, on another thread."""
+
+    def serve(self, driven: Driven) -> None:
+        """Something is to be done for it; does not wait."""
+
+
+@final
+class DrivenExchange(ResidualExchange):
+    """An encoded exchange of two sides, driven beside the training thread.
+
+    The sum of a side is written to the other one's contribution, whose message was
+    taken before this one was begun: it costs no memory. So a caller fills a side after
+    it has taken the other one's sum, and sides take turns: what has been taken is read
+    a while longer, for what was left out of it.
+
+    Args:
+        coded: what is driven; nobody else uses it.
+        driver: calls :meth:`drive`.
+
+    Raises:
+        ProtocolError: it has not two sides.
+    """
+
+    keeps_contribution = True
+
+    def __init__(self, coded: CodedExchange, driver: Driver) -> None:
+        if coded.sides != 2:
+            raise ProtocolError(
+                f"expected an exchange of two sides, got one of {coded.sides}"
+            )
+        super().__init__(coded.sides)
+        self._coded = coded
+        self._driver = driver
+        self._lock = threading.Lock()
+        # Under the lock, or a deque's own: appended to without it.
+        self._to_do: deque[Callable[[], None]] = deque()
+        self._awaits = self._is_retired = False
+        self._follow: Callable[[torch.Tensor], None] | None = None
+        self._began_s = self._taken_s = 0.0
+        # Of the training thread, which is told of the last four by the other one.
+        self._side = 0
+        self._taken_side = -1
+        self._is_open = self._is_followed = False
+        self._is_decoded = self._is_over = self._has_followed = False
+        self._fault: Exception | None = None
+
+    @property
+    @override
+    def sent_bytes(self) -> int:
+        return self._coded.sent_bytes
+
+    @property
+    @override
+    def remote_bytes(self) -> int:
+        return self._coded.remote_bytes
+
+    @property
+    @override
+    def extra_bytes(self) -> int:
+        return self._coded.extra_bytes
+
+    @override
+    def contribution(self, side: int) -> torch.Tensor:
+        return self._coded.contribution(side)
+
+    def result(self, side: int) -> torch.Tensor:
+        """See :meth:`Exchange.result`: the other side's contribution."""
+        return self._coded.contribution(1 - side)
+
+    def begin(self, side: int) -> None:
+        """The contribution is complete; what fails is raised by :meth:`wait`.
+
+        Raises:
+            ProtocolError: another message is under way, the exchange is broken, or it
+                is not this side's turn.
+        """
+        if self._fault is not None:
+            raise self._fault
+        if self._is_open:
+            raise self._coded.untaken("begin()")
+        if side == self._taken_side:
+            raise ProtocolError(
+                f"begin() came for side {side}, whose sum was the last one that was "
+                "taken; expected the other side"
+            )
+        self._side = side
+        self._is_followed = self._has_followed = False
+        self._is_decoded = self._is_over = False
+        self._to_do.append(partial(self._send, side))
+        self._is_open = True
+        self._driver.serve(self)
+
+    def follow_up(self, work: Callable[[torch.Tensor], None]) -> None:
+        """Has something made of the sum before it is said to be there.
+
+        Args:
+            work: is given the decoded sum, which it may change; once, on either thread,
+                if a sum comes. :meth:`sum_into` has nothing to say afterwards.
+
+        Raises:
+            ProtocolError: no message is under way, or work follows it already.
+        """
+        if not self._is_open or self._is_followed:
+            raise ProtocolError(
+                "follow_up() came "
+                + ("twice" if self._is_open else "when nothing is under way")
+                + "; expected it once, after begin()"
+            )
+        self._is_followed = True
+        self._to_do.append(partial(setattr, self, "_follow", work))
+        self._driver.serve(self)
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Leaves work to the other thread, in turn; :meth:`settle` makes sure of it."""
+        self._to_do.append(work)
+        self._driver.serve(self)
+
+    def settle(self) -> None:
+        """Nothing is put off any more; waits for what is being done."""
+        with self._caught_up():
+            pass
+
+    def drive(self) -> float | None:
+        """See :meth:`Driven.drive`; what fails is raised by :meth:`wait`."""
+        with self._lock:
+            if self._is_retired:
+                return None
+            self._catch_up()
+            self._attempt(self._look)
+            if self._fault is not None:
+                self._awaits, self._is_over = False, True
+                self._has_followed = True
+            if not self._awaits:
+                return None
+        passed_s = time.monotonic() - self._began_s
+        left_s = self._taken_s - passed_s
+        pause_s = SOONER * left_s if left_s > 0.0 else OVERDUE * passed_s
+        return min(max(pause_s, LEAST_PAUSE_S), MOST_PAUSE_S)
+
+    def advance(self) -> None:
+        """Nothing: that is the other thread's."""
+
+    def poll(self) -> bool:
+        """See :meth:`Exchange.poll`; that a rank has died is seen by :meth:`wait`."""
+        return not self._is_open or (self._is_over and self._is_all_made)
+
+    @override
+    def wait(self, what: str) -> None:
+        if self._is_decoded and self._is_all_made and self._fault is None:
+            return
+        with self._caught_up() as coded:
+            if self._is_followed:
+                coded.wait(what)
+                self._attempt(self._look)
+                if self._fault is not None:
+                    raise self._fault
+                return
+            self._awaits, self._is_over = False, True
+            coded.wait(what)
+
+    @override
+    def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
+        if self._is_decoded:
+            out.copy_(self.result(self._side)[start:stop])
+            return
+        with self._caught_up() as coded:
+            coded.sum_into(start, stop, out)
+
+    def release(self) -> None:
+        """After the last :meth:`sum_into`: the sum is adopted, see :meth:`commit`."""
+        if self._is_open and self._coded.has_arrived:
+            self._is_open, self._taken_side = False, self._side
+            self._to_do.append(self._coded.release)
+            self._driver.serve(self)
+
+    @override
+    def commit(self) -> None:
+        with self._caught_up() as coded:
+            coded.commit()
+            self._is_open = not coded.is_idle
+
+    @override
+    def rollback(self) -> None:
+        with self._caught_up() as coded:
+            coded.rollback()
+            self._awaits = self._is_decoded = False
+            self._follow = None
+            self._is_over = self._has_followed = True
+            self._is_open = not coded.is_idle
+
+    @override
+    def flush(self, what: str) -> None:
+        with self._caught_up() as coded:
+            coded.flush(what)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        with self._caught_up() as coded:
+            return coded.state_dict()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._caught_up() as coded:
+            coded.load_state_dict(state)
+
+    @override
+    def retire(self) -> None:
+        with self._lock:
+            self._is_retired = True
+
+    @property
+    def _is_all_made(self) -> bool:
+        """Whether what was to be made of the sum has been, if a sum has come."""
+        return self._has_followed or not self._is_followed
+
+    @contextmanager
+    def _caught_up(self) -> Iterator[CodedExchange]:
+        """For a caller that needs the outcome: nothing is put off any more.
+
+        Raises:
+            Exception: what had been put off has failed, here or there.
+        """
+        with self._lock:
+            self._catch_up()
+            if self._fault is not None:
+                raise self._fault
+            yield self._coded
+
+    def _catch_up(self) -> None:
+        """Does what was put off, in order; under the lock."""
+        while self._to_do:
+            self._attempt(self._to_do.popleft())
+
+    def _attempt(self, job: Callable[[], None]) -> None:
+        if self._fault is None:
+            try:
+                job()
+            except Exception as error:
+                self._fault = error
+
+    def _send(self, side: int) -> None:
+        self._began_s = time.monotonic()
+        self._awaits = True
+        self._coded.start(side)
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """Decodes the sum if it has come, and what follows; under the lock."""
+        if self._awaits and self._coded.poll():
+            if self._coded.has_arrived:
+                summed = self.result(self._side)
+                self._coded.sum_into(0, summed.numel(), summed)
+                self._is_decoded = True
+            self._taken_s = time.monotonic() - self._began_s
+            self._awaits, self._is_over = False, True
+        if self._is_over and self._follow is not None:
+            follow, self._follow = self._follow, None
+            if self._is_decoded:
+                follow(self.result(self._side))
+            self._has_followed = True
+
+    @torch.no_grad()
+    def _collected(self) -> torch.Tensor:
+        summed = self.result(self._side)
+        if self._is_open and not self._is_decoded:
+            self.sum_into(0, summed.numel(), summed)
+            self._is_decoded = True
+        self.release()
+        return summed

@@ -1,0 +1,1 @@
+"""The control channel between a rank and the coordinator."""

@@ -1,0 +1,282 @@
+"""A worker's end of the control channel, used by its training thread only.
+
+Sending is one way and costs microseconds; receiving never blocks except in the named
+waits, each of which has a deadline. Every system call lets go of the interpreter, which
+another thread (one that drives a reduction) may take; so there are as few as can be:
+one to see that nothing has come, one more to read what has, one to send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.field_checks import brief
+from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.protocol.wire import FROM_COORDINATOR, from_wire, to_wire
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    ProtocolError,
+)
+
+_CHUNK_BYTES = 1 << 16
+_LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
+_NOTHING: Iterator[Instruction] = iter(())
+
+
+class ControlChannel:
+    """One connection to the coordinator.
+
+    Args:
+        connection: a connected socket, greeting already read. Its timeout becomes the
+            deadline of sending.
+        codec: the connection's codec.
+        rank: this rank.
+    """
+
+    def __init__(self, connection: socket.socket, codec: FrameCodec, rank: int) -> None:
+        self._socket = connection
+        self._codec = codec
+        self._rank = rank
+        self._inbox: deque[Instruction] = deque()
+        self._stored: dict[str, bytes] = {}
+        self._closed = False
+        self._failure: ElcheError | None = None  # raised once the inbox is empty
+        self._cut: CommunicationError | None = None  # of sending; waits raise the first
+        self._timeout_s = connection.gettimeout()
+        connection.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    @staticmethod
+    def connect(
+        address: tuple[str, int], key: bytes, rank: int, timeout_s: float
+    ) -> ControlChannel:
+        """Connects and presents this rank.
+
+        Raises:
+            CommunicationError: nobody answers there, or something else does.
+        """
+        connection: socket.socket | None = None
+        try:
+            connection = socket.create_connection(address, timeout=timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = b""
+            while len(greeting) < GREETING_BYTES:
+                part = connection.recv(GREETING_BYTES - len(greeting))
+                if not part:
+                    break
+                greeting += part
+            codec = FrameCodec(key, nonce_of(greeting), is_server=False)
+        except (OSError, ProtocolError) as error:
+            if connection is not None:
+                connection.close()
+            raise CommunicationError(
+                f"rank {rank} cannot reach the coordinator at {address[0]}:"
+                f"{address[1]}: {error}; was the script started by `elche run` or "
+                "torchrun, and is that process still alive?"
+            ) from error
+        connection.settimeout(timeout_s)
+        channel = ControlChannel(connection, codec, rank)
+        channel._send({"type": "Hello", "rank": rank})
+        return channel
+
+    def send(self, *events: Event) -> None:
+        """Sends events at once; does not wait for anything.
+
+        Raises:
+            CommunicationError: the coordinator is gone, and nothing that came from it
+                is left to be read. If something is (the reason, say), the next wait
+                with nothing left raises it.
+        """
+        self._send(*(to_wire(event) for event in events))
+
+    def ready(self) -> Iterator[Instruction]:
+        """Instructions that have come by now."""
+        if not self._inbox:
+            self._read(0.0)
+        return self._taken() if self._inbox else _NOTHING
+
+    def receive(self, timeout_s: float, waiting_for: str) -> Instruction:
+        """Waits for the next instruction.
+
+        Raises:
+            DeadlineError: none came in time.
+            CommunicationError: the coordinator is gone.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self._inbox:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:g} s for {waiting_for}"
+                )
+            self._read(left_s)
+        return self._inbox.popleft()
+
+    def find_abort(self) -> Abort | None:
+        """An order to end the run among what has come; the rest stays in line.
+
+        Raises:
+            CommunicationError: the coordinator is gone and gave no such order. What is
+                in line is work with ranks that may be gone as well.
+        """
+        self._read(0.0)
+        abort = next((m for m in self._inbox if isinstance(m, Abort)), None)
+        if abort is None and self._failure is not None:
+            raise self._failure
+        return abort
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Sleeps until an instruction is there, at most ``timeout_s``."""
+        if not self._inbox:
+            self._read(max(0.0, timeout_s))
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks (rendezvous of a process group)."""
+        self._send({"type": "StoreSet", "key": key, "value": value})
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes.
+
+        Raises:
+            DeadlineError: it was not published in time.
+            CommunicationError: the coordinator is gone.
+        """
+        if key not in self._stored:
+            self._send({"type": "StoreGet", "key": key})
+        deadline_s = time.monotonic() + timeout_s
+        while key not in self._stored:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:g} s for the rendezvous "
+                    f"value {key!r} of another rank"
+                )
+            self._read(left_s)
+            if self._failure is not None and key not in self._stored:
+                raise self._failure
+        return self._stored[key]
+
+    def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
+        """Those of some keys that are published within a while."""
+        self._send(*({"type": "StoreGet", "key": key} for key in keys))
+        deadline_s = time.monotonic() + timeout_s
+        while not self._stored.keys() >= set(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._read(left_s)
+            if self._failure is not None:
+                break
+        return self._stored.keys() & set(keys)
+
+    def close(self) -> None:
+        """Ends the connection. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            # Forked loader workers hold the socket too: closing alone ends nothing.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+
+    def _taken(self) -> Iterator[Instruction]:
+        while self._inbox:
+            yield self._inbox.popleft()
+
+    def _send(self, *messages: dict[str, Any]) -> None:
+        if self._closed or not messages:
+            return
+        if self._cut is None:
+            try:
+                self._put(b"".join(map(self._codec.encode, messages)))
+                return
+            except OSError as error:
+                # After a frame that went out in part no other can be read there.
+                self._cut = self._unsent(messages, error)
+                self._failure = self._failure or self._cut
+        if not self._inbox:
+            raise self._cut
+
+    def _unsent(
+        self, messages: Sequence[dict[str, Any]], error: OSError
+    ) -> CommunicationError:
+        with contextlib.suppress(CommunicationError, ProtocolError):
+            if self._failure is None:
+                self._fill(0.5)  # what it said last
+        kinds = ", ".join(str(message["type"]) for message in messages)
+        failure = self._gone(error, f" ({kinds} was not sent)")
+        failure.__cause__ = error
+        return failure
+
+    def _put(self, data: bytes) -> None:
+        """Hands bytes to the system; waits only where it has no room for them."""
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = self._socket.send(data)
+        if sent == len(data):
+            return
+        self._socket.settimeout(self._timeout_s)
+        try:
+            self._socket.sendall(memoryview(data)[sent:])
+        finally:
+            self._socket.setblocking(False)
+
+    def _read(self, timeout_s: float) -> None:
+        """Reads what is there, waiting for the first byte at most ``timeout_s``.
+
+        What came before the end (the reason of it, say) counts first.
+        """
+        if self._closed:
+            raise CommunicationError("the control channel is closed")
+        if self._failure is None:
+            try:
+                self._fill(timeout_s)
+            except (CommunicationError, ProtocolError) as error:
+                self._failure = error
+        if self._failure is not None and not self._inbox:
+            raise self._failure
+
+    def _fill(self, timeout_s: float) -> None:
+        ready = self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1e3)
+        while ready:
+            failure: OSError | None = None
+            try:
+                data = self._socket.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                data, failure = b"", error
+            if not data:
+                raise self._gone(failure) from failure
+            for message in self._codec.feed(data):
+                self._take(message)
+            ready = self._poll.poll(0.0) if len(data) == _CHUNK_BYTES else []
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, dict) and message.get("type") == "StoreValue":
+            key, value = message.get("key"), message.get("value")
+            if not isinstance(key, str) or not isinstance(value, bytes):
+                raise ProtocolError(
+                    f"expected StoreValue with a key and bytes, got {brief(message)}"
+                )
+            self._stored[key] = value
+            return
+        self._inbox.append(from_wire(message, FROM_COORDINATOR))
+
+    def _gone(self, error: OSError | None, lost: str = "") -> CommunicationError:
+        why = f": {error}" if error else ""
+        return CommunicationError(
+            f"rank {self._rank} lost the coordinator{why}{lost}; the launcher has "
+            "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
+            "or a rank that is there already)"
+        )

@@ -1,0 +1,1 @@
+"""Reduction of gradients, in buckets and during backward."""

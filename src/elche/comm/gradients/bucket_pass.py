@@ -1,0 +1,414 @@
+"""One reduction of a model's gradients per backward pass, bucket by bucket.
+
+Buckets are filled in the order in which gradients appear (guessed as the reverse of
+definition, then as observed in the first backward) and reduced as soon as they are
+full, so that all but the last overlap with backward. What is not full when backward
+ends (a parameter without a gradient) goes then, so nobody waits for it.
+
+Reductions are out of place: what a rank has stays untouched until every bucket has
+arrived. Two bucket sets take turns, so a gradient that is accumulated into a view of
+one is read while the other is reduced.
+
+How gradients weigh, and what else is agreed in a pass, is the owner's
+(:class:`elche.comm.gradients.bucket_contract.Owner`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.backward_end import at_backward_end
+from elche.comm.gradients.bucket_contract import Owner, PassOptions
+from elche.comm.gradients.buckets import Bucket, BucketInfo, make_buckets
+from elche.comm.gradients.gradient_counts import GradientCounts
+from elche.comm.gradients.gradient_hooks import GradientHooks
+from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.gradient_views import HandedOut
+from elche.comm.transport.shared_memory import Members
+from elche.errors import CommunicationError, ConfigError
+
+
+class BucketPass:
+    """Buckets, hooks and the passes over them. Made by an owner.
+
+    Args:
+        parameters: trainable, each once, as defined.
+        names: their names.
+        group: the process group.
+        options: how gradients are packed, sent and handed out.
+        owner: decides when and with what weight; held weakly.
+
+    Attributes:
+        buckets: in order of reduction.
+        order: indices of the parameters in that order.
+        passes: passes so far.
+        wait_s: seconds of waiting for other ranks since the owner set it to 0.
+        launched_early: buckets of the last pass that went before backward had ended.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        group: Members,
+        options: PassOptions,
+        owner: Owner,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._group = group
+        self._options = options
+        self._owner = weakref.ref(owner)
+        self._index = {id(p): at for at, p in enumerate(self._parameters)}
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._place: dict[int, tuple[Bucket, int]] = {}
+        self._hooks = GradientHooks(self._parameters)
+        self._deferred: list[int] = []
+        self._undefined: set[int] = set()
+        self._never_defined: frozenset[int] = frozenset()
+        self._lock = threading.RLock()
+        self._observed: dict[int, None] | None = {}
+        self._counts = GradientCounts(
+            self._names, is_static=options.static_graph, learns=options.learns_counts
+        )
+        self._handed_out = HandedOut(as_views=options.as_views)
+        self._broken = ""
+        self._scale = 0.0
+        self._side = 0
+        self._next = 0
+        self._summed = 0
+        self._is_open = False
+        self._awaits_end = False
+        self.buckets: list[Bucket] = []
+        self.order: list[int] = []
+        self.passes = 0
+        self.wait_s = 0.0
+        self.launched_early = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward pass is under way, or was broken off."""
+        return self._is_open
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether buckets follow an observed order."""
+        return self._observed is None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of the buckets: what is sent and what is summed, twice each."""
+        return 4 * sum(bucket.size_bytes for bucket in self.buckets)
+
+    @property
+    def came(self) -> dict[int, int]:
+        """Gradients of each parameter in the last pass, in order of the first."""
+        return self._counts.came
+
+    def infos(self) -> tuple[BucketInfo, ...]:
+        """What each bucket holds, in order of reduction."""
+        names = {id(p): n for p, n in zip(self._parameters, self._names, strict=True)}
+        return tuple(
+            bucket.info(
+                index,
+                self._options.cap_bytes,
+                [names[id(p)] for p in bucket.parameters],
+            )
+            for index, bucket in enumerate(self.buckets)
+        )
+
+    def attach(self, order: Sequence[int] | None = None) -> None:
+        """Allocates buckets, together with all ranks, and hooks every parameter.
+
+        Args:
+            order: of the parameters, where one was observed before; the same on all
+                ranks.
+        """
+        if order is not None:
+            self._observed = None
+        self._build(order or range(len(self._parameters))[::-1])
+        me = weakref.WeakMethod(self._on_gradient)
+
+        def hook(parameter: torch.Tensor) -> None:
+            on_gradient = me()
+            if on_gradient is not None:
+                on_gradient(parameter)
+
+        self._hooks.attach(hook)
+
+    def keep_last(self) -> None:
+        """Lets hooks of the user's own run first: what they make of it is reduced."""
+        self._hooks.keep_last()
+
+    def detach(self) -> None:
+        """Removes every hook; ``p.grad`` stays as it is."""
+        self._hooks.detach()
+
+    def _build(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+        parameters = [self._parameters[at] for at in self.order]
+        self.buckets = make_buckets(parameters, self._options.cap_bytes)
+        for bucket in self.buckets:
+            bucket.open(
+                self._group,
+                staged=self._options.staged,
+                keeps_strides=self._options.keeps_strides,
+            )
+            for index, parameter in enumerate(bucket.parameters):
+                self._place[id(parameter)] = bucket, index
+
+    def forget_strides(self) -> None:
+        """Before :meth:`attach`: ranks lay their parameters out differently."""
+        self._options = replace(self._options, as_views=False, keeps_strides=False)
+        self._handed_out = HandedOut(as_views=False)
+
+    def make_static(self) -> None:
+        """Takes every backward for one like the first, which has not been yet.
+
+        Raises:
+            ConfigError: there was one.
+        """
+        if self.passes:
+            raise ConfigError("a graph is declared static before the first backward")
+        self._counts.make_static()
+
+    def expect_unused(self, indices: frozenset[int]) -> None:
+        """Says which parameters get no gradient from one of the pass's forwards."""
+        self._counts.expect_unused(indices)
+
+    def await_end(self) -> None:
+        """Called in a backward pass: it closes when that one, and all around it, end.
+
+        So one that is nested in it (reentrant checkpointing) closes nothing.
+        """
+        if not self._awaits_end:
+            self._awaits_end = True
+            at_backward_end(self._on_end)
+
+    def run_without_backward(self) -> None:
+        """A whole pass with the gradients that are there."""
+        self._open()
+        self._close()
+
+    def is_given(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is what the last pass handed out."""
+        return self._handed_out.is_given(parameter)
+
+    def rewind(self) -> None:
+        """A backward pass was broken off, and its gradients will all come again.
+
+        Buckets that were sent stay sent: their gradients were complete.
+        """
+        self._awaits_end = False
+        self._deferred = []
+        self._counts.begin()
+        for bucket in self.buckets:
+            bucket.pending = self._expected_in(bucket)
+
+    def abandon(self) -> bool:
+        """Gives up a pass that an error broke off; whether there was one."""
+        was_open, self._is_open, self._awaits_end = self._is_open, False, False
+        self._deferred = []
+        return was_open
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        owner = self._owner()
+        if id(parameter) not in self._index:
+            return  # what a hook before returned, which torch refuses after all of them
+        if owner is None or not owner.takes(parameter):
+            return
+        with self._lock:  # devices of one module have a thread each
+            index = self._index[id(parameter)]
+            is_undefined = parameter.grad is None and not self._hooks.was_taken(index)
+            is_final = self._hooks.runs_last(index)
+            if is_final and not is_undefined:
+                self._refuse_gradient(parameter, index)
+            if not self._is_open:
+                self._open()
+            if is_undefined:
+                self._undefined.add(index)
+            self.await_end()
+            if self._observed is not None:  # of several gradients the last one counts
+                self._observed.pop(index, None)
+                self._observed[index] = None
+            if not is_final:  # hooks registered since the step began come after this
+                self._deferred.append(index)
+                return
+            self._count(index)
+            if self._options.strategy == "overlapped":
+                self._launch(lambda bucket: not bucket.pending)
+                self._sum()
+
+    def _refuse_gradient(self, parameter: torch.Tensor, index: int) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            raise ConfigError(
+                f"{self._names[index]}: a hook took its gradient away before it was "
+                "reduced; step after the backward pass"
+            )
+        if gradient.is_sparse or gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"{self._names[index]}: its gradient is sparse, which cannot be "
+                "reduced; use sparse=False"
+            )
+        if gradient.requires_grad:
+            raise ConfigError(
+                f"{self._names[index]}: its gradient came from a backward with "
+                "create_graph=True, which a reduction cannot be differentiated "
+                "through; use torch.autograd.grad, or put that backward into no_sync() "
+                "of a DistributedDataParallel"
+            )
+        expected = self._dtypes[index]
+        if gradient.dtype is not expected:
+            raise ConfigError(
+                f"{self._names[index]}: expected a gradient of {expected}, as its "
+                f"parameter was when buckets were made, got {gradient.dtype}; convert "
+                "a model between epochs, on every rank"
+            )
+
+    def _count(self, index: int) -> None:
+        """Takes note of a gradient; the bucket is full when none is pending."""
+        bucket, place = self._place[id(self._parameters[index])]
+        if index in self._undefined and self._is_zero_undefined(index):
+            bucket.zeros.add(place)
+        is_pending = place in bucket.pending
+        is_sent = not is_pending and self._has_gone(bucket)
+        if self._counts.take(index, is_pending=is_pending, is_sent=is_sent):
+            bucket.pending.discard(place)
+
+    def _is_zero_undefined(self, index: int) -> bool:
+        """Whether none counts as zeros; in a static graph if the first pass had one."""
+        is_known = not self._counts.only_counts and index not in self._never_defined
+        return self._options.undefined_is_zero and is_known
+
+    def _has_gone(self, bucket: Bucket) -> bool:
+        return any(bucket is sent for sent in self.buckets[: self._next])
+
+    def _open(self) -> None:
+        refuse_capture()
+        if self._broken:
+            raise CommunicationError(
+                f"an earlier reduction failed ({self._broken}); form a new group with "
+                "the ranks that are left"
+            )
+        owner = self._owner()
+        assert owner is not None
+        self._side = 1 - self._side
+        self._next = self._summed = 0
+        self._counts.begin()
+        self._undefined.clear()
+        self._is_open = True
+        self.passes += 1
+        if all(bucket.keeps_contribution for bucket in self.buckets):
+            self._handed_out.let_go()  # here, where a device does not wait for it
+        for bucket in self.buckets:
+            bucket.pending = self._expected_in(bucket)
+            bucket.zeros.clear()
+        try:
+            self._scale = owner.open_pass(self._side)
+        except CommunicationError as error:
+            self._fail(error)
+            raise
+
+    def _expected_in(self, bucket: Bucket) -> set[int]:
+        """Places in a bucket that get a gradient in this pass."""
+        return {
+            place
+            for place, parameter in enumerate(bucket.parameters)
+            if self._counts.awaits(self._index[id(parameter)])
+        }
+
+    def _launch(self, is_ready: Callable[[Bucket], bool]) -> None:
+        """Sends what is ready, in the order that all ranks keep."""
+        if self._counts.only_counts and self._awaits_end:
+            return  # the first pass only counts
+        while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
+            self.buckets[self._next].send(self._side, self._scale)
+            self._next += 1
+
+    def _sum(self) -> None:
+        """Sums what has arrived; in order, as every rank sends in that order."""
+        while self._summed < self._next and self.buckets[self._summed].advance():
+            self._summed += 1
+
+    def _on_end(self) -> None:
+        """End of a backward pass."""
+        self._awaits_end = False
+        deferred, self._deferred = self._deferred, []
+        if self._is_open:
+            for index in deferred:
+                parameter = self._parameters[index]
+                if parameter.grad is not None or index not in self._undefined:
+                    self._refuse_gradient(parameter, index)
+                self._count(index)
+            self._close()
+
+    def _close(self) -> None:
+        """Reduces what is left, waits, and hands out."""
+        self._is_open = False
+        self.launched_early = self._next
+        try:
+            self._launch(lambda bucket: True)
+            started_s = time.perf_counter()
+            for bucket in self.buckets[self._summed :]:
+                bucket.finish(self._side)
+            self.wait_s += time.perf_counter() - started_s
+            owner = self._owner()
+            assert owner is not None
+            started_s = time.perf_counter()
+            closed = owner.close_pass(self._side)
+            self.wait_s += time.perf_counter() - started_s
+            order: list[int] | None = None
+            if self._observed is not None and closed.source is not None:
+                order = self._end_first(closed.source)
+            if closed.hand_out:
+                self._handed_out.hand_out(self.buckets, self._side, closed)
+            if order is not None:
+                self._observed = None
+                self._build(order)
+        except CommunicationError as error:
+            self._fail(error)
+            raise
+        if self._counts.only_counts:
+            self._never_defined = frozenset(self._undefined)
+        self._counts.end()
+
+    def _fail(self, error: CommunicationError) -> None:
+        self._is_open = False
+        self._broken = str(error).splitlines()[0]
+
+    def _end_first(self, source: int) -> list[int]:
+        """Agrees on the order in which gradients appeared on one rank.
+
+        Buckets that went before all their gradients had come, on any rank, go again:
+        everybody has taken the first sum when this has been agreed on.
+        """
+        assert self._observed is not None
+        count = len(self._parameters)
+        rows = torch.zeros(2, count, dtype=torch.int64, device="cpu")
+        if self._group.rank == source:
+            seen = list(self._observed)
+            unseen = [at for at in range(count) if at not in self._observed]
+            rows[0] = torch.tensor(seen + unseen, device="cpu")
+        for index in self._counts.late:
+            rows[1, index] = 1
+        self._group.all_reduce(rows, "agreeing on the order of gradients")
+        order, late = rows.tolist()
+        self._send_again(index for index, ranks in enumerate(late) if ranks)
+        self._counts.learn()
+        return [int(index) for index in order]
+
+    def _send_again(self, late: Iterable[int]) -> None:
+        lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}
+        again = [bucket for bucket in self.buckets if id(bucket) in lacking]
+        for bucket in again:
+            bucket.send(self._side, self._scale)
+        for bucket in again:
+            bucket.finish(self._side)

@@ -1,0 +1,71 @@
+"""What a reduction gives: ``p.grad`` of every parameter that any rank used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.bucket_contract import Closed
+from elche.comm.gradients.buckets import Bucket
+
+
+@final
+class HandedOut:
+    """Gradients handed out, and what they took the place of.
+
+    Args:
+        as_views: ``p.grad`` becomes a view of the reduced bucket; else the sum is
+            copied into the gradient's own memory.
+    """
+
+    def __init__(self, *, as_views: bool) -> None:
+        self._as_views = as_views
+        self._given: dict[int, torch.Tensor | None] = {}
+        self._kept: list[torch.Tensor | None] = []
+
+    def is_given(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is what the last pass handed out."""
+        given = self._given.get(id(parameter))
+        return given is not None and given is parameter.grad
+
+    def let_go(self) -> None:
+        """What was replaced last is not needed any more."""
+        self._kept = []
+
+    @torch.no_grad()
+    def hand_out(self, buckets: Sequence[Bucket], side: int, closed: Closed) -> None:
+        """Gives every parameter that any rank used its reduced gradient.
+
+        A rank whose gradients weigh nothing drops those that nobody else has.
+        """
+        kept: list[torch.Tensor | None] = []
+        replaces_all = self._as_views and closed.source is not None
+        for bucket in buckets:
+            if closed.factor != 1.0:
+                bucket.rescale(side, closed.factor)
+            summed = bucket.summed[side]
+            if replaces_all and not bucket.missing:  # the usual case, and quick
+                totals = summed[: len(bucket.parameters)]
+                for parameter, total in zip(bucket.parameters, totals, strict=True):
+                    kept.append(parameter.grad)
+                    parameter.grad = self._given[id(parameter)] = total
+                continue
+            used = bucket.used(side)
+            for index, parameter in enumerate(bucket.parameters):
+                own = parameter.grad
+                kept.append(own)
+                if used[index] and closed.source is not None:
+                    parameter.grad = self._reduced(parameter, summed[index])
+                elif not self.is_given(parameter):
+                    parameter.grad = None
+                self._given[id(parameter)] = parameter.grad
+        self._kept = kept if self._as_views else []
+
+    def _reduced(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        if self._as_views:
+            return total
+        own = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+        return own.copy_(total)

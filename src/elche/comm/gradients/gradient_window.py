@@ -1,0 +1,250 @@
+"""Gradients summed over a window, for one common optimizer step at its end.
+
+A rank adds up the gradients of its batches, each times its samples; the ranks sum these
+sums and their samples, and everybody takes ΣG_r / Σ|S_r|, the gradient of the mean over
+all samples of the window, whatever each rank's part of it. Between the batches
+``p.grad`` is None, so that the loop's own ``optimizer.step()`` moves nothing. Clipping
+comes after the reduction.
+
+The message carries a flag per parameter, so that one that no rank used keeps
+``grad=None``, and the rank's samples. What a rank added up is kept until it adds to the
+next window, so a reduction that fails can be redone (:meth:`GradientWindow.connect`).
+A rank whose sums are no numbers sends zeros, and no samples.
+Cost: two model copies beside the gradients, and one more where ranks sum in shared
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.tensors.nan_check import all_finite
+from elche.comm.tensors.flat import shaped, wire_dtype
+from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError
+from elche.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
+
+WHAT = "reducing the gradients of a window"
+
+
+class _Accumulator:
+    """Summed gradients of parameters of one wire dtype."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = list(parameters)
+        self._dtype = dtype
+        self._numel = sum(parameter.numel() for parameter in self.parameters)
+        self._sums = [
+            torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            for p in self.parameters
+        ]
+        self._used = [False] * len(self.parameters)
+        self._exchange: Exchange | None = None
+
+    @property
+    def exchange(self) -> Exchange:
+        """The message: gradients, a flag per parameter, samples."""
+        assert self._exchange is not None
+        return self._exchange
+
+    @property
+    def host_bytes(self) -> int:
+        """Sums, message and result."""
+        copies = 3 if self.exchange.keeps_contribution else 2
+        return copies * self._numel * self._dtype.itemsize
+
+    def connect(self, group: Group) -> None:
+        numel = self._numel + len(self.parameters) + 1
+        cpu = torch.device("cpu")
+        self._exchange = open_exchange(group, numel, self._dtype, cpu)
+
+    def clear(self) -> None:
+        foreach_zero_(self._sums)
+        self._used = [False] * len(self.parameters)
+
+    def add(self, samples: float) -> None:
+        """Moves every ``p.grad`` into the sums."""
+        sums, gradients = [], []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._used[index] = True
+                sums.append(self._sums[index])
+                gradients.append(parameter.grad)
+        if sums:
+            foreach_add_(sums, gradients, alpha=samples)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sums are numbers; waits for them."""
+        return all_finite(self._sums)
+
+    def send(self, samples: float, *, counts: bool) -> None:
+        message = self.exchange.contribution(0)
+        if not counts:
+            message.zero_()
+            self.exchange.begin(0)
+            return
+        foreach_copy_(shaped(message[: self._numel], self._sums), self._sums)
+        message[self._numel : -1] = torch.tensor(self._used, device="cpu").to(
+            self._dtype
+        )
+        message[-1] = samples
+        self.exchange.begin(0)
+
+    def hand_out(self) -> float:
+        """Gives every parameter that any rank used its mean; returns all samples."""
+        summed = self.exchange.finish(WHAT)
+        samples = float(summed[-1].real)
+        used = [samples > 0 and flag != 0 for flag in summed[self._numel : -1].tolist()]
+        means = summed[: self._numel]
+        if samples > 0:
+            means.div_(samples)
+        for parameter, mean, is_used in zip(
+            self.parameters, shaped(means, self._sums), used, strict=True
+        ):
+            parameter.grad = _lying_as(parameter, mean) if is_used else None
+        return samples
+
+
+def _lying_as(parameter: nn.Parameter, mean: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory format of its parameter: fused optimizers rely on it."""
+    if parameter.is_contiguous():
+        return mean.to(parameter)
+    return torch.empty_like(parameter).copy_(mean)
+
+
+class GradientWindow:
+    """Sums the gradients of one model over windows and ranks.
+
+    Args:
+        parameters: the trainable parameters, each once, in the same order on every
+            rank.
+        group: the process group.
+
+    Raises:
+        ConfigError: there is no parameter.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
+        if not parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
+        self._sums = [
+            _Accumulator(members, dtype) for dtype, members in by_dtype.items()
+        ]
+        self._group = group
+        self._samples = 0.0
+        self._is_reduced = False
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of sums and messages."""
+        return sum(each.host_bytes for each in self._sums)
+
+    @property
+    def group(self) -> Group:
+        """The process group."""
+        return self._group
+
+    @property
+    def samples(self) -> float:
+        """This rank's samples in the window so far."""
+        return 0.0 if self._is_reduced else self._samples
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what this rank has added up are numbers; waits for them."""
+        return self._is_reduced or all(each.is_finite for each in self._sums)
+
+    def build(self) -> None:
+        """Opens the messages; with all ranks."""
+        self.connect(self._group)
+
+    def connect(self, group: Group) -> None:
+        """Sends through this group from now on; with all its ranks.
+
+        What was added up stays, so a reduction that failed can be redone.
+        """
+        self._group = group
+        for each in self._sums:
+            each.connect(group)
+
+    @torch.no_grad()
+    def add(self, samples: float, *, is_whole: bool = True) -> None:
+        """Adds the gradient of a batch, and sets every ``p.grad`` to None.
+
+        Args:
+            samples: what ``p.grad`` is a mean over; 0 drops it.
+            is_whole: this is all of the batch (or the last backward pass through it):
+                its samples count now.
+
+        Raises:
+            ConfigError: the samples are no such number.
+        """
+        if not (math.isfinite(samples) and samples >= 0):
+            raise ConfigError(f"expected a number of samples from 0 on, got {samples}")
+        if self._is_reduced:
+            self._forget()
+        if samples > 0:
+            for each in self._sums:
+                each.add(samples)
+        if is_whole:
+            self._samples += samples
+        self.clear()
+
+    def reduce(self, *, counts: bool = True) -> float:
+        """Sums over all ranks, and waits for it: :meth:`begin`, then :meth:`finish`."""
+        self.begin(counts=counts)
+        return self.finish()
+
+    @torch.no_grad()
+    def begin(self, *, counts: bool = True) -> None:
+        """Ends the window on this rank: sends what was added up.
+
+        Args:
+            counts: False: it is no contribution (see :attr:`is_finite`): zeros are sent
+                in its place.
+        """
+        if self._is_reduced:
+            self._forget()
+        for each in self._sums:
+            each.send(self._samples, counts=counts)
+
+    @torch.no_grad()
+    def finish(self) -> float:
+        """Waits for all ranks, and gives every ``p.grad`` the mean over the window.
+
+        It is None where no rank had a gradient, and overwritten by the next reduction.
+        The caller clips, steps, and calls :meth:`clear`.
+
+        Returns:
+            The samples of all ranks; 0.0 leaves every ``p.grad`` None.
+
+        Raises:
+            CommunicationError: it failed; nothing has changed on this rank.
+        """
+        for each in self._sums:
+            each.exchange.wait(WHAT)
+        totals = [each.hand_out() for each in self._sums]
+        self._is_reduced = True
+        return totals[0]
+
+    def clear(self) -> None:
+        """Sets every ``p.grad`` to None, so that the loop's own step moves nothing."""
+        for each in self._sums:
+            for parameter in each.parameters:
+                parameter.grad = None
+
+    def _forget(self) -> None:
+        """A window whose reduction is through makes room for the next."""
+        for each in self._sums:
+            each.clear()
+        self._samples = 0.0
+        self._is_reduced = False

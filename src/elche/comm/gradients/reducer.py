@@ -1,0 +1,251 @@
+"""Gradients reduced during backward, weighted by samples or by what the user says.
+
+Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
+the group sums, which gives the gradient of the mean over the union batch of N samples,
+whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
+:mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket and out of
+place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with what weight. A rank's
+own gradients are kept until the next backward's reduction; then ``p.grad`` becomes a
+view of the reduced bucket. Cost: two gradient copies beside ``p.grad``, or four where
+ranks sum in shared memory. A ``p.grad`` kept by reference is overwritten two passes
+later. Where ranks hold parameters in other memory formats (channels last on a GPU,
+say), the sum is copied into the gradient that is there instead.
+
+torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
+why this one exists.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.bucket_contract import Closed, PassOptions
+from elche.comm.gradients.bucket_pass import BucketPass
+from elche.comm.model_buffers.buffers import BufferAverager
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.transport.process_group import Group
+from elche.comm.gradients.step_weights import StepWeights
+from elche.errors import CommunicationError, ConfigError
+
+
+class GradientReducer:
+    """Reduces the gradients of one model in every backward of a step.
+
+    Args:
+        parameters: the model's trainable parameters, each once, as defined.
+        group: the process group.
+        bucket_cap_bytes: most bytes of gradients in one message.
+        buffers: averages the model's buffers after the gradients, if it has any.
+        norms: is told how the batch in hand weighs, if the model has SyncBatchNorm.
+        names: of the parameters, for people; None numbers them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        bucket_cap_bytes: int,
+        buffers: BufferAverager | None = None,
+        norms: NormScope | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._group = group
+        self._norms = norms
+        self._buffers = buffers
+        self._parameters = list(parameters)
+        names = names or [f"parameter {index}" for index in range(len(parameters))]
+        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
+        self._pass = BucketPass(self._parameters, names, group, options, self)
+        self._scale: float | None = None
+        self._weights: StepWeights | None = None
+        self._active_ranks = 0
+        self._holds = False
+        self._passes_before = 0
+        self._sends = False
+        self._beneath: Callable[[], None] | None = None
+        self._look: Callable[[dict[int, int]], None] | None = None
+
+    def weigh_by_user(self) -> None:
+        """Steps are weighted by what each rank says; before :meth:`attach`."""
+        self._weights = StepWeights(self._parameters, self._group)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The ones whose gradients it reduces."""
+        return self._parameters
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of the buckets: what is sent and what is summed, twice each."""
+        return self._pass.extra_bytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of this step in which nothing but other ranks was waited for."""
+        return self._pass.wait_s
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes reduced so far."""
+        return self._pass.passes
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Whether a step is under way whose gradients are complete."""
+        return self._scale is not None and not self._holds
+
+    def attach(self) -> None:
+        """Allocates buckets and hooks every parameter; with all ranks.
+
+        Raises:
+            ConfigError: there is no parameter.
+        """
+        if not self._parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        if not self._formats_agree():
+            self._pass.forget_strides()
+        if self._weights is not None:
+            self._weights.attach()
+        self._pass.attach()
+
+    def _formats_agree(self) -> bool:
+        """Whether all ranks hold every parameter in the same memory format."""
+        strided = [
+            (index, parameter.stride())
+            for index, parameter in enumerate(self._parameters)
+            if not parameter.is_contiguous()
+        ]
+        formats = torch.zeros(self._group.world_size, dtype=torch.int64, device="cpu")
+        if strided:
+            formats[self._group.rank] = zlib.crc32(repr(strided).encode())
+        self._group.all_reduce(formats, "comparing memory formats")
+        return len(set(formats.tolist())) == 1
+
+    def detach(self) -> None:
+        """Removes every hook; ``p.grad`` stays as it is."""
+        if self._weights is not None:
+            self._weights.detach()
+        self._pass.detach()
+
+    def begin_step(
+        self, scale: float, active_ranks: int, weight: float | None = None
+    ) -> None:
+        """Says how this rank's gradients weigh until :meth:`end_step`.
+
+        Args:
+            scale: n_r / N; 0 for a rank without samples, which sends zeros.
+            active_ranks: ranks that have samples in this step.
+            weight: what the user says that this rank's part weighs, None where its
+                samples do. Without :meth:`weigh_by_user` only whether it is 0 counts,
+                for SyncBatchNorm.
+
+        Raises:
+            CommunicationError: the backward pass before was broken off.
+        """
+        self._refuse_broken_backward()
+        self._pass.keep_last()
+        self._passes_before = self._pass.passes
+        self._scale = scale
+        self._active_ranks = active_ranks
+        loss_weight = scale
+        if self._weights is not None and weight is not None:
+            loss_weight = weight if scale > 0.0 else 0.0
+            self._weights.begin_step(loss_weight)
+        elif weight == 0.0:
+            loss_weight = 0.0
+        if self._norms is not None:
+            self._norms.weigh(loss_weight)
+        self._pass.wait_s = 0.0
+
+    def end_step(self) -> None:
+        """Backward passes after this are the user's own and not reduced.
+
+        Raises:
+            CommunicationError: the step's backward pass was broken off.
+        """
+        self._scale = None
+        self._holds = False
+        if self._weights is not None:
+            self._weights.end_step()
+        if self._norms is not None:
+            self._norms.weigh(None)
+        self._refuse_broken_backward()
+
+    def run_beneath(self, work: Callable[[], None] | None) -> None:
+        """Does some work once, when the next backward pass that is reduced begins.
+
+        What the training thread does there costs nothing on a device that computes by
+        itself; between two steps the device, and every other rank, would wait for it.
+
+        Args:
+            work: what to do; None: nothing after all.
+        """
+        self._beneath = work
+
+    def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
+        """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
+
+        Not where it weighs nothing: zeros are sent then, whatever it is.
+
+        Args:
+            look: takes how many gradients each parameter got in the pass, by its index
+                and in order of the first; None: nobody looks any more.
+        """
+        self._look = look
+
+    def hold(self, holds: bool) -> None:
+        """Keeps gradients for a later backward pass of the step, which sends them all.
+
+        Args:
+            holds: from now on; False: the next pass is the last one.
+        """
+        self._holds = holds
+
+    def rewind(self) -> None:
+        """The step's forward or backward pass was broken off and will be run again.
+
+        What was sent of it stays sent, so it must be run on the same samples.
+
+        Raises:
+            CommunicationError: the step had been reduced.
+        """
+        is_over = self._pass.passes > self._passes_before and not self._pass.is_open
+        if is_over:
+            raise CommunicationError(
+                "a step was broken off after its gradients had been reduced, so it "
+                "cannot be run again"
+            )
+        self._pass.rewind()
+
+    def _refuse_broken_backward(self) -> None:
+        if self._pass.abandon():
+            raise CommunicationError(
+                "a backward pass was broken off by an error that the loop caught; its "
+                "reduction cannot be completed, so the run cannot go on"
+            )
+
+    def open_pass(self, side: int) -> float:
+        """See :class:`elche.comm.gradients.bucket_contract.Owner`."""
+        assert self._scale is not None
+        work, self._beneath = self._beneath, None
+        if work is not None:
+            work()
+        if self._weights is None:
+            self._sends = self._scale != 0.0
+            return self._scale
+        scale = self._weights.open_pass(side)
+        self._pass.wait_s += self._weights.wait_s
+        self._sends = scale != 0.0
+        return scale
+
+    def close_pass(self, side: int) -> Closed:
+        """Averages buffers, if the model has any; by samples the sum is the mean."""
+        if self._look is not None and self._sends:
+            self._look(self._pass.came)
+        factor = 1.0 if self._weights is None else self._weights.close_pass()
+        if self._buffers is not None:
+            self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
+        return Closed(factor=factor)

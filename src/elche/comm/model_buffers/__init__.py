@@ -1,0 +1,1 @@
+"""Buffers of a model, known and averaged."""

@@ -1,0 +1,193 @@
+"""Float buffers (BatchNorm statistics) made equal on all ranks under ``sync``.
+
+A buffer that any rank wrote is overwritten by the plain mean over the ranks that had
+samples. Which ones that are must be agreed: a flag per buffer travels with every
+message, so a buffer seen to change on any rank goes along from then on, and one that
+never changes (a mask) never travels. Statistics of SyncBatchNorm layers are equal as
+they are, to the bit, and never travel either. A second flag says that a rank has
+resized a buffer, or has it no more: each rank keeps its own from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.model_buffers.known_buffers import KnownBuffers, held
+from elche.comm.transport.process_group import Group
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.torch_internals import NormBase, version
+
+SNAPSHOT_ELEMENTS = 65_536
+
+
+class BufferWatch:
+    """Tells which buffers of a model were written since the last mark.
+
+    torch's batch norm writes its running statistics without raising their version, so
+    versions alone do not tell: buffers of tracking norm layers in training mode count
+    as written, and small buffers on the CPU are compared by value.
+
+    Args:
+        model: the model; its present buffers are looked up at every call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._marks: list[tuple[int, Any]] = []
+        self._values: list[torch.Tensor | None] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Takes the present values as unwritten."""
+        buffers = list(self._model.buffers())
+        self._marks = [(id(buffer), version(buffer)) for buffer in buffers]
+        self._values = [
+            buffer.detach().clone() if _is_comparable(buffer) else None
+            for buffer in buffers
+        ]
+
+    def written(self) -> list[int]:
+        """Indices (in ``model.buffers()``) of buffers written since the mark."""
+        norms = self._training_norm_buffers()
+        written = []
+        for index, buffer in enumerate(self._model.buffers()):
+            if index >= len(self._marks):
+                written.append(index)
+                continue
+            value = self._values[index]
+            if (
+                (id(buffer), version(buffer)) != self._marks[index]
+                or id(buffer) in norms
+                or (value is not None and not _same_bits(buffer, value))
+            ):
+                written.append(index)
+        return written
+
+    def _training_norm_buffers(self) -> set[int]:
+        return {
+            id(buffer)
+            for module in self._model.modules()
+            if isinstance(module, NormBase) and module.training
+            for buffer in module.buffers(recurse=False)
+        }
+
+
+class BufferAverager:
+    """Averages one model's float buffers at every step.
+
+    Args:
+        model: the model.
+        known: its buffers, which ranks have agreed on.
+        group: the process group.
+    """
+
+    def __init__(self, model: nn.Module, known: KnownBuffers, group: Group) -> None:
+        self._model = model
+        self._group = group
+        self._watch = BufferWatch(model)
+        self._known = known
+        self._travelling: set[int] = set()
+
+    @staticmethod
+    def for_model(model: nn.Module, group: Group) -> BufferAverager | None:
+        """An averager; with all ranks. None where they share no float buffer."""
+        known = KnownBuffers(model)
+        known.agree(group)
+        equal = _synchronised(model)
+        has_any = any(
+            kind.dtype.is_floating_point and id(buffer) not in equal
+            for _, kind, buffer in known.common()
+        )
+        return BufferAverager(model, known, group) if has_any else None
+
+    @torch.no_grad()
+    def average(self, active_ranks: int, *, mine: bool) -> None:
+        """Averages what was written, with all ranks.
+
+        Args:
+            active_ranks: ranks that had samples.
+            mine: whether this rank is one of them; else it sends zeros.
+        """
+        buffers = self._known.present()
+        equal = _synchronised(self._model)
+        floats = {
+            index
+            for index, buffer in enumerate(buffers)
+            if buffer is not None
+            and buffer.is_floating_point()
+            and id(buffer) not in equal
+        }
+        written = self._known.numbers_of(self._watch.written()) if mine else set()
+        written &= floats - self._known.own
+        divisor = active_ranks if mine else 0
+        flags = self._reduce(buffers, sorted(self._travelling), written, divisor)
+        new = sorted(flags - self._travelling - self._known.own)
+        if new:
+            self._travelling.update(new)
+            self._reduce(buffers, new, written, divisor)
+        self._watch.mark()
+
+    def _reduce(
+        self,
+        buffers: list[torch.Tensor | None],
+        indices: list[int],
+        written: set[int],
+        divisor: int,
+    ) -> set[int]:
+        """One message: two flags per buffer, then the mean of ``indices``.
+
+        Returns:
+            What any rank has written.
+        """
+        kinds, count = self._known.kinds, len(buffers)
+        double = any(kind.dtype == torch.float64 for kind in kinds)
+        numel = sum(kinds[index].numel for index in indices)
+        message = torch.zeros(
+            2 * count + numel,
+            dtype=torch.float64 if double else torch.float32,
+            device="cpu",
+        )
+        for index, buffer in enumerate(buffers):
+            message[index] = float(index in written)
+            message[count + index] = float(buffer is None)
+        parts = message[2 * count :].split([kinds[index].numel for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            buffer = buffers[index]
+            if divisor and buffer is not None:
+                part.copy_(buffer.detach().reshape(-1)).div_(divisor)
+        self._group.all_reduce(message, "averaging buffers")
+        self._known.keep_own(message[count : 2 * count].nonzero().view(-1).tolist())
+        self._travelling -= self._known.own
+        for index, part in zip(indices, parts, strict=True):
+            if index not in self._known.own:
+                buffer = held(buffers[index])
+                buffer.copy_(part.view(buffer.shape))
+        return set(message[:count].nonzero().view(-1).tolist())
+
+
+def _synchronised(model: nn.Module) -> set[int]:
+    """Buffers that every rank computes alike."""
+    return {
+        id(buffer)
+        for layer in sync_batchnorm_layers(model).values()
+        if layer.spans_ranks
+        for buffer in layer.buffers()
+    }
+
+
+def _is_comparable(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "cpu" and buffer.numel() <= SNAPSHOT_ELEMENTS
+
+
+def _same_bits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Equal, where NaN equals NaN: a mask with NaN has not been written."""
+    if torch.equal(buffer, value):
+        return True
+    return (
+        buffer.shape == value.shape
+        and torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(value))
+        and torch.equal(buffer.isnan(), value.isnan())
+    )

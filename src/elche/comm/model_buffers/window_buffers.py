@@ -1,0 +1,285 @@
+"""Buffers at the end of a window: one small message for all that changed.
+
+Float buffers (BatchNorm statistics) are overwritten by their plain mean over the ranks
+that trained, never through a drift or an outer step; flags become what most of these
+have, and are raised in a tie. Counters (``num_batches_tracked``) become the common
+value plus the sum of all ranks' increments. All of it travels in float64, which holds
+counters up to 2⁵³ and rounds a mean once. After a window in which no rank's
+contribution counts (all were discarded, say: then their statistics may be no numbers)
+float buffers become again what they were after the last one.
+
+What is sent is taken at the window's end. Increments that come later stay, and count
+in the next window; a float buffer that is written meanwhile is overwritten all the
+same. Buffers that have travelled before can be sent before it is known which changed
+this time (:meth:`WindowBuffers.begin_known`).
+
+Behind a buffer's values travels a flag: a rank has resized it, or has it no more (a
+cache that grows with the longest sequence). Each rank keeps its own from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.model_buffers.buffers import SNAPSHOT_ELEMENTS, BufferWatch
+from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
+from elche.comm.transport.process_group import Group
+from elche.coordination.protocol.instructions import Reduce
+
+WHAT = "averaging buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Some buffers' values on their way: in one message, one after another."""
+
+    indices: list[int]
+    message: torch.Tensor
+    work: Any
+
+
+class WindowBuffers:
+    """Averages one model's buffers, a window at a time.
+
+    Args:
+        model: the model; its present buffers are looked up at every call.
+        group: the process group.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._known = KnownBuffers(model)
+        self._group = group
+        self._watch = BufferWatch(model)
+        self._common: dict[int, torch.Tensor] = {}
+        self._common_floats: dict[int, torch.Tensor] = {}
+        self._taken: dict[int, torch.Tensor] | None = None
+        self._waiting: set[int] = set()
+        self._ever: set[int] = set()
+        self._sent_early: list[int] = []
+        self._sent: list[_Sent] = []
+        self._plan: Reduce | None = None
+        self.rebase()
+
+    def agree(self) -> None:
+        """Finds what all ranks hold alike, with all of them, before anything is sent.
+
+        Raises:
+            CommunicationError: a rank did not come in time.
+        """
+        self._known.agree(self._group)
+        self.rebase()
+
+    def connect(self, group: Group) -> None:
+        """Sends through another group from now on, whose ranks may know nothing."""
+        self._group = group
+        self._sent, self._sent_early = [], []
+        self._ever.clear()
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Takes the present values as common, and as unwritten."""
+        self._watch.mark()
+        self._waiting.clear()
+        self._taken = None
+        present = self._present()
+        self._common = {
+            index: _counted(buffer)
+            for index, kind, buffer in present
+            if not kind.is_averaged
+        }
+        # A large one that never changes (a mask) is not worth a copy.
+        self._common_floats = {
+            index: _exact(buffer)
+            for index, kind, buffer in present
+            if kind.is_averaged and buffer.numel() <= SNAPSHOT_ELEMENTS
+        }
+
+    def _present(self) -> list[tuple[int, BufferKind, torch.Tensor]]:
+        """Buffers that this rank holds as all do, with their numbers."""
+        pairs = zip(self._known.kinds, self._known.present(), strict=True)
+        return [
+            (index, kind, buffer)
+            for index, (kind, buffer) in enumerate(pairs)
+            if buffer is not None
+        ]
+
+    def _written(self) -> set[int]:
+        return self._known.numbers_of(self._watch.written()) - self._known.own
+
+    def changed(self) -> tuple[int, ...]:
+        """Indices of buffers written since they last travelled.
+
+        After :meth:`take` those written until then.
+        """
+        if self._taken is None:
+            return tuple(sorted(self._waiting.union(self._written())))
+        return tuple(sorted(self._waiting))
+
+    def average(self, plan: Reduce) -> None:
+        """Averages what changed, with all ranks, and waits for it.
+
+        Raises:
+            CommunicationError: it failed; nothing has changed on this rank.
+        """
+        self.take()
+        self.begin(plan)
+        self.wait()
+        self.apply()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copies what :meth:`begin` may have to send.
+
+        These are counters, buffers that changed, and those that ever travelled. A
+        large buffer that only other ranks changed is read later, the first time.
+        """
+        self._waiting.update(self._written())
+        self._watch.mark()
+        self._taken = {
+            index: _exact(buffer) if kind.is_averaged else _counted(buffer)
+            for index, kind, buffer in self._present()
+            if not kind.is_averaged or index in self._waiting | self._ever
+        }
+
+    @torch.no_grad()
+    def begin_known(self, *, is_active: bool) -> None:
+        """Begins the reduction of all that ever travelled, after :meth:`take`.
+
+        Args:
+            is_active: this rank has trained in the window.
+        """
+        self._sent_early = sorted(self._ever - self._known.own)
+        self._send(self._sent_early, is_active=is_active)
+
+    @torch.no_grad()
+    def begin(self, plan: Reduce) -> None:
+        """Begins the rest of the reduction of ``plan.buffers``, after :meth:`take`."""
+        self._plan = plan
+        early = {*self._sent_early, *self._known.own}
+        new = [index for index in plan.buffers if index not in early]
+        self._send(new, is_active=plan.weight > 0)
+        self._ever.update(plan.buffers)
+
+    def _send(self, indices: list[int], *, is_active: bool) -> None:
+        if not indices:
+            return
+        buffers = self._known.present()
+        message = torch.zeros(
+            sum(map(self._size, indices)), dtype=torch.float64, device="cpu"
+        )
+        parts = message.split([*map(self._size, indices)])
+        for index, part in zip(indices, parts, strict=True):
+            buffer = buffers[index]
+            values = None if buffer is None else self._part(index, buffer)
+            if values is None:
+                part[-1] = 1.0
+            elif is_active:
+                part[:-1] = values
+        work = self._group.all_reduce_async(message)
+        self._sent.append(_Sent(indices, message, work))
+
+    def poll(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return all(sent.work.is_completed() for sent in self._sent)
+
+    def wait(self) -> None:
+        """Waits for all ranks.
+
+        Raises:
+            CommunicationError: it failed.
+        """
+        for sent in self._sent:
+            self._group.wait(sent.work, WHAT)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """After :meth:`wait`: writes means and sums of what the plan names.
+
+        Where no rank has trained usably, the last common floats are written again. Only
+        a large buffer that has never travelled stays as it is then.
+        """
+        plan = self._plan
+        assert self._taken is not None
+        assert plan is not None
+        late = self._written()
+        settled = set()
+        for sent in self._sent:
+            for index, part in self._parts_of(sent):
+                if bool(part[-1]):
+                    self._known.keep_own([index])
+                elif index in plan.buffers and self._write(
+                    index, part[:-1], plan.active_ranks
+                ):
+                    settled.add(index)
+        self._waiting -= settled
+        self._waiting |= late.difference(settled - self._common.keys())
+        self._waiting -= self._known.own
+        self._watch.mark()
+        self._taken = self._plan = None
+        self._sent, self._sent_early = [], []
+
+    def _size(self, index: int) -> int:
+        """Numbers in a message: the buffer's, and a flag."""
+        return self._known.kinds[index].numel + 1
+
+    def _parts_of(self, sent: _Sent) -> Iterator[tuple[int, torch.Tensor]]:
+        parts = sent.message.split([*map(self._size, sent.indices)])
+        yield from zip(sent.indices, parts, strict=True)
+
+    def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> bool:
+        """Writes what all ranks hold now; False where nobody knows that."""
+        buffer = self._known.present()[index]
+        if buffer is None:  # resized since it was sent: the next message says so
+            return True
+        if index in self._common:
+            self._count(index, buffer, total)
+            return True
+        if active_ranks > 0:
+            self._common_floats[index] = total / active_ranks
+        mean = self._common_floats.get(index)
+        if mean is None:
+            return False
+        if buffer.is_complex():
+            buffer.copy_(torch.view_as_complex(mean.view(*buffer.shape, 2)))
+        elif buffer.dtype == torch.bool:
+            buffer.copy_((mean >= 0.5).view(buffer.shape))
+        else:
+            buffer.copy_(mean.view(buffer.shape))
+        return True
+
+    def _part(self, index: int, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What this rank sends of a buffer; None of a counter that was not taken."""
+        assert self._taken is not None
+        taken = self._taken.get(index)
+        if index in self._common:
+            if taken is None:
+                return None
+            return (taken - self._common[index]).to(torch.float64).view(-1)
+        return _exact(buffer) if taken is None else taken
+
+    def _count(
+        self, index: int, buffer: torch.Tensor, increments: torch.Tensor
+    ) -> None:
+        """The common count, and on top of it what came after the last :meth:`take`."""
+        assert self._taken is not None
+        total = increments.round().to(torch.int64).view(buffer.shape)
+        self._common[index] = self._common[index] + total
+        since = _counted(buffer) - self._taken[index]
+        buffer.copy_(self._common[index] + since)
+
+
+def _exact(buffer: torch.Tensor) -> torch.Tensor:
+    """A flat copy in float64, complex numbers as pairs."""
+    values = buffer.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.to("cpu", torch.float64, copy=True).reshape(-1)
+
+
+def _counted(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().to("cpu", torch.int64, copy=True)

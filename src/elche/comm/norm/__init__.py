@@ -1,0 +1,1 @@
+"""Batch normalisation over all ranks."""

@@ -1,0 +1,109 @@
+"""What the SyncBatchNorm layers of a model share: a group, and a batch's weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import torch
+from typing_extensions import Self
+
+from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.shared_memory import Members
+from elche.errors import CommunicationError, ConfigError
+
+
+@final
+class NormScope:
+    """What the SyncBatchNorm layers of one model share.
+
+    A copy of a layer shares it (`copy.deepcopy`); a pickled one is in no group.
+
+    Args:
+        group: who normalises together; None for nobody.
+    """
+
+    def __init__(self, group: Members | None = None) -> None:
+        self._group = group
+        self._exchanges: dict[int, Exchange] = {}
+        self._sides: dict[int, int] = {}
+        self._loss_weight: float | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[NormScope], tuple[()]]:
+        return NormScope, ()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return 0 if self._group is None else self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that normalise together."""
+        return 1 if self._group is None else self._group.world_size
+
+    @property
+    def loss_weight(self) -> float | None:
+        """See :meth:`weigh`."""
+        return self._loss_weight
+
+    def weigh(self, loss_weight: float | None) -> None:
+        """Says how the losses of this rank's next batches weigh beside other ranks'.
+
+        Args:
+            loss_weight: the factor of this rank's loss in the sum that is minimised,
+                up to a factor common to all ranks: n_r / N where each loss is the mean
+                over n_r of N samples, 1 on every rank where each is a sum. 0: the batch
+                counts nowhere, in no statistic either. None (on all ranks or on none):
+                in proportion to the elements that each layer sees.
+
+        Raises:
+            ConfigError: the weight is negative or not finite.
+        """
+        if loss_weight is not None and not (
+            math.isfinite(loss_weight) and loss_weight >= 0
+        ):
+            raise ConfigError(
+                f"expected a loss weight of at least 0, or None, got {loss_weight!r}"
+            )
+        self._loss_weight = loss_weight
+
+    def sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of ``values`` over all ranks.
+
+        Args:
+            values: flat, float64, on the CPU.
+            what: for the error.
+
+        Raises:
+            CommunicationError: not everybody came in time.
+        """
+        assert self._group is not None
+        numel = values.numel()
+        exchange = self._exchanges.get(numel)
+        if exchange is None:
+            try:
+                exchange = self._open(self._group, numel)
+            except CommunicationError as error:
+                raise CommunicationError(f"{what}: {error}") from error
+            self._exchanges[numel] = exchange
+        side = self._sides[numel] = 1 - self._sides.get(numel, 1)
+        exchange.contribution(side).copy_(values)
+        exchange.begin(side)
+        return exchange.finish(what).to("cpu", copy=True)
+
+    @staticmethod
+    def _open(group: Members, numel: int) -> Exchange:
+        """Two sides, so that a rank that is ahead never writes what others read.
+
+        On the host, unless the group (NCCL's, say) names a device for small messages.
+        """
+        device = getattr(group, "control_device", torch.device("cpu"))
+        with torch.inference_mode(False):
+            exchange = open_exchange(group, numel, torch.float64, device, sides=2)
+            for side in range(exchange.sides):
+                exchange.result(side)
+        return exchange

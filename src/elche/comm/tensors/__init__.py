@@ -1,0 +1,1 @@
+"""Helpers for sets of tensors."""

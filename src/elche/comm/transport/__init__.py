@@ -1,0 +1,1 @@
+"""Process groups, shared memory and plain reductions."""

@@ -1,0 +1,319 @@
+"""elche's own process group: gloo on a chosen interface, never torch's default one.
+
+The rendezvous runs over the control channel, so no further port is opened for it, and
+gloo listens on loopback unless an address is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+
+from elche.comm.transport.exchange import wait_until
+from elche.errors import CommunicationError, DeadlineError
+from elche.torch_internals import gloo_options
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+class RendezvousChannel(Protocol):
+    """Where the ranks of a group tell each other their addresses.
+
+    A control channel to the coordinator is one.
+    """
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other ranks."""
+
+    def store_get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a value that a rank publishes; raises when none comes."""
+
+
+class DeviceSums(Protocol):
+    """Sums tensors on the ranks' devices; see `elche.comm.transport.device_group`."""
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """Begins a sum in place; what it returns is waited for."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class _ControlStore(dist.Store):
+    """A rendezvous store behind the control channel, for one generation."""
+
+    def __init__(
+        self, channel: RendezvousChannel, prefix: str, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._channel = channel
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._channel.store_set(self._prefix + key, raw)
+
+    def get(self, key: str) -> bytes:
+        return self._channel.store_get(self._prefix + key, self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+
+class _Alone:
+    """Torch's group object and the work it begins, for one rank: nothing travels."""
+
+    def allreduce(self, tensors: Sequence[torch.Tensor]) -> _Alone:
+        """The sum is there."""
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> _Alone:
+        """It is rank 0's."""
+        return self
+
+    def is_completed(self) -> bool:
+        """At once."""
+        return True
+
+    def wait(self) -> None:
+        """For nobody."""
+
+    def shutdown(self) -> None:
+        """Nothing was opened."""
+
+
+class Group:
+    """A process group of one generation.
+
+    Args:
+        process_group: torch's group object.
+        rank: this rank.
+        world_size: ranks in the group.
+        timeout_s: deadline of a collective.
+
+    Attributes:
+        devices: sums CUDA tensors without the host; None where nothing does.
+    """
+
+    def __init__(
+        self, process_group: Any, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._process_group = process_group
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self.on_failure: Callable[[str, Sequence[int]], Exception] = late_error
+        self.check: Callable[[], None] = _nothing
+        self.shares_host = False
+        self.devices: DeviceSums | None = None
+        self.host = host_name()
+        self._hosts: tuple[str, ...] | None = None
+        self._at_close: list[Callable[[], None]] = []
+
+    @staticmethod
+    def alone(timeout_s: float) -> Group:
+        """One rank: every call returns its input, without a thread or a socket."""
+        return Group(_Alone(), 0, 1, timeout_s)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of a collective."""
+        return self._timeout_s
+
+    @staticmethod
+    def form(
+        channel: RendezvousChannel,
+        rank: int,
+        world_size: int,
+        generation: int | str,
+        listen: str,
+        timeout_s: float,
+    ) -> Group:
+        """Forms the group with all ranks of a generation.
+
+        Args:
+            channel: to the coordinator, where ranks find each other's addresses.
+            rank: this rank.
+            world_size: ranks of the group.
+            generation: names the group; another one for each group of the run.
+            listen: address that gloo listens on.
+            timeout_s: deadline of forming it, and of a collective.
+
+        Raises:
+            CommunicationError: the ranks did not come together in time.
+        """
+        options = gloo_options(timedelta(seconds=timeout_s), listen)
+        store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
+        try:
+            made = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {rank}: the process group did not form: {error}"
+            ) from error
+        return Group(made, rank, world_size, timeout_s)
+
+    @property
+    def point_to_point(self) -> Any:
+        """Torch's group: its send and recv."""
+        return self._live
+
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the ranks' hosts; the first time with all ranks."""
+        if self._hosts is None:
+            self._hosts = tuple(gather_texts(self, self.host, "naming hosts"))
+        return self._hosts
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Any:
+        """Begins the sum of ``tensor`` over all ranks, in place; see :meth:`wait`."""
+        live = self._live
+        if self.devices is not None and tensor.is_cuda:
+            return self.devices.all_reduce_async(tensor)
+        return live.allreduce([tensor])
+
+    def wait(self, work: Any, what: str) -> None:
+        """Waits for a collective.
+
+        Raises:
+            CommunicationError: it failed; the error names the failed rank if known.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said = f"{what} failed on rank {self.rank}: {error}"
+            raise self.on_failure(said, ()) from error
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        """Waits for other ranks without a collective.
+
+        Args:
+            ready: what is waited for.
+            what: that, in words.
+            missing: ranks that have not come, where that can be seen.
+
+        Raises:
+            CommunicationError: the deadline passed; other errors say why the run ended.
+        """
+
+        def check() -> None:
+            try:
+                self.check()
+            except DeadlineError as error:  # who is late is seen here
+                late = missing() if missing is not None else ()
+                raise late_error(f"{error}; {what}", late) from error
+
+        def too_late() -> Exception | None:
+            late = missing() if missing is not None else ()
+            if missing is not None and not late:
+                return None
+            said = f"{what} did not end within {self._timeout_s:g} s"
+            return self.on_failure(f"{said} on rank {self.rank}", late)
+
+        wait_until(ready, check, too_late, self._timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """Sums ``tensor`` over all ranks, in place."""
+        self.wait(self.all_reduce_async(tensor), what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Copies rank 0's ``tensor`` to all ranks, in place."""
+        self.wait(self._live.broadcast(tensor, 0), what)
+
+    @property
+    def _live(self) -> Any:
+        if self._process_group is None:
+            raise CommunicationError(
+                f"the process group of {self.world_size} ranks has ended on rank "
+                f"{self.rank}; begin another run"
+            )
+        return self._process_group
+
+    def at_close(self, end: Callable[[], None]) -> None:
+        """Ends what uses the group beside the training thread, before the group."""
+        self._at_close.append(end)
+
+    def close(self) -> None:
+        """Ends the group. gloo aborts the interpreter's exit if it is left open."""
+        while self._at_close:
+            self._at_close.pop()()
+        devices, self.devices = self.devices, None
+        if devices is not None:
+            devices.close()
+        if self._process_group is not None:
+            self._process_group.shutdown()
+            self._process_group = None
+
+
+def late_error(text: str, missing: Sequence[int]) -> CommunicationError:
+    """The error of a wait that failed; ``missing`` are the ranks that did not come."""
+    if not missing:
+        return CommunicationError(text)
+    names = ", ".join(map(str, missing))
+    return DeadlineError(f"{text}; ranks that did not arrive: {names}")
+
+
+def host_name() -> str:
+    """Names the machine that this process runs on, the same in all its containers.
+
+    The environment's ``ELCHE_HOST`` stands for it if it is set: ranks of one name are
+    summed among themselves before anything travels to those of another.
+    """
+    if named := os.environ.get("ELCHE_HOST"):
+        return named
+    with contextlib.suppress(OSError):
+        return Path(_BOOT_ID).read_text().strip()
+    return platform.node()
+
+
+def _nothing() -> None:
+    """Nobody can end the run from outside."""
+
+
+def broadcast_tensors(group: Group, tensors: list[torch.Tensor], what: str) -> float:
+    """Copies rank 0's values into ``tensors`` on every rank; returns seconds."""
+    started_s = time.monotonic()
+    with torch.no_grad():
+        for tensor in tensors:
+            host = tensor.detach().to("cpu").contiguous()
+            group.broadcast(host, what)
+            tensor.copy_(host)
+    return time.monotonic() - started_s
+
+
+def gather_texts(group: Group, text: str, what: str) -> list[str]:
+    """Every rank's text, in the order of ranks."""
+    raw = text.encode()
+    lengths = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
+    lengths[group.rank] = len(raw)
+    group.all_reduce(lengths, what)
+    sizes: list[int] = lengths.tolist()
+    rows = torch.zeros(
+        group.world_size, max(sizes) + 1, dtype=torch.uint8, device="cpu"
+    )
+    if raw:
+        rows[group.rank, : len(raw)] = torch.frombuffer(
+            bytearray(raw), dtype=torch.uint8
+        )
+    group.all_reduce(rows, what)
+    return [
+        bytes(row[:size].tolist()).decode()
+        for row, size in zip(rows, sizes, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Accounts of batches, samples and metrics."""

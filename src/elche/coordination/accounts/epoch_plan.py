@@ -1,0 +1,154 @@
+"""Plans of an epoch: recorded as it runs, made from settings alone, or replayed.
+
+A window's plan says which batches each rank trains on in it, after how many batches of
+it the result of the window before is adopted, and how it is reduced. Under a plan
+nothing depends on time, so two runs on the same devices give the same bits. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range
+from elche.errors import ConfigError
+
+PLAN_VERSION = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class WindowPlan:
+    """One window; lists have an entry per rank.
+
+    Attributes:
+        parts: batches, as ranges in the order of training.
+        adopt_at: batches of this window before which the last result is adopted.
+        committed_samples: what a scheduler follows, as `OpenWindow` has it.
+        planned_samples: likewise.
+        planned_batches: likewise, per rank.
+        reduction: settings of its `Reduce`; None for what the planner decides.
+    """
+
+    parts: list[list[Range]]
+    adopt_at: list[int]
+    committed_samples: int = 0
+    planned_samples: int = 0
+    planned_batches: list[int] = field(default_factory=list)
+    reduction: dict[str, Any] | None = None
+
+    def batches(self, rank: int) -> int:
+        """Batches of a rank."""
+        return sum(stop - start for start, stop in self.parts[rank])
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochPlan:
+    """What an epoch did: its windows, or under ``sync`` its grants and shares."""
+
+    policy: str
+    world_size: int
+    sizes: list[tuple[int, int]]
+    windows: list[WindowPlan] = field(default_factory=list)
+    steps: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    def to_text(self) -> str:
+        """The plan as JSON."""
+        return json.dumps({"version": PLAN_VERSION, **asdict(self)})
+
+    @staticmethod
+    def from_text(
+        text: str, policy: str, world_size: int, sizes: BatchSizes
+    ) -> EpochPlan:
+        """Reads a plan.
+
+        Raises:
+            ConfigError: it is no plan, or one of another run.
+        """
+        try:
+            raw = json.loads(text)
+            version = raw.pop("version")
+            windows = [WindowPlan(**window) for window in raw.pop("windows")]
+            plan = EpochPlan(windows=windows, **raw)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"this is no recorded plan: {error!r}") from error
+        found = (version, plan.policy, plan.world_size)
+        if found != (PLAN_VERSION, policy, world_size):
+            raise ConfigError(
+                f"the recorded plan is of version {found[0]}, policy {found[1]!r} and "
+                f"{found[2]} ranks, this run has version {PLAN_VERSION}, policy "
+                f"{policy!r} and {world_size} ranks"
+            )
+        plan.sizes = [(size, count) for size, count in plan.sizes]
+        if plan.sizes != list(sizes.runs):
+            raise ConfigError(
+                "the record is of an epoch with batches of (size, count) "
+                f"{plan.sizes}, this one has {list(sizes.runs)}; replay needs the same "
+                "dataset length, batch_size and drop_last"
+            )
+        for window in plan.windows:
+            window.parts = [[(a, b) for a, b in part] for part in window.parts]
+        plan.steps = [(a, b, list(shares)) for a, b, shares in plan.steps]
+        return plan
+
+
+class WindowSource(ABC):
+    """Where planned windows come from."""
+
+    @abstractmethod
+    def window(self, number: int) -> WindowPlan | None:
+        """The plan of the epoch's window ``number`` (from 0); None past its end."""
+
+
+@final
+class RecordedWindows(WindowSource):
+    """Windows of a recorded epoch."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._windows = plan.windows
+
+    def window(self, number: int) -> WindowPlan | None:
+        """See :meth:`WindowSource.window`."""
+        return self._windows[number] if number < len(self._windows) else None
+
+
+@final
+class FixedWindows(WindowSource):
+    """Windows of fixed counts: what ``deterministic=True`` runs.
+
+    Args:
+        sizes: the epoch's batches.
+        counts: batches per rank and window.
+        committed_samples: of the run before this epoch.
+    """
+
+    def __init__(
+        self, sizes: BatchSizes, counts: Sequence[int], committed_samples: int
+    ) -> None:
+        self._sizes = sizes
+        self._counts = list(counts)
+        self._committed_samples = committed_samples
+
+    def window(self, number: int) -> WindowPlan | None:
+        """See :meth:`WindowSource.window`."""
+        total, end = sum(self._counts), self._sizes.num_batches
+        first = number * total
+        if first >= end:
+            return None
+        parts: list[list[Range]] = []
+        at = first
+        for count in self._counts:
+            stop = min(end, at + count)
+            parts.append([(at, stop)] if stop > at else [])
+            at = stop
+        counts = [sum(b - a for a, b in part) for part in parts]
+        return WindowPlan(
+            parts=parts,
+            adopt_at=[min(1, count) for count in counts],
+            committed_samples=self._committed_samples
+            + self._sizes.samples_in(0, first),
+            planned_samples=self._sizes.samples_in(first, at),
+            planned_batches=counts,
+        )

@@ -1,0 +1,370 @@
+"""Which batch of an epoch is where: pooled, leased, trained, staged, committed.
+
+A batch is a range of *positions* of the epoch's permutation; the ledger keeps the
+account in batches, in which leases are granted, and counts samples by their sizes.
+Every batch is in exactly one place at any time (:meth:`EpochLedger.check`), and it
+leaves the pool for good exactly once. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elche.coordination.accounts.batch_ranges import (
+    BatchSizes,
+    Range,
+    append_range,
+    count_batches,
+)
+from elche.errors import ProtocolError, TransitionError
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one holder has: batches leased, trained, and offered to a window."""
+
+    leased: deque[Range] = field(default_factory=deque)
+    trained: list[Range] = field(default_factory=list)
+    closed: list[Range] = field(default_factory=list)
+    staged: list[Range] = field(default_factory=list)
+    leased_count: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.leased or self.trained or self.closed or self.staged)
+
+
+class EpochLedger:
+    """The account of one epoch.
+
+    A batch goes from the pool to a *lease*, is *trained*, *closed* with its window,
+    *staged* while that is reduced, and *committed*; or *discarded*, where its window
+    closes with an update that is not finite. Whatever a lost holder had short of that
+    returns to the pool. Granting, training and counting cost the same however many
+    holders there are.
+
+    Args:
+        sizes: the epoch's batch sizes.
+        holders: who may hold leases: ranks, or one common holder under ``sync``.
+    """
+
+    def __init__(self, sizes: BatchSizes, holders: Iterable[int]) -> None:
+        self.sizes = sizes
+        self._pool: deque[Range] = deque()
+        if sizes.num_batches:
+            self._pool.append((0, sizes.num_batches))
+        self._pooled = sizes.num_batches
+        self._leased = 0
+        self._holdings = {holder: _Holding() for holder in holders}
+        self._committed: list[Range] = []
+        self._committed_samples = 0
+        self._left_out: list[Range] = []
+        self._gone: set[int] = set()
+
+    @property
+    def pooled(self) -> int:
+        """Batches that nobody holds."""
+        return self._pooled
+
+    @property
+    def total_leased(self) -> int:
+        """Batches leased to anybody and not yet trained on."""
+        return self._leased
+
+    @property
+    def committed_samples(self) -> int:
+        """Samples whose contribution is in the model that all ranks hold."""
+        return self._committed_samples
+
+    @property
+    def staged_samples(self) -> int:
+        """Samples in the reduction under way."""
+        return sum(
+            self._samples_in(holding.staged) for holding in self._holdings.values()
+        )
+
+    @property
+    def used_samples(self) -> int:
+        """Samples that were trained on, and are committed or wait for it."""
+        return self._committed_samples + sum(
+            self._samples_in([*holding.trained, *holding.closed, *holding.staged])
+            for holding in self._holdings.values()
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """True when nothing is pooled, leased or waiting for a commit."""
+        empty = all(holding.is_empty for holding in self._holdings.values())
+        return not self._pool and empty
+
+    def leased(self, holder: int) -> int:
+        """Batches leased to a holder and not yet trained on."""
+        return self._holdings[holder].leased_count
+
+    def trained(self, holder: int) -> int:
+        """Batches that a holder has trained on since it last closed a window."""
+        return count_batches(self._holdings[holder].trained)
+
+    def parts(self, holder: int) -> tuple[Range, ...]:
+        """What a holder has closed and not staged."""
+        return tuple(self._holdings[holder].closed)
+
+    def add(self, holder: int) -> None:
+        """Lets a new rank hold leases."""
+        self._holdings.setdefault(holder, _Holding())
+
+    def lease(self, holder: int, most: int, *, equal_sizes: bool = False) -> Range:
+        """Moves up to ``most`` consecutive batches from the pool to a holder.
+
+        Args:
+            holder: who gets them.
+            most: at most so many batches (at least 1).
+            equal_sizes: end the lease where the batch size changes.
+
+        Raises:
+            TransitionError: the pool is empty.
+        """
+        if not self._pool or most < 1:
+            raise TransitionError(f"nothing to lease to {holder} (asked for {most})")
+        start, stop = self._pool.popleft()
+        end = min(stop, start + most)
+        if equal_sizes:
+            end = min(end, self.sizes.run_of(start)[1])
+        if end < stop:
+            self._pool.appendleft((end, stop))
+        self._granted(holder, (start, end))
+        return start, end
+
+    def lease_range(self, holder: int, start: int, stop: int) -> None:
+        """Moves the batches ``start <= batch < stop`` from the pool to a holder.
+
+        Raises:
+            TransitionError: they are not all in the pool.
+        """
+        self._take(start, stop)
+        self._granted(holder, (start, stop))
+
+    def pooled_ranges(self) -> tuple[Range, ...]:
+        """What nobody holds."""
+        return tuple(self._pool)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is settled after the last commit, as values that JSON keeps exactly.
+
+        Whatever is leased, trained, closed or staged counts as not done: a run that
+        is resumed from here trains on it again, on the model of the last commit.
+        """
+        return {
+            "sizes": [list(run) for run in self.sizes.runs],
+            "committed": [list(part) for part in self._committed],
+            "left_out": [list(part) for part in self._left_out],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a ledger was; holders may be others.
+
+        Args:
+            state: what :meth:`state_dict` returned, through JSON or not.
+
+        Raises:
+            TransitionError: this ledger has begun, or the batches are others.
+        """
+        runs = tuple((int(samples), int(count)) for samples, count in state["sizes"])
+        if runs != self.sizes.runs:
+            raise TransitionError(
+                f"expected an epoch of batches {self.sizes.runs}, but the state is of "
+                f"{runs}; resume with the data and batch size of that run"
+            )
+        if self.pooled != self.sizes.num_batches:
+            raise TransitionError(
+                "a ledger goes on from a state before its first lease"
+            )
+        for start, stop in state["committed"]:
+            self._settle(int(start), int(stop))
+        for start, stop in state["left_out"]:
+            self._take(int(start), int(stop))
+            self._pooled -= int(stop) - int(start)
+            self._left_out.append((int(start), int(stop)))
+
+    def skip(self, batches: int) -> None:
+        """The first batches have been committed under another account."""
+        if batches:
+            self._settle(0, batches)
+
+    def _settle(self, start: int, stop: int) -> None:
+        """Pooled batches have been committed before."""
+        self._take(start, stop)
+        self._pooled -= stop - start
+        self._committed.append((start, stop))
+        self._committed_samples += self.sizes.samples_in(start, stop)
+
+    def _take(self, start: int, stop: int) -> None:
+        """Takes batches out of the middle of the pool; counts stay as they were."""
+        for at, (begin, end) in enumerate(self._pool):
+            if begin <= start < stop <= end:
+                rest = [(begin, start), (stop, end)]
+                del self._pool[at]
+                for part in reversed([part for part in rest if part[0] < part[1]]):
+                    self._pool.insert(at, part)
+                return
+        raise TransitionError(
+            f"batches {start}..{stop - 1} are planned, but not in the pool"
+        )
+
+    def _granted(self, holder: int, part: Range) -> None:
+        count = part[1] - part[0]
+        holding = self._holdings[holder]
+        append_range(holding.leased, part)
+        holding.leased_count += count
+        self._pooled -= count
+        self._leased += count
+
+    def train(self, holder: int, start: int, stop: int) -> None:
+        """Moves the next leased batches of a holder to trained.
+
+        Raises:
+            ProtocolError: they are not the next ones that it was given.
+        """
+        holding = self._holdings.get(holder)
+        leases = holding.leased if holding is not None else deque()
+        if not leases or leases[0][0] != start or not start < stop <= leases[0][1]:
+            raise ProtocolError(
+                f"{holder} claims batches {start}..{stop - 1}, but its next leases "
+                f"are {list(leases)[:4]}"
+            )
+        assert holding is not None
+        _, end = leases.popleft()
+        if stop < end:
+            leases.appendleft((stop, end))
+        holding.leased_count -= stop - start
+        self._leased -= stop - start
+        append_range(holding.trained, (start, stop))
+
+    def close(self, holder: int) -> None:
+        """What a holder has trained on belongs to the window that it ends now."""
+        holding = self._holdings[holder]
+        holding.closed.extend(holding.trained)
+        holding.trained.clear()
+
+    def stage(self) -> int:
+        """Puts everything closed into the reduction that begins; returns its samples.
+
+        Raises:
+            TransitionError: the last reduction has not been committed.
+        """
+        if any(holding.staged for holding in self._holdings.values()):
+            raise TransitionError("a reduction begins before the last was committed")
+        for holding in self._holdings.values():
+            holding.staged, holding.closed = holding.closed, holding.staged
+        return self.staged_samples
+
+    def commit(self) -> int:
+        """Moves what was staged to committed; returns its samples."""
+        samples = self.staged_samples
+        self._committed_samples += samples
+        parts = self._committed
+        for holding in self._holdings.values():
+            parts.extend(holding.staged)
+            holding.staged.clear()
+        self._committed = []
+        for part in sorted(parts):
+            append_range(self._committed, part)
+        for holder in self._gone:
+            del self._holdings[holder]
+        self._gone.clear()
+        return samples
+
+    def unstage_gone(self) -> dict[int, int]:
+        """A reduction is redone without those who are gone: their part is pooled.
+
+        What others have closed meanwhile waits for the next one.
+
+        Returns:
+            The samples that are pooled again, by who had them.
+        """
+        samples: dict[int, int] = {}
+        for holder in self._gone:
+            parts = self._holdings.pop(holder).staged
+            samples[holder] = self._samples_in(parts)
+            self._return(parts)
+        self._gone.clear()
+        return samples
+
+    def give_back(self, holder: int) -> int:
+        """Returns leases not trained on to the pool; returns how many batches."""
+        holding = self._holdings[holder]
+        count = holding.leased_count
+        self._return(list(holding.leased))
+        holding.leased.clear()
+        holding.leased_count = 0
+        self._leased -= count
+        return count
+
+    def discard(self, holder: int) -> tuple[Range, ...]:
+        """What a holder has closed is done, and in no model; returns its batches."""
+        holding = self._holdings[holder]
+        gone, holding.closed = tuple(holding.closed), []
+        self._left_out.extend(gone)
+        return gone
+
+    def remove(self, holder: int) -> None:
+        """A holder is gone: what it had returns to the pool.
+
+        But for its part of a reduction under way, which is decided by :meth:`commit`
+        or :meth:`unstage_gone`.
+        """
+        self.give_back(holder)
+        holding = self._holdings[holder]
+        self._return([*holding.trained, *holding.closed])
+        holding.trained, holding.closed = [], []
+        if holding.is_empty:
+            del self._holdings[holder]
+        else:
+            self._gone.add(holder)
+
+    def abandon(self) -> int:
+        """Takes what is pooled out of the epoch (the loop ended early)."""
+        count = self._pooled
+        self._left_out.extend(self._pool)
+        self._pool.clear()
+        self._pooled = 0
+        return count
+
+    def check(self) -> None:
+        """Asserts that every batch is in exactly one place, and the counts."""
+        places = [*self._pool, *self._committed, *self._left_out]
+        leased = 0
+        for holding in self._holdings.values():
+            assert count_batches(holding.leased) == holding.leased_count
+            leased += holding.leased_count
+            for part in (
+                holding.leased,
+                holding.trained,
+                holding.closed,
+                holding.staged,
+            ):
+                places.extend(part)
+        assert leased == self._leased, (leased, self._leased)
+        assert count_batches(self._pool) == self._pooled
+        at = 0
+        for start, stop in sorted(places):
+            assert start == at, f"batch {at}: expected once, in {sorted(places)}"
+            assert stop > start, f"an empty range in {sorted(places)}"
+            at = stop
+        assert at == self.sizes.num_batches, (
+            f"batches {at}..{self.sizes.num_batches - 1} are nowhere"
+        )
+
+    def _samples_in(self, parts: Iterable[Range]) -> int:
+        return sum(self.sizes.samples_in(*part) for part in parts)
+
+    def _return(self, parts: Sequence[Range]) -> None:
+        """Puts batches back into the pool, in order, ranges that touch joined."""
+        pooled = sorted([*parts, *self._pool])
+        self._pool.clear()
+        for part in pooled:
+            append_range(self._pool, part)
+        self._pooled += count_batches(parts)

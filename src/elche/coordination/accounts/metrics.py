@@ -1,0 +1,425 @@
+"""What an epoch and its windows brought: sums over what the ranks report.
+
+`MetricsBook` takes reports in any order and at any world size, one addition per number,
+and closes them into plain comparable values. Scalars that users log arrive as weighted
+sums; their means do not depend on the order in which ranks report. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from elche.coordination.accounts.exact_mean import WeightedMean
+from elche.coordination.protocol.messages import Scalars
+from elche.errors import ProtocolError
+
+WINDOWS_KEPT = EPOCHS_KEPT = 1000
+"""How far a reader may fall behind before the oldest metrics are forgotten."""
+
+Kind = TypeVar("Kind", bound="Metrics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Part of what one rank did in a window; parts are added up.
+
+    Attributes:
+        rank: who.
+        samples: trained on; negative where earlier ones turned out to be discarded.
+        discarded_samples: trained on for nothing; see `Metrics`.
+        busy_s: delivered time: waiting for data, transfer and compute.
+        data_wait_s: of it, waiting for data.
+        transfer_s: of it, moving batches to the device.
+        sync_wait_s: in synchronisations: waiting for other ranks and reducing.
+        late_batches: run in the next window before it held the average.
+        divergence: distance from the consensus over its norm, None if not measured.
+        parameter_norm: L2 norm of the consensus, None if not measured.
+        scalars: (name, weighted sum, weight) of what the user logged. An entry whose
+            weighted sum is not finite stands for as many values that were left out as
+            its weight says.
+    """
+
+    rank: int
+    samples: int = 0
+    discarded_samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    sync_wait_s: float = 0.0
+    late_batches: int = 0
+    divergence: float | None = None
+    parameter_norm: float | None = None
+    scalars: Scalars = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What the ranks did over some time; tuples of numbers have one per rank.
+
+    In a run of many ranks only the first one is told of each; the others are told
+    `totals`.
+
+    Attributes:
+        epoch: counted from 0.
+        synchronisations: how many ended in it.
+        duration_s: wall time.
+        rank_samples: samples of each rank whose contribution is in the model.
+        discarded_samples: samples that each rank trained on beside them, and whose
+            contribution is in no model: it was not finite, or its rank was lost before
+            it was reduced. These, but not those, were trained on again, and count
+            there as well.
+        busy_s: delivered time (data wait, transfer and compute).
+        data_wait_s: of it, waiting for data.
+        transfer_s: of it, moving batches to the device.
+        sync_wait_s: in synchronisations.
+        late_batches: overlapped, those that each rank ran in the next window before it
+            held the average; their sum if there were several synchronisations.
+        divergence: distance from the consensus over its norm, the largest if there were
+            several; infinite where a rank's parameters were not finite; empty unless
+            every rank has said it.
+        parameter_norm: L2 norm of the consensus, None if it was not measured.
+        means: (name, weighted mean) of what users logged, in the order of names, on
+            samples that were discarded too. Where a GradScaler steps the optimizer,
+            ``grad_scaler_skips`` is the part of its steps that it skipped; their
+            samples count as done.
+        left_out: (name, count) of logged values that were not finite and are in no
+            mean.
+    """
+
+    epoch: int
+    synchronisations: int
+    duration_s: float
+    rank_samples: tuple[int, ...]
+    discarded_samples: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    sync_wait_s: tuple[float, ...]
+    late_batches: tuple[int, ...] = ()
+    divergence: tuple[float, ...] = ()
+    parameter_norm: float | None = None
+    means: tuple[tuple[str, float], ...] = ()
+    left_out: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks, those whose contribution is in the model."""
+        return sum(self.rank_samples)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the whole run, by wall time; 0 where no time has passed."""
+        return self.samples / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def rank_samples_per_s(self) -> tuple[float, ...]:
+        """What each rank delivered while it was not in a synchronisation.
+
+        With what was discarded, which took its time as well.
+        """
+        work = zip(self.rank_samples, self.discarded_samples, self.busy_s, strict=True)
+        return tuple(
+            (samples + discarded) / busy_s if busy_s > 0 else 0.0
+            for samples, discarded, busy_s in work
+        )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each rank's part of the samples; zeros where nobody had any."""
+        total = self.samples or 1
+        return tuple(samples / total for samples in self.rank_samples)
+
+    @property
+    def compute_s(self) -> tuple[float, ...]:
+        """Delivered time without data wait and transfer."""
+        parts = zip(self.busy_s, self.data_wait_s, self.transfer_s, strict=True)
+        return tuple(max(0.0, busy - data - transfer) for busy, data, transfer in parts)
+
+    def totals(self: Kind) -> Kind:
+        """The same with one number for all ranks together, in place of one per rank.
+
+        Sums, and the largest divergence: `samples` and `samples_per_s` stay what they
+        were, `rank_samples_per_s` is the mean rank's.
+        """
+        return replace(
+            self,
+            rank_samples=(sum(self.rank_samples),),
+            discarded_samples=(sum(self.discarded_samples),),
+            busy_s=(math.fsum(self.busy_s),),
+            data_wait_s=(math.fsum(self.data_wait_s),),
+            transfer_s=(math.fsum(self.transfer_s),),
+            sync_wait_s=(math.fsum(self.sync_wait_s),),
+            late_batches=(sum(self.late_batches),),
+            divergence=(max(self.divergence),) if self.divergence else (),
+        )
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Weighted mean of each logged scalar, by name."""
+        return dict(self.means)
+
+    @property
+    def non_finite(self) -> dict[str, int]:
+        """How many values of a scalar were not finite and left out, by name."""
+        return dict(self.left_out)
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields alone, without what follows from them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def to_json(self) -> str:
+        """The fields as text for a message; `from_json` gives an equal value."""
+        return json.dumps(self.as_fields())
+
+    @classmethod
+    def from_json(cls: type[Kind], text: str) -> Kind:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ProtocolError: it is not that.
+        """
+        try:
+            return cls(**{k: _tuples(value) for k, value in json.loads(text).items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ProtocolError(
+                f"expected {cls.__name__} as JSON, got {text[:80]!r}: {error}"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; an infinite divergence or norm is None there."""
+        plain: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self.as_fields().items()
+            if name not in ("means", "left_out")
+        }
+        plain |= {
+            "samples": self.samples,
+            "samples_per_s": self.samples_per_s,
+            "rank_samples_per_s": list(self.rank_samples_per_s),
+            "shares": list(self.shares),
+            "compute_s": list(self.compute_s),
+            "scalars": self.scalars,
+            "non_finite": self.non_finite,
+            "divergence": [_finite_or_none(each) for each in self.divergence],
+        }
+        if self.parameter_norm is not None:
+            plain["parameter_norm"] = _finite_or_none(self.parameter_norm)
+        return plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowMetrics(Metrics):
+    """What a window brought; see `Metrics` for the other attributes.
+
+    Under ``sync``, where every step is a synchronisation, it covers the steps that the
+    ranks reported together.
+
+    Attributes:
+        window: its number; under ``sync`` that of the last step in the epoch.
+    """
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochMetrics(Metrics):
+    """What an epoch brought; see `Metrics` for the attributes."""
+
+
+class MetricsBook:
+    """Adds up what ranks report, per window and per epoch.
+
+    Windows may overlap: a rank that is already in the next one reports for that.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._epoch = -1
+        self._began_s = self._closed_s = 0.0
+        self._open: dict[int, _Account] = {}
+        self._total = _Account(world_size)
+
+    def grow(self, world_size: int) -> None:
+        """Makes room for ranks that have joined."""
+        self._world_size = max(self._world_size, world_size)
+        for account in (self._total, *self._open.values()):
+            account.grow(self._world_size)
+
+    @property
+    def samples(self) -> int:
+        """Of the epoch so far, without what was discarded."""
+        accounts = (self._total, *self._open.values())
+        return sum(sum(account.samples) for account in accounts)
+
+    def begin_epoch(self, epoch: int, now_s: float) -> None:
+        """Forgets the last epoch and begins this one."""
+        self._epoch = epoch
+        self._began_s = self._closed_s = now_s
+        self._open.clear()
+        self._total = _Account(self._world_size)
+
+    def add(self, window: int, report: RankReport) -> None:
+        """Adds a rank's report; it costs as much as it has scalars.
+
+        A report for a window that is closed counts in the next one.
+
+        Raises:
+            ProtocolError: there is no such rank.
+        """
+        if not 0 <= report.rank < self._world_size:
+            raise ProtocolError(
+                f"expected a report of a rank below {self._world_size}, got one of "
+                f"rank {report.rank}"
+            )
+        account = self._open.get(window)
+        if account is None:
+            account = self._open[window] = _Account(self._world_size)
+        account.add(report)
+
+    def close_window(
+        self, window: int, now_s: float, synchronisations: int = 1
+    ) -> WindowMetrics:
+        """Ends a window; its time runs from the end of the last one.
+
+        Args:
+            window: its number; earlier ones that are still open count with it.
+            now_s: the time.
+            synchronisations: how many it covers.
+        """
+        first, *others = sorted(n for n in self._open if n <= window) or [window]
+        account = self._open.pop(first, None) or _Account(self._world_size)
+        for number in others:
+            account.merge(self._open.pop(number))
+        account.synchronisations = synchronisations
+        self._total.merge(account)
+        duration_s = max(0.0, now_s - self._closed_s)
+        self._closed_s = now_s
+        return WindowMetrics(
+            window=window,
+            epoch=self._epoch,
+            duration_s=duration_s,
+            **account.as_fields(),
+        )
+
+    def end_epoch(self, now_s: float) -> EpochMetrics:
+        """Ends the epoch; what came after its last window counts in it."""
+        for number in sorted(self._open):
+            self._total.merge(self._open.pop(number))
+        return EpochMetrics(
+            epoch=self._epoch,
+            duration_s=max(0.0, now_s - self._began_s),
+            **self._total.as_fields(),
+        )
+
+
+class _Account:
+    """What was reported of one window, or of an epoch."""
+
+    def __init__(self, world_size: int) -> None:
+        self.samples = [0] * world_size
+        self.discarded = [0] * world_size
+        self.late = [0] * world_size
+        self.times_s = [[0.0] * world_size for _ in range(4)]
+        self.divergence: dict[int, float] = {}
+        self.norm: tuple[int, float] | None = None
+        self.means: dict[str, WeightedMean] = {}
+        self.synchronisations = 0
+
+    def add(self, report: RankReport) -> None:
+        """Adds one report."""
+        rank = report.rank
+        self.samples[rank] += report.samples
+        self.discarded[rank] += report.discarded_samples
+        self.late[rank] += report.late_batches
+        busy_s, data_wait_s, transfer_s, sync_wait_s = self.times_s
+        busy_s[rank] += report.busy_s
+        data_wait_s[rank] += report.data_wait_s
+        transfer_s[rank] += report.transfer_s
+        sync_wait_s[rank] += report.sync_wait_s
+        if report.divergence is not None:
+            self._diverged(rank, report.divergence)
+        norm = report.parameter_norm
+        if norm is not None and (self.norm is None or rank <= self.norm[0]):
+            self.norm = (rank, _no_nan(norm))
+        for name, weighted_sum, weight in report.scalars:
+            self._mean(name).add(weighted_sum, weight)
+
+    def merge(self, later: _Account) -> None:
+        """Adds the account of a later time."""
+        for rank, samples in enumerate(later.samples):
+            self.samples[rank] += samples
+            self.discarded[rank] += later.discarded[rank]
+            self.late[rank] += later.late[rank]
+        for mine_s, theirs_s in zip(self.times_s, later.times_s, strict=True):
+            for rank, time_s in enumerate(theirs_s):
+                mine_s[rank] += time_s
+        for rank, divergence in later.divergence.items():
+            self._diverged(rank, divergence)
+        self.norm = later.norm or self.norm
+        for name, mean in later.means.items():
+            self._mean(name).merge(mean)
+        self.synchronisations += later.synchronisations
+
+    def grow(self, world_size: int) -> None:
+        """Makes room for ranks that have joined."""
+        more = world_size - len(self.samples)
+        self.samples += [0] * more
+        self.discarded += [0] * more
+        self.late += [0] * more
+        for times_s in self.times_s:
+            times_s += [0.0] * more
+
+    def as_fields(self) -> dict[str, Any]:
+        """What `Metrics` is made of, except time and place."""
+        busy_s, data_wait_s, transfer_s, sync_wait_s = map(tuple, self.times_s)
+        names = sorted(self.means)
+        values = [(name, self.means[name].value) for name in names]
+        counts = [(name, self.means[name].left_out) for name in names]
+        every = len(self.divergence) == len(self.samples)
+        return {
+            "synchronisations": self.synchronisations,
+            "rank_samples": tuple(self.samples),
+            "discarded_samples": tuple(self.discarded),
+            "busy_s": busy_s,
+            "data_wait_s": data_wait_s,
+            "transfer_s": transfer_s,
+            "sync_wait_s": sync_wait_s,
+            "late_batches": tuple(self.late),
+            "divergence": tuple(
+                self.divergence[rank] for rank in range(len(self.samples) * every)
+            ),
+            "parameter_norm": None if self.norm is None else self.norm[1],
+            "means": tuple((name, mean) for name, mean in values if mean is not None),
+            "left_out": tuple((name, count) for name, count in counts if count),
+        }
+
+    def _diverged(self, rank: int, divergence: float) -> None:
+        self.divergence[rank] = max(
+            _no_nan(divergence), self.divergence.get(rank, -math.inf)
+        )
+
+    def _mean(self, name: str) -> WeightedMean:
+        mean = self.means.get(name)
+        if mean is None:
+            mean = self.means[name] = WeightedMean()
+        return mean
+
+
+def _no_nan(value: float) -> float:
+    """What is not a number counts as infinite, so that values can be compared."""
+    return math.inf if math.isnan(value) else value
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,78 @@
+"""``auto``: ranks that are left out are timed again now and then.
+
+Under windows of averaged parameters by a batch of their own, one rank after the other;
+where the fastest device trains alone in place of ``sync``, by some steps of all ranks
+when an epoch begins. Either takes at most a hundredth of the time. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import Cluster, predict
+from elche.coordination.auto.auto_gauge import Gauge
+from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.windows.window_policy import WindowPolicy
+
+TRIAL_COST = 0.01
+"""Part of the time that timing left out ranks again may take."""
+TRIAL_GRANTS = 4
+"""Grants of steps after which it is decided whether ``sync`` stays this time."""
+
+
+@final
+class Trials:
+    """When such a trial is due, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self._last_s = 0.0
+        self._next = 0
+
+    def begin(self, now_s: float) -> None:
+        """Other ranks are left out from now on."""
+        self._last_s, self._next = now_s, 0
+
+    def try_out(
+        self,
+        windows: WindowPolicy,
+        running: Choice,
+        gauge: Gauge,
+        batch_size: int,
+        now_s: float,
+    ) -> list[Instruction]:
+        """Leases a batch to the rank whose turn it is, if that is due.
+
+        Args:
+            windows: what runs.
+            running: what they carry out.
+            gauge: knows what a batch takes on each rank.
+            batch_size: samples of a batch.
+            now_s: the time.
+        """
+        if not running.left_out:
+            return []
+        rank = running.left_out[self._next % len(running.left_out)]
+        batch_s = gauge.batch_s(rank, batch_size)
+        # Others may wait for it, and its drift weighs in the mean of one window.
+        if not self._may_take(batch_s + running.prediction.window_s, now_s):
+            return []
+        leased = windows.try_out(rank, batch_s)
+        if leased:
+            self._last_s = now_s
+            self._next += 1
+        return leased
+
+    def are_steps_due(self, cluster: Cluster, ahead_steps: int, now_s: float) -> bool:
+        """Whether steps of all ranks would cost little of the time without them.
+
+        Args:
+            cluster: what was measured.
+            ahead_steps: that are granted before any is measured.
+            now_s: the time.
+        """
+        step_s = predict("sync", cluster).window_s
+        return self._may_take((TRIAL_GRANTS + 2 * ahead_steps) * step_s, now_s)
+
+    def _may_take(self, cost_s: float, now_s: float) -> bool:
+        return (now_s - self._last_s) * TRIAL_COST >= cost_s

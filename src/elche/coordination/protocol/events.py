@@ -1,0 +1,240 @@
+"""What the coordinator is told: by workers and by its shell. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elche.coordination.protocol.messages import OwnPart, Runs, Scalars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A rank presents itself and what it holds; compared between ranks.
+
+    ``settings`` are (name, value) pairs that must agree, ``tensors`` are (name,
+    shape, dtype) of parameters and buffers. ``horizon_batches`` is how many batches
+    the rank's loader draws ahead of the one in hand.
+    """
+
+    rank: int
+    version: int
+    world_size: int
+    settings: tuple[tuple[str, str], ...]
+    tensors: tuple[tuple[str, str, str], ...]
+    device: str
+    horizon_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOpened:
+    """A rank asks for the epoch; rank 0 says its batch sizes, and the plan to replay.
+
+    ``probe_s`` is what one reduction of the model takes (0.0 where nobody asks).
+    ``layout`` names what is trained now and whether that has changed since the last
+    epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
+    round differently): both must agree. ``rates`` names what the optimizer steps with
+    (learning rate and so on, but not a rate that follows the run's progress).
+    """
+
+    rank: int
+    epoch: int
+    sizes: Runs | None = None
+    layout: str = ""
+    checksum: str = ""
+    plan: str = ""
+    probe_s: float = 0.0
+    rates: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsDone:
+    """``sync``: a rank has run the steps ``start <= step < stop`` of its grant.
+
+    ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``); of
+    it, ``data_wait_s`` waiting for data and ``transfer_s`` moving them to the device.
+    ``parameter_norm`` is said once per epoch, by the first rank, and 0.0 otherwise.
+    ``warm`` is False when the steps held a first batch, which is not timed.
+    ``backward_passes`` of the run so far were reduced: as many on every rank.
+    ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
+    was met). ``is_finite`` says whether the parameters are numbers, as far as was
+    looked; ``broken`` is the part since which this rank's own gradients are none.
+    """
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+    samples: int
+    busy_s: float
+    data_wait_s: float
+    sync_wait_s: float
+    warm: bool
+    backward_passes: int
+    transfer_s: float = 0.0
+    parameter_norm: float = 0.0
+    max_samples: int = 0
+    scalars: Scalars = ()
+    is_finite: bool = True
+    broken: OwnPart = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchesDone:
+    """Windows: a rank has trained on the batches ``start <= batch < stop`` of a lease.
+
+    ``busy_s`` is delivered time; of it, ``data_wait_s`` waiting for data and
+    ``transfer_s`` moving them to the device. Of the batches ``timed`` took ``timed_s``:
+    a first one of its kind (compilation) is not timed.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    start: int
+    stop: int
+    samples: int
+    busy_s: float
+    data_wait_s: float
+    timed: int
+    timed_s: float
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowClosed:
+    """A rank has ended its part of a window at a batch boundary.
+
+    ``state`` names the layout of its optimizer state ("" when it has none),
+    ``changed_buffers`` are indices of float buffers written since the last reduction,
+    ``is_finite`` is False when its update cannot be used; ``has_moved`` is False where
+    the update is known to be none, as all gradients wait for a step (looked at only
+    after one that was not finite). ``scalars`` are (name, weighted sum, weight) of what
+    the user logged. ``weight`` is what the user says that its batches weigh in the mean
+    over ranks, None where their samples do.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    state: str
+    changed_buffers: tuple[int, ...]
+    is_finite: bool = True
+    has_moved: bool = True
+    scalars: Scalars = ()
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowReduced:
+    """The window's mean is in this rank's model.
+
+    ``sync_s`` is what it cost the training thread, ``wait_s`` the wait for other ranks
+    before it, ``divergence`` the rank's distance from the consensus it contributed to
+    over the consensus' norm, ``adopted_at`` the batches it had run in the next window.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    sync_s: float
+    wait_s: float
+    divergence: float
+    adopted_at: int
+    parameter_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """A rank is in the group of this generation; it holds the result of ``reduced``.
+
+    Which is a window, or under ``sync`` a step of the epoch (-1 for none).
+    """
+
+    rank: int
+    generation: int
+    epoch: int
+    reduced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochLeft:
+    """A rank's loop left the epoch early, with ``step`` steps of it run.
+
+    Under ``sync`` also what it did since its last report; see `StepsDone`.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    samples: int = 0
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    sync_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    scalars: Scalars = ()
+    is_finite: bool = True
+    broken: OwnPart = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierReached:
+    """A rank waits at the barrier ``name``."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A rank ends with an error."""
+
+    rank: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A rank has nothing more to do and goes."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """The shell saw a rank's connection end."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; deadlines are looked at."""
+
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """The launcher was sent the signal ``by``: the run is to end."""
+
+    by: str
+    rank: int = -1
+
+
+Event = (
+    Join
+    | EpochOpened
+    | StepsDone
+    | BatchesDone
+    | WindowClosed
+    | WindowReduced
+    | Regrouped
+    | EpochLeft
+    | BarrierReached
+    | Failed
+    | Left
+    | Disconnected
+    | Tick
+    | Interrupted
+)

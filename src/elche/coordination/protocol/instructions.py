@@ -1,0 +1,251 @@
+"""What the coordinator tells the workers. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elche.coordination.protocol.messages import Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """All ranks are there and agree; the first generation may form its group."""
+
+    rank: int
+    generation: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginEpoch:
+    """All ranks have opened the epoch; rank 0 now sends its positions.
+
+    ``policy`` is the one that the epoch begins with, ``window`` the first one of it.
+    Where ``state_from`` names a rank, it has trained alone: all take its optimizer's
+    state first.
+    """
+
+    rank: int
+    epoch: int
+    sizes: Runs
+    policy: str
+    window: int
+    state_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChosen:
+    """``auto`` has chosen, and says why; told to the first rank."""
+
+    rank: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPolicy:
+    """From ``step`` of this epoch on there are windows under ``policy``."""
+
+    rank: int
+    epoch: int
+    step: int
+    policy: str
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantSteps:
+    """``sync``: the steps ``start <= step < stop``, split by ``shares`` per rank."""
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantBatches:
+    """Windows: a lease of the batches ``start <= batch < stop``."""
+
+    rank: int
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWindow:
+    """Train until ``wall_s`` or ``max_batches`` is reached.
+
+    ``hold_after`` batches the rank waits for a `Permit`. ``adopt_at`` fixes after how
+    many batches of this window the last reduction is adopted (a replay). Overlapped, a
+    rank trains on past the window's end until it has adopted the last result; it waits
+    for that when ``patience_s`` have passed since the window began. What a scheduler
+    follows: ``committed_samples`` were trained on before this window,
+    ``planned_samples`` are planned in it by all ranks and ``planned_batches`` by this
+    one.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    wall_s: float | None
+    max_batches: int | None
+    hold_after: int | None
+    adopt_at: int | None
+    patience_s: float | None
+    committed_samples: int
+    planned_samples: int
+    planned_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permit:
+    """The slowest rank has caught up: train up to ``batches`` in this window."""
+
+    rank: int
+    epoch: int
+    window: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseWindow:
+    """Close at the next batch boundary, whatever the deadline.
+
+    With ``drain`` the epoch ends there and leases not begun are given back.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    drain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """All ranks have closed the window; reduce now.
+
+    ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
+    of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
+    generations that have tried. ``state_apart`` are ranks that hold other optimizer
+    state than most, where it is to be averaged and therefore is not.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    attempt: int
+    weight: float
+    active_ranks: int
+    include_state: bool
+    buffers: tuple[int, ...]
+    outer: str
+    outer_lr: float
+    outer_momentum: float
+    state_apart: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """The membership has changed: form the group of ``generation``, and say so.
+
+    ``left`` are gone, ``joined`` are new since the generation before.
+    """
+
+    rank: int
+    generation: int
+    left: tuple[int, ...]
+    joined: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take the common model after ``window`` from rank ``source``, with all ranks.
+
+    Under ``sync`` it is that after a step, and the optimizer's state belongs to it. The
+    answer is a `WindowReduced`.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndEpoch:
+    """Every contribution of the epoch is in the model that all ranks hold.
+
+    ``plan`` records the epoch for a replay (told to the first rank only).
+    """
+
+    rank: int
+    epoch: int
+    samples: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    sync_s: float
+    windows: int
+    anchor: int
+    shares: tuple[float, ...]
+    plan: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsReported:
+    """What a window (or, with ``window`` -1, the epoch) brought; told to one rank.
+
+    ``values`` are the fields of `WindowMetrics` or `EpochMetrics` as JSON.
+    """
+
+    rank: int
+    epoch: int
+    window: int
+    values: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierPassed:
+    """All ranks have reached the barrier ``name``."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """The run ends: ``reason``, and the failed rank's traceback if one failed.
+
+    ``batches`` (start, stop) are those that it ends for, if it is about data; ``part``
+    (start, stop) the samples of the batch, where only some of it are meant.
+    """
+
+    rank: int
+    reason: str
+    failed_rank: int | None = None
+    traceback: str = ""
+    kind: str = "remote"
+    batches: Runs = ()
+    part: tuple[int, ...] = ()
+
+
+Instruction = (
+    Welcome
+    | BeginEpoch
+    | PolicyChosen
+    | SwitchPolicy
+    | GrantSteps
+    | GrantBatches
+    | OpenWindow
+    | Permit
+    | CloseWindow
+    | Reduce
+    | Regroup
+    | Adopt
+    | EndEpoch
+    | MetricsReported
+    | BarrierPassed
+    | Abort
+)

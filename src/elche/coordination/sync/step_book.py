@@ -1,0 +1,160 @@
+"""Steps of ``sync`` under way: granted, not committed, and who has run them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elche.coordination.protocol.events import EpochLeft, StepsDone
+from elche.coordination.accounts.metrics import RankReport
+from elche.errors import ProtocolError
+
+
+@dataclass(slots=True)
+class Granted:
+    """Some steps, split alike.
+
+    Attributes:
+        start: the first.
+        stop: one past the last.
+        shares: samples of each rank in each of them, 0 for one that is gone.
+        missing: members that have not reported them.
+        reports: of the others.
+        is_settled: ranks of an earlier group hold their result; no more reports come.
+    """
+
+    start: int
+    stop: int
+    shares: tuple[int, ...]
+    missing: int
+    reports: dict[int, StepsDone] = field(default_factory=dict)
+    is_settled: bool = False
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def work(self) -> list[RankReport]:
+        """What each rank did in them; of one that did not report, its samples."""
+        done = []
+        for rank, share in enumerate(self.shares):
+            report = self.reports.get(rank)
+            if report is None:
+                if share:
+                    done.append(RankReport(rank=rank, samples=share * self.steps))
+                continue
+            done.append(
+                RankReport(
+                    rank=rank,
+                    samples=report.samples,
+                    busy_s=report.busy_s,
+                    data_wait_s=report.data_wait_s,
+                    transfer_s=report.transfer_s,
+                    sync_wait_s=report.sync_wait_s,
+                    parameter_norm=report.parameter_norm or None,
+                    scalars=report.scalars,
+                )
+            )
+        return done
+
+
+class StepBook:
+    """Grants under way, oldest first."""
+
+    def __init__(self) -> None:
+        self._grants: deque[Granted] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether any steps are under way."""
+        return bool(self._grants)
+
+    @property
+    def oldest(self) -> Granted | None:
+        """The grant that is completed next."""
+        return self._grants[0] if self._grants else None
+
+    def grant(self, start: int, stop: int, shares: tuple[int, ...], ranks: int) -> None:
+        """Steps were granted to so many ranks."""
+        self._grants.append(Granted(start, stop, shares, ranks))
+
+    def take(self, event: StepsDone) -> None:
+        """A rank has run its part of the next grant that it owes.
+
+        Raises:
+            ProtocolError: it was not given that.
+        """
+        rank = event.rank
+        grant = next((g for g in self._grants if _owes(g, rank)), None)
+        if grant is None:
+            raise ProtocolError(f"rank {rank} reports steps it was not granted")
+        if (event.start, event.stop) != (grant.start, grant.stop):
+            raise ProtocolError(
+                f"rank {rank} reports steps {event.start}..{event.stop - 1}, "
+                f"granted were {grant.start}..{grant.stop - 1}"
+            )
+        samples = grant.shares[rank] * grant.steps
+        if event.samples != samples:
+            raise ProtocolError(
+                f"rank {rank} claims {event.samples} samples, granted {samples}"
+            )
+        grant.reports[rank] = event
+        grant.missing -= 1
+
+    def pop(self) -> Granted:
+        """The oldest grant is complete."""
+        return self._grants.popleft()
+
+    def clear(self) -> None:
+        """Begins an epoch."""
+        self._grants.clear()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone: nobody waits for its reports."""
+        for grant in self._grants:
+            grant.missing -= _owes(grant, rank)
+
+    def settle(self, done: int) -> None:
+        """The group has changed: steps before ``done`` are done, later ones void."""
+        kept: deque[Granted] = deque()
+        for grant in self._grants:
+            if grant.start >= done:
+                break
+            if grant.stop > done:
+                grant = replace(grant, stop=done, reports={})
+            grant.is_settled = True
+            kept.append(grant)
+        self._grants = kept
+
+    def check_part(self, event: EpochLeft) -> None:
+        """Refuses a claim of work that a rank which leaves early was not given.
+
+        Raises:
+            ProtocolError: it has not run that, or its times are none.
+        """
+        owed = sum(
+            grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)
+            for grant in self._grants
+            if _owes(grant, event.rank)
+        )
+        times_s = (
+            *(event.busy_s, event.data_wait_s),
+            *(event.transfer_s, event.sync_wait_s),
+        )
+        if event.samples != owed or not all(map(math.isfinite, times_s)):
+            raise ProtocolError(
+                f"rank {event.rank} left epoch {event.epoch} after step {event.step} "
+                f"and claims {event.samples} samples in {times_s} s since its last "
+                f"report, granted were {owed}"
+            )
+
+    def silent(self, members: Mapping[int, int]) -> list[int]:
+        """Members that have not reported the oldest grant."""
+        oldest = self.oldest
+        return [] if oldest is None else [r for r in members if _owes(oldest, r)]
+
+
+def _owes(grant: Granted, rank: int) -> bool:
+    return not grant.is_settled and rank not in grant.reports

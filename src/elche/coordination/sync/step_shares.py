@@ -1,0 +1,119 @@
+"""Who gets how much of a step of ``sync``, by what each rank delivers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.throughput import SpeedHints
+from elche.config import RunConfig
+from elche.coordination.protocol.events import StepsDone
+
+
+@final
+class StepShares:
+    """The members' parts of a global batch.
+
+    Args:
+        config: the run's settings.
+        ranks: the members.
+        min_share_samples: least samples of a rank that has any (2 where BatchNorm
+            cannot train on one).
+    """
+
+    def __init__(
+        self, config: RunConfig, ranks: Iterable[int], min_share_samples: int
+    ) -> None:
+        self._places = _places(ranks)
+        self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
+        self._accumulates = config.micro_batches
+        self._is_fixed = config.deterministic
+        self._min_share_samples = min_share_samples
+        self._balancer = self._balanced(config.speed_hints)
+        self._steps = 0
+
+    def of(self, samples: int, world_size: int) -> tuple[int, ...]:
+        """Samples of each rank in a step of so many, 0 for one that is gone."""
+        return self._spread(self._balancer.sizes(samples), world_size)
+
+    def trial(
+        self, samples: int, world_size: int, granted: int
+    ) -> tuple[int, ...] | None:
+        """Other parts for a single step now and then; see :meth:`Balancer.trial`.
+
+        Args:
+            samples: of the step.
+            world_size: ranks that there are numbers for.
+            granted: steps that were granted and have not been measured.
+        """
+        sizes = self._balancer.trial(samples, self._steps)
+        if sizes is None:
+            return None
+        self._steps = -granted  # the next one comes after this one is measured
+        return self._spread(sizes, world_size)
+
+    def _spread(self, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+        """The members' parts by rank."""
+        shares = [0] * world_size
+        for rank, size in zip(self._places, sizes, strict=True):
+            shares[rank] = size
+        return tuple(shares)
+
+    def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
+        """Takes in what so many steps took each member; in order of rank."""
+        of_members = [report for report in reports if report.rank in self._places]
+        self._balancer.report(
+            [report.samples // steps for report in of_members],
+            [report.busy_s / steps for report in of_members],
+        )
+        self._steps += steps
+
+    def limit(self, rank: int, samples: int) -> None:
+        """A rank's device turned out to hold no more: later steps heed it.
+
+        Args:
+            rank: whose.
+            samples: as many at once; 0: no limit was met.
+        """
+        if not 0 < samples < self._caps.get(rank, samples + 1):
+            return
+        self._caps[rank] = samples
+        if not self._is_fixed:
+            self._balancer.limit(self._places[rank], samples)
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks the least part of later steps."""
+        self._balancer.spare([self._places[rank] for rank in ranks])
+
+    def costs_s(self) -> tuple[list[float], list[float]]:
+        """Seconds per sample, and fixed seconds per step, of each member."""
+        return self._balancer.costs_s()
+
+    def follow(self, ranks: Iterable[int]) -> None:
+        """The members are others now; a new one counts as a usual one."""
+        costs, _ = self._balancer.costs_s()
+        speeds = {
+            rank: 1.0 / cost for rank, cost in zip(self._places, costs, strict=True)
+        }
+        usual = sum(speeds.values()) / len(speeds)
+        self._places = _places(ranks)
+        self._balancer = self._balanced(
+            [speeds.get(rank, usual) for rank in self._places]
+        )
+
+    def _balanced(self, hints: SpeedHints) -> Balancer:
+        return Balancer(
+            BalancerConfig(
+                world_size=len(self._places),
+                min_share_samples=self._min_share_samples,
+                speed_hints=hints,
+                max_samples=[self._caps.get(rank) for rank in self._places],
+                accumulates=self._accumulates,
+            )
+        )
+
+
+def _places(ranks: Iterable[int]) -> dict[int, int]:
+    """Which of the balancer's ranks each member is."""
+    return {rank: place for place, rank in enumerate(sorted(ranks))}

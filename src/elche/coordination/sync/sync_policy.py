@@ -1,0 +1,415 @@
+"""``sync``: every global batch divided by delivered speed, reduced at every step.
+
+Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
+waits for a message and a change of shares names a step that nobody has drawn yet
+(loop contract 8). Early grants are one step long, so that the first measurements count
+at once; later ones cover about ``GRANT_S`` seconds. The first steps of unequal devices
+are granted one by one: their shares are guesses, and waiting for a message costs less
+than another step that everybody waits for the slowest device in.
+
+When a rank is gone, the others form a new group and say how many steps each has taken:
+one at most is in the models of some of them only, and these hand theirs over. Every
+later step that was granted is granted anew, divided among who is there. A rank that
+joins does so when all granted steps are done. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.epoch_plan import EpochPlan
+from elche.coordination.protocol.events import EpochLeft, Event, StepsDone, WindowReduced
+from elche.coordination.protocol.instructions import (
+    Adopt,
+    GrantSteps,
+    Instruction,
+    MetricsReported,
+)
+from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.sync.step_book import Granted, StepBook
+from elche.coordination.sync.step_leaving import EarlyEnd, report_of
+from elche.coordination.sync.nonfinite import StepNumbers
+from elche.coordination.sync.step_shares import StepShares
+from elche.errors import ProtocolError, TransitionError
+
+GRANT_S = 0.1
+MAX_GRANT_STEPS = 64
+BREAK_PATIENCE_S = 60.0
+ALL_RANKS = -1
+FIRST_STEPS = 2
+"""One that is not timed (compilation), and one that is."""
+
+
+class SyncPolicy(Policy):
+    """Grants steps and sizes the shares of each.
+
+    Args:
+        config: the run's settings.
+        members: all ranks, in order.
+        min_share_samples: least samples of a rank that has any (2 where BatchNorm
+            cannot train on one).
+    """
+
+    def __init__(
+        self, config: RunConfig, members: Sequence[Member], min_share_samples: int
+    ) -> None:
+        self._members = {member.rank: member.horizon_batches for member in members}
+        self._shares = StepShares(config, self._members, min_share_samples)
+        self._is_deterministic = config.deterministic
+        self._is_stopping = self._makes_room = self._is_paused = False
+        self._step_s = math.inf
+        self._epoch = -1
+        self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
+        self._totals = EpochTotals(-1, self._world_size, 0.0)
+        self._record: EpochPlan | None = None
+        self._planned: deque[tuple[int, int, list[int]]] | None = None
+        self._grants = StepBook()
+        self._granted_until = self._committed_until = 0
+        self._joining: set[int] = set()
+        self._adopting: set[int] = set()
+        self._left = EarlyEnd(config.policy)
+        self._numbers = StepNumbers()
+        self._ahead_steps = max(self._members.values()) + 2
+        self._is_single = False
+        is_known = config.deterministic or config.speed_hints is not None
+        self._guesses = not is_known and len({member.device for member in members}) > 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """See :meth:`Policy.is_elastic`; not while loops leave an epoch early."""
+        return not self._left
+
+    @property
+    def is_quiet(self) -> bool:
+        """See :meth:`Policy.is_quiet`: for that, steps end (:meth:`make_room`)."""
+        busy = self._grants or self._is_paused or self._adopting or self._left
+        return self._makes_room and not busy and self._ledger.pooled > 0
+
+    @property
+    def _world_size(self) -> int:
+        """Ranks that there are numbers for, also of those that are gone."""
+        return max(self._members) + 1
+
+    def begin_epoch(
+        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
+    ) -> Outcome:
+        """Grants the first steps."""
+        self._epoch = epoch
+        world_size = self._world_size
+        self._record = EpochPlan(
+            policy="sync", world_size=world_size, sizes=list(sizes.runs)
+        )
+        self._planned = None
+        if plan:
+            self._guesses = False
+            recorded = EpochPlan.from_text(plan, "sync", world_size, sizes)
+            self._planned = deque(recorded.steps)
+        self._ledger = EpochLedger(sizes, [ALL_RANKS])
+        self._totals = EpochTotals(epoch, world_size, now_s)
+        self._grants.clear()
+        self._granted_until = self._committed_until = 0
+        self._is_paused = False
+        self._joining.clear()
+        self._adopting.clear()
+        self._left.clear()
+        self._numbers.clear()
+        return Outcome(self._top_up())
+
+    def handle(self, event: Event, now_s: float) -> Outcome:
+        """Takes a report of steps, or a rank's early end of the epoch."""
+        if isinstance(event, EpochLeft):
+            return self._leave(event, now_s)
+        if isinstance(event, WindowReduced):
+            self._adopted(event)
+        elif isinstance(event, StepsDone):
+            self._take(event)
+        else:
+            raise ProtocolError(f"sync: unexpected {type(event).__name__}")
+        return Outcome() if self._is_paused else self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> Outcome:
+        """Completes what all have done, grants more, and ends the epoch."""
+        outcome = Outcome()
+        while (oldest := self._grants.oldest) and self._is_complete(oldest):
+            outcome.instructions.append(self._complete(self._grants.pop(), now_s))
+        if self._left:
+            return outcome
+        outcome.instructions += self._top_up()
+        if self._ledger.is_done:
+            self._numbers.check(self._epoch, self._members, is_last=True)
+            outcome.instructions += self._totals.end_epoch(
+                sorted(self._members),
+                now_s,
+                anchor=1,
+                plan=self._record.to_text() if self._record is not None else "",
+            )
+            outcome.epoch_over = True
+        return outcome
+
+    @property
+    def totals(self) -> EpochTotals:
+        """What the ranks did in the epoch under way."""
+        return self._totals
+
+    @property
+    def granted_until(self) -> int:
+        """The first step that has not been granted."""
+        return self._granted_until
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every granted step has been run by all ranks."""
+        return not (self._grants or self._is_paused or self._adopting)
+
+    def stop_granting(self) -> None:
+        """Grants no more steps in this epoch: another policy takes over."""
+        self._is_stopping = True
+
+    def grant_again(self) -> None:
+        """From the next event or epoch on grants steps again."""
+        self._is_stopping = False
+
+    def grant_singly(self, wanted: bool) -> None:
+        """Grants a step only when the last one is done, though loaders wait for it.
+
+        Where steps are slow and may soon be given up, for what was granted ahead is
+        run in any case.
+        """
+        self._is_single = wanted
+
+    def make_room(self, wanted: bool) -> list[Instruction]:
+        """See :meth:`Policy.make_room`: no steps are granted meanwhile."""
+        was_wanted, self._makes_room = self._makes_room, wanted
+        return self._top_up() if was_wanted and not wanted else []
+
+    def spare(self, ranks: Sequence[int]) -> None:
+        """Gives these ranks the least share of later steps, so that others get more."""
+        self._shares.spare(ranks)
+
+    def costs_s(self) -> tuple[list[float], list[float]]:
+        """Seconds per sample, and fixed seconds per step, of each rank."""
+        return self._shares.costs_s()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone; nothing is granted until :meth:`regrouped`."""
+        self._is_paused = True
+        del self._members[rank]
+        self._joining.discard(rank)
+        self._adopting.discard(rank)
+        self._grants.remove(rank)
+        self._follow_members()
+
+    def add(self, member: Member) -> None:
+        """A rank joins; it takes part once it holds the model."""
+        self._is_paused = True
+        self._members[member.rank] = member.horizon_batches
+        self._joining.add(member.rank)
+        self._follow_members()
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """All members have formed their group; says how many steps each has taken.
+
+        Args:
+            reduced: the last step of the epoch that is in each member's model.
+            now_s: the time.
+        """
+        self._is_paused = False
+        self._numbers.clear()
+        held = {r: step for r, step in reduced.items() if r not in self._joining}
+        if not held:
+            raise TransitionError("nobody who is left holds the model")
+        last = max(held.values())
+        self._settle(last + 1)
+        told: list[Instruction] = []
+        self._adopting.clear()
+        if self._joining or min(held.values()) < last:
+            self._adopting.update(self._members)
+            source = min(rank for rank, step in held.items() if step == last)
+            told = [
+                Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
+                for rank in sorted(self._members)
+            ]
+        outcome = self._go_on(now_s)
+        outcome.instructions[:0] = told
+        return outcome
+
+    def _settle(self, done: int) -> None:
+        """So many steps are in the model that is handed on; others are granted anew."""
+        self._grants.settle(done)
+        self._ledger.give_back(ALL_RANKS)
+        if done > self._committed_until:
+            self._ledger.lease_range(ALL_RANKS, self._committed_until, done)
+        self._granted_until = done
+        self._record = self._planned = None  # of another membership
+
+    def _adopted(self, event: WindowReduced) -> None:
+        if event.rank not in self._adopting or event.epoch != self._epoch:
+            raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
+        self._adopting.discard(event.rank)
+        self._joining.discard(event.rank)
+
+    def _follow_members(self) -> None:
+        self._ahead_steps = max(self._members.values()) + 2
+        self._shares.follow(self._members)
+
+    def check(self) -> None:
+        """Asserts that every step is in one place, and who owes what."""
+        self._ledger.check()
+        if not self._left:
+            assert self._totals.samples == self._ledger.used_samples
+        assert self._joining | self._adopting <= self._members.keys()
+        oldest = self._grants.oldest
+        if oldest is not None:
+            assert oldest.start == self._committed_until
+            silent = self._grants.silent(self._members)
+            assert oldest.is_settled or len(silent) == oldest.missing, oldest
+
+    def patience_s(self) -> float:
+        """Ranks that left the epoch wait for the others only so long."""
+        return BREAK_PATIENCE_S if self._left else math.inf
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's loop has left the epoch early."""
+        return rank in self._left
+
+    def owes(self, rank: int) -> bool:
+        """A break owes nothing: there is no drift to commit."""
+        return rank not in self._left
+
+    def waiting_for(self) -> str:
+        """Ranks that have not reported the oldest grant, or not left the epoch."""
+        if self._is_paused:
+            return "the ranks that stay to form their new group"
+        if self._left:
+            return self._left.waiting_for(self._members, self._epoch)
+        if self._adopting:
+            return f"ranks {sorted(self._adopting)} to take over the model"
+        silent = self._grants.silent(self._members)
+        return f"steps of ranks {silent} in epoch {self._epoch}"
+
+    def _take(self, event: StepsDone) -> None:
+        if event.epoch != self._epoch:
+            raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
+        self._grants.take(event)
+        self._numbers.take(event)
+        self._numbers.check(event.epoch, self._members, is_last=False)
+        self._shares.limit(event.rank, event.max_samples)
+
+    def _is_complete(self, grant: Granted) -> bool:
+        return not (self._adopting if grant.is_settled else grant.missing)
+
+    def _complete(self, grant: Granted, now_s: float) -> MetricsReported:
+        """All ranks have run the oldest grant: measure and commit it."""
+        self._ledger.train(ALL_RANKS, grant.start, grant.stop)
+        self._ledger.close(ALL_RANKS)
+        self._ledger.stage()
+        self._ledger.commit()
+        self._committed_until = grant.stop
+        for work in grant.work():
+            self._totals.add(grant.stop - 1, work)
+        self._guesses &= grant.stop < FIRST_STEPS
+        reports = [grant.reports[rank] for rank in sorted(grant.reports)]
+        if not grant.is_settled:
+            self._measure(grant, reports)
+        sync_s = max((report.sync_wait_s for report in reports), default=0.0)
+        reader = min(self._members)
+        return self._totals.close_window(
+            grant.stop - 1, now_s, reader, sync_s, grant.steps
+        )
+
+    def _measure(self, grant: Granted, reports: Sequence[StepsDone]) -> None:
+        """Takes in what steps of all members took.
+
+        Raises:
+            ProtocolError: they ran different numbers of backward passes.
+        """
+        passes = [report.backward_passes for report in reports]
+        if len(set(passes)) > 1:
+            raise ProtocolError(
+                f"ranks ran different numbers of backward passes up to step "
+                f"{grant.stop - 1}: {passes}; {self._left.under} a batch may only be "
+                "skipped on every rank, because their gradients are summed step by step"
+            )
+        if all(report.warm for report in reports) and not self._is_deterministic:
+            steps = grant.steps
+            self._shares.measured(reports, steps)
+            self._step_s = max(report.busy_s for report in reports) / steps
+
+    def _top_up(self) -> list[Instruction]:
+        """Grants steps until the loaders' horizon and two grants are covered."""
+        instructions: list[Instruction] = []
+        steps = 1
+        if self._step_s > 0 and math.isfinite(self._step_s):
+            steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
+        holds = self._is_stopping or self._makes_room or self._is_paused
+        while self._ledger.pooled and not holds:
+            ahead = self._ledger.leased(ALL_RANKS)
+            under_way = self._grants.oldest
+            oldest = under_way.steps if under_way is not None else 1
+            if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
+                break
+            if ahead and (self._is_single or self._guesses):
+                break
+            start, stop, shares = self._next_steps(steps)
+            if self._record is not None:
+                self._record.steps.append((start, stop, list(shares)))
+            self._granted_until = stop
+            first = GrantSteps(
+                rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
+            )
+            instructions += [
+                replace(first, rank=rank) for rank in sorted(self._members)
+            ]
+            self._grants.grant(start, stop, shares, len(self._members))
+        return instructions
+
+    def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
+        """The next steps and their shares: as planned, or as speeds are now."""
+        if self._planned:
+            start, stop, planned = self._planned.popleft()
+            self._ledger.lease_range(ALL_RANKS, start, stop)
+            return start, stop, tuple(planned)
+        samples, _ = self._ledger.sizes.run_of(self._granted_until)
+        granted = self._ledger.leased(ALL_RANKS)
+        trial = self._shares.trial(samples, self._world_size, granted)
+        if trial is not None:
+            most = 1
+        start, stop = self._ledger.lease(ALL_RANKS, most, equal_sizes=True)
+        return start, stop, trial or self._shares.of(samples, self._world_size)
+
+    def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
+        """A loop's early end; it must come at the same step on every rank.
+
+        Nobody waits for that. What the part of the epoch brought is told when all have
+        left it.
+        """
+        if event.epoch != self._epoch:
+            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+        if self._is_paused or self._adopting:
+            raise ProtocolError(
+                f"rank {event.rank} left epoch {event.epoch} while the group changed"
+            )
+        self._left.take(event)
+        self._grants.check_part(event)
+        self._numbers.take(event)
+        self._totals.add(max(0, event.step - 1), report_of(event))
+        if not self._left.has_all(self._members):
+            return Outcome()
+        self._numbers.check(event.epoch, self._members, is_last=True)
+        return Outcome(self._tell_part(event.step, now_s), epoch_over=True)
+
+    def _tell_part(self, done: int, now_s: float) -> list[Instruction]:
+        """The metrics of an epoch of which so many steps were run."""
+        told: list[Instruction] = []
+        steps = done - self._committed_until
+        if steps > 0:
+            reader = min(self._members)
+            told.append(self._totals.close_window(done - 1, now_s, reader, 0.0, steps))
+        ended = self._totals.end_epoch(sorted(self._members), now_s, anchor=1, plan="")
+        return told + [one for one in ended if isinstance(one, MetricsReported)]

@@ -1,0 +1,1 @@
+"""Decisions of the window policies, `cadence` and `async`."""

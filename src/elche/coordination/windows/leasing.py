@@ -1,0 +1,290 @@
+"""Who is leased which batches, so that nobody waits and all end an epoch together.
+
+A rank holds as many batches as its loader draws ahead and about ``LOOKAHEAD_S`` of
+work more. Towards the end of an epoch a batch is leased only to a rank that ends it
+about when all work ends, or to the one that would end it first. Sums over ranks are
+kept as they change, so a decision costs the same for two ranks and, but for a
+logarithm, for ten thousand. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elche.coordination.protocol.instructions import GrantBatches
+from elche.coordination.accounts.ledger import EpochLedger
+
+LOOKAHEAD_S = 0.2
+"""Work beside what its loader draws ahead that a rank holds: so many seconds. A rank
+reports when it has done about half of it: each report costs a system call (0.3 ms where
+those are slow), and each batch that is held when a rank is suddenly slow waits for it.
+"""
+LOOKAHEAD_PER_RANK_S = 1e-3
+MAX_AHEAD = 64
+STALE_ENTRIES = 4
+"""So many entries per rank may be kept, most of them out of date."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of one rank's speed and position."""
+
+    horizon_batches: int
+    batch_s: float
+    since_s: float
+    version: int = 0
+    begun_rate: float = 0.0
+    begun_at: float = 0.0
+    is_busy: bool = False
+
+
+class Leasing:
+    """Grants leases of one epoch.
+
+    Args:
+        ledger: the epoch's account.
+        horizons: batches that each rank's loader draws ahead.
+        epoch: the epoch.
+        now_s: the time.
+        most_ahead: most batches that a rank holds beside those.
+    """
+
+    def __init__(
+        self,
+        ledger: EpochLedger,
+        horizons: Mapping[int, int],
+        epoch: int,
+        now_s: float,
+        most_ahead: int = MAX_AHEAD,
+    ) -> None:
+        self._most_ahead = most_ahead
+        self._ledger = ledger
+        self._epoch = epoch
+        self._paces = {
+            rank: _Pace(horizon, 0.0, now_s) for rank, horizon in horizons.items()
+        }
+        self._rate = 0.0
+        self._begun_rate = self._begun_at = 0.0
+        self._busy = 0
+        self._by_end: list[tuple[float, int, int]] = []
+        self._by_cost: list[tuple[float, int, int]] = []
+        self._is_timed = False
+        self.hungry: set[int] = set()
+
+    @property
+    def _lookahead_s(self) -> float:
+        return max(LOOKAHEAD_S, LOOKAHEAD_PER_RANK_S * len(self._paces))
+
+    @property
+    def left_s(self) -> float:
+        """How long the pooled work lasts; 0.0 while speeds are not known."""
+        return self._ledger.pooled / self._rate if self._is_timed else 0.0
+
+    @property
+    def work_s(self) -> float:
+        """How long pooled and leased work lasts; 0.0 while speeds are not known."""
+        work = self._ledger.pooled + self._ledger.total_leased
+        return work / self._rate if self._is_timed else 0.0
+
+    def set_costs(self, batch_s: Mapping[int, float]) -> None:
+        """Takes seconds per batch of each rank; 0.0 where nothing is known yet."""
+        known = [cost for cost in batch_s.values() if cost > 0]
+        self._is_timed = bool(known)
+        usual = sum(known) / len(known) if known else 0.0
+        self._rate = 0.0
+        for rank, pace in self._paces.items():
+            pace.batch_s = batch_s.get(rank, 0.0) or usual
+            self._rate += 1.0 / (pace.batch_s or 1.0)
+            self._moved(rank)
+
+    def add(self, rank: int, horizon_batches: int) -> None:
+        """A new rank, of usual speed until it is measured."""
+        self._paces[rank] = _Pace(horizon_batches, 0.0, 0.0)
+        self.set_costs({r: p.batch_s for r, p in self._paces.items()})
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.hungry.discard(rank)
+        pace = self._paces.pop(rank, None)
+        if pace is None:
+            return  # it was given no work
+        self._forget(pace)
+        self._rate = sum(1.0 / (pace.batch_s or 1.0) for pace in self._paces.values())
+
+    def trained(self, rank: int, now_s: float) -> None:
+        """A rank has trained on what it reported."""
+        if rank in self._paces:
+            self._paces[rank].since_s = now_s
+            self._moved(rank)
+
+    def returned(self, rank: int) -> None:
+        """A rank's leases went back to the pool."""
+        if rank in self._paces:
+            self._moved(rank)
+
+    def first(self, ranks: Sequence[int], now_s: float) -> list[GrantBatches]:
+        """The first leases of an epoch, dealt out one batch at a time in turn."""
+        grants: list[GrantBatches] = []
+        waiting = list(ranks)
+        while waiting:
+            dealt = [(rank, self.top_up(rank, now_s, most=1)) for rank in waiting]
+            waiting = [rank for rank, given in dealt if given]
+            grants += [grant for _, given in dealt for grant in given]
+        return _joined(grants, self._lease_batches)
+
+    def top_up(
+        self, rank: int, now_s: float, most: int = MAX_AHEAD
+    ) -> list[GrantBatches]:
+        """Leases a rank what it should hold now; it is hungry if that is refused."""
+        if rank not in self._paces:
+            self.hungry.add(rank)
+            return []
+        self.hungry.discard(rank)
+        pace = self._paces[rank]
+        held = self._ledger.leased(rank)
+        if not held:
+            pace.since_s = now_s
+        extra = self._extra(pace)
+        wanted = pace.horizon_batches + 1 + extra - held
+        if wanted < max(1, extra // 2) and held:
+            return []
+        grants = []
+        wanted = min(wanted, most)
+        whole = self._lease_batches(rank)
+        while wanted > 0 and self._ledger.pooled:
+            count = min(wanted, whole, self._in_time(rank, now_s))
+            if count < 1:
+                break
+            start, stop = self._ledger.lease(rank, count)
+            grants.append(
+                GrantBatches(rank=rank, epoch=self._epoch, start=start, stop=stop)
+            )
+            wanted -= stop - start
+            self._moved(rank)
+        if wanted > 0:
+            self.hungry.add(rank)
+        return grants
+
+    def feed_first(self, now_s: float) -> list[GrantBatches]:
+        """Leases the next batch to the rank that would end it first, if refused."""
+        if not self.hungry or not self._ledger.pooled:
+            return []
+        earliest = self._earliest(now_s)
+        if earliest is None or earliest not in self.hungry:
+            return []
+        return self.top_up(earliest, now_s)
+
+    def _extra(self, pace: _Pace) -> int:
+        """Batches that a rank holds beside what its loader draws ahead."""
+        if pace.batch_s <= 0:
+            return 1
+        ahead = math.ceil(self._lookahead_s / pace.batch_s)
+        return max(1, min(self._most_ahead, ahead))
+
+    def _lease_batches(self, rank: int) -> int:
+        """Most batches of a lease: half of what a rank holds.
+
+        A rank reports a lease when it ends, so it must hold another one by then.
+        """
+        pace = self._paces[rank]
+        return max(1, (pace.horizon_batches + 1 + self._extra(pace)) // 2)
+
+    def _in_time(self, rank: int, now_s: float) -> int:
+        """How many batches more a rank ends about when all work ends."""
+        pace = self._paces[rank]
+        batch_s = pace.batch_s or 1.0
+        held = self._ledger.leased(rank)
+        begun = 0.0
+        if held and self._is_timed:
+            begun = min(1.0, max(0.0, (now_s - pace.since_s) / batch_s))
+        work = self._ledger.pooled + self._ledger.total_leased - self._begun(now_s)
+        fits = math.floor(work / self._rate / batch_s + 0.5 - (held - begun) + 1e-9)
+        if fits < 1 and self._earliest(now_s) == rank:
+            return 1
+        return fits
+
+    def _begun(self, now_s: float) -> float:
+        """Batches' worth of work that is done of batches under way."""
+        if not self._is_timed:
+            return 0.0
+        begun = now_s * self._begun_rate - self._begun_at
+        return min(float(self._busy), max(0.0, begun))
+
+    def _earliest(self, now_s: float) -> int | None:
+        """The rank that would be the first to end one more batch."""
+        busy, idle = self._top(self._by_end), self._top(self._by_cost)
+        if busy is None or idle is None:
+            best = busy or idle
+            return None if best is None else best[1]
+        return busy[1] if max(busy[0], now_s) <= now_s + idle[0] else idle[1]
+
+    def _top(self, heap: list[tuple[float, int, int]]) -> tuple[float, int, int] | None:
+        while heap:
+            if self._is_current(heap[0]):
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _push(
+        self, heap: list[tuple[float, int, int]], entry: tuple[float, int, int]
+    ) -> None:
+        """Adds an entry; those that are out of date go when they are most."""
+        heapq.heappush(heap, entry)
+        if len(heap) > STALE_ENTRIES * (len(self._paces) + STALE_ENTRIES):
+            heap[:] = [one for one in heap if self._is_current(one)]
+            heapq.heapify(heap)
+
+    def _is_current(self, entry: tuple[float, int, int]) -> bool:
+        pace = self._paces.get(entry[1])
+        return pace is not None and pace.version == entry[2]
+
+    def _forget(self, pace: _Pace) -> None:
+        if pace.is_busy:
+            self._busy -= 1
+            self._begun_rate -= pace.begun_rate
+            self._begun_at -= pace.begun_at
+            pace.is_busy = False
+
+    def _moved(self, rank: int) -> None:
+        """Keeps the sums and the order as a rank's work or speed changes."""
+        pace = self._paces[rank]
+        self._forget(pace)
+        pace.version += 1
+        batch_s = pace.batch_s or 1.0
+        held = self._ledger.leased(rank)
+        if held:
+            pace.is_busy = True
+            pace.begun_rate = 1.0 / batch_s
+            pace.begun_at = pace.since_s / batch_s
+            self._busy += 1
+            self._begun_rate += pace.begun_rate
+            self._begun_at += pace.begun_at
+            ends_s = pace.since_s + (held + 1) * batch_s
+            self._push(self._by_end, (ends_s, rank, pace.version))
+        else:
+            self._push(self._by_cost, (batch_s, rank, pace.version))
+        if not self._busy:
+            self._begun_rate = self._begun_at = 0.0
+
+
+def _joined(
+    grants: Sequence[GrantBatches], most: Callable[[int], int]
+) -> list[GrantBatches]:
+    """Consecutive leases of one rank as one, up to the most batches of a lease."""
+    joined: list[GrantBatches] = []
+    last: dict[int, int] = {}
+    for grant in grants:
+        at = last.get(grant.rank)
+        fits = at is not None and grant.stop - joined[at].start <= most(grant.rank)
+        if at is not None and fits and joined[at].stop == grant.start:
+            whole = joined[at]
+            joined[at] = GrantBatches(
+                rank=whole.rank, epoch=whole.epoch, start=whole.start, stop=grant.stop
+            )
+        else:
+            last[grant.rank] = len(joined)
+            joined.append(grant)
+    return joined

@@ -1,0 +1,326 @@
+"""How long windows last: El Che fed with what the ranks report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from elche.cadence.alignment import aligned_anchor
+from elche.cadence.divergence import DivergenceGuard
+from elche.cadence.el_che import ElChe, ElCheConfig
+from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
+from elche.config import RunConfig
+from elche.coordination.windows.window_book import Part, Reduction
+
+WAIT_TOLERANCE = 0.01
+"""Part of a window that ranks may wait for each other without lengthening it."""
+OVERLAPPED_TARGET = 1.0
+"""Overlapped, a window costs copies alone, and shorter ones learn more per sample: the
+overhead may be so many times the target before windows grow."""
+PATIENT_BATCHES = 12.0
+"""Overlapped, an average may come as late as the end of the window after its own, or so
+many batches of the slowest rank later if that is more: a rank in a long batch holds
+nobody up at once.
+"""
+REDUCTIONS_KEPT = 3
+"""Overlapped reductions whose median time counts."""
+ALIGNED_RANKS = 64
+"""With more ranks no anchor makes whole batches of all end together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the next window is to be.
+
+    Attributes:
+        wall_s: its length, None while it can only be counted.
+        patience_s: how long the result of the last window may take, None for no time
+            beyond this window's end. As long as the longest window until a reduction
+            has been measured.
+        batches: planned batches per rank.
+    """
+
+    wall_s: float | None
+    patience_s: float | None
+    batches: Mapping[int, int]
+    total_batches: int
+
+
+class Pacing:
+    """El Che, alignment and divergence guard of one run.
+
+    Args:
+        config: the run's settings.
+        ranks: the members, in order.
+        overlapped: reductions overlap with the next window.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Sequence[int],
+        *,
+        overlapped: bool,
+    ) -> None:
+        self._config = config
+        self._ranks = list(ranks)
+        self._overlapped = overlapped
+        self._guard = DivergenceGuard() if config.guard else None
+        self._may_grow = True
+        self._taken_s: list[float] = []
+        self._held_s: list[float] = []
+        self._late_batches: list[float] = []
+        self._pace: Pace | None = None
+        is_fixed = config.anchor >= config.max_anchor
+        lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
+        self.el_che = ElChe(
+            ElCheConfig(
+                world_size=len(self._ranks),
+                anchor=config.anchor,
+                min_anchor=min(lowest, max(config.max_anchor, 1)),
+                max_anchor=config.max_anchor,
+                overhead_target=config.overhead_target
+                * (OVERLAPPED_TARGET if overlapped else 1.0),
+                max_batch_diff=config.max_batch_diff,
+                speed_hints=config.speed_hints,
+            )
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members."""
+        return self._ranks
+
+    @property
+    def must_calibrate(self) -> bool:
+        """Whether nothing is known of the ranks' speeds, and it matters."""
+        el_che = self.el_che
+        return el_che.enabled and not (el_che.is_calibrated or el_che.has_speed_hint)
+
+    def batch_s(self) -> dict[int, float]:
+        """Delivered seconds per batch of each rank; 0.0 where not measured."""
+        costs = self.el_che.ms_per_batch
+        return {r: ms / 1e3 for r, ms in zip(self._ranks, costs, strict=True)}
+
+    def change(self, ranks: Sequence[int]) -> None:
+        """The membership has changed."""
+        self._pace = None
+        for measured in (self._taken_s, self._held_s, self._late_batches):
+            measured.clear()
+        old = {rank: at for at, rank in enumerate(self._ranks)}
+        self.el_che = self.el_che.resized([old.get(rank) for rank in ranks])
+        self._ranks = list(ranks)
+
+    def measure(
+        self,
+        parts: Mapping[int, Part],
+        last: Reduction | None,
+        *,
+        is_tail: bool,
+        idle: frozenset[int] = frozenset(),
+    ) -> str:
+        """Feeds El Che with the delivered times of a closed window.
+
+        What a window costs beside its batches is the reduction, and the wait at its
+        end as far as it is more than whole batches explain. The end of an epoch tells
+        nothing about either, nor does the wait of a rank that is astray.
+
+        Args:
+            parts: what each rank did in the window.
+            last: the reduction before it, if there was one.
+            is_tail: the window is the last of its epoch, or shortened.
+            idle: ranks that windows are not paced by, whatever they did.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        self._pace = None
+        before = self.el_che.anchor
+        sync_s = 0.0
+        is_usual = last is not None and not (is_tail or last.astray)
+        if last is not None and is_usual and self._may_grow:
+            window_s = self.el_che.anchor_wall_ms / 1e3
+            busy = [r for r, part in parts.items() if part.batches and r not in idle]
+            cost_s, wait_s = last.cost_s(busy)
+            self._note_adoption(last, cost_s, idle)
+            sync_s = cost_s + max(0.0, wait_s - WAIT_TOLERANCE * window_s)
+        ordered = [Part() if rank in idle else parts[rank] for rank in self._ranks]
+        self.el_che.report_timing(
+            [part.timed_s * 1e3 for part in ordered],
+            [part.timed for part in ordered],
+            sync_s * 1e3,
+        )
+        if room := self._make_room(self.el_che.anchor):
+            return room
+        if self.el_che.anchor == before:
+            return ""
+        return (
+            f"anchor {before} -> {self.el_che.anchor}: a synchronisation costs "
+            f"{sync_s * 1e3:.1f} ms of a window of {self.el_che.anchor_wall_ms:.0f} ms"
+        )
+
+    @property
+    def reduction_s(self) -> float | None:
+        """What an overlapped reduction takes: the median of the last three.
+
+        The smaller one of two, so that a spike says nothing; None before the first.
+        """
+        return _typical(self._taken_s) if self._taken_s else None
+
+    def took(self, reduction_s: float) -> str:
+        """An overlapped reduction was measured; windows are not to be shorter.
+
+        Nor are they shorter than pays: see `elche.cadence.overlapped`.
+
+        Args:
+            reduction_s: from the last rank's end of the window to the first adoption.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        self._taken_s = [*self._taken_s, reduction_s][-REDUCTIONS_KEPT:]
+        return self._make_room(self.el_che.anchor)
+
+    def _make_room(self, before: int) -> str:
+        """Raises the anchor to what a reduction needs, or to what pays."""
+        taken_s = self.reduction_s
+        if taken_s is None or not self._may_grow:
+            return ""
+        needed_s, why = ROOM * taken_s, f"a reduction takes {taken_s:.3g} s"
+        if (best_s := self._best_s(taken_s)) > needed_s:
+            needed_s = best_s
+            why = (
+                f"each window costs {_typical(self._held_s) * 1e3:.1f} ms, and its "
+                f"average comes {_typical(self._late_batches):.0f} batches late"
+            )
+        self.el_che.make_room(needed_s * 1e3)
+        if self.el_che.anchor == before:
+            return ""
+        self._pace = None
+        return f"anchor {before} -> {self.el_che.anchor}: {why}"
+
+    def _note_adoption(self, last: Reduction, held_s: float, idle: Set[int]) -> None:
+        """What the reduction cost, and how late the fastest rank had its result."""
+        costs = zip(self.el_che.ms_per_batch, self._ranks, strict=True)
+        working = [(ms, rank) for ms, rank in costs if ms > 0.0 and rank not in idle]
+        report = last.reports.get(min(working)[1]) if working else None
+        if not self._overlapped or report is None:
+            return
+        self._held_s = [*self._held_s, held_s][-REDUCTIONS_KEPT:]
+        late = [*self._late_batches, float(report.adopted_at)]
+        self._late_batches = late[-REDUCTIONS_KEPT:]
+
+    def _best_s(self, taken_s: float) -> float:
+        """The length of overlapped windows that pays best.
+
+        0 before all is known, and where it is no longer than a reduction asks for.
+        """
+        batch_s = [ms / 1e3 for ms in self.el_che.ms_per_batch if ms > 0.0]
+        most = self.el_che.max_anchor
+        if not self._late_batches or len(batch_s) < 2 or most < 1:
+            return 0.0
+        late_s = _typical(self._late_batches) * min(batch_s)
+        times = BatchTimes.of(batch_s)
+        held_s, least = _typical(self._held_s), anchor_for(times, taken_s)
+        best = best_anchor(times, held_s, late_s, most, least=least)
+        return best * self._slowest_s if best > least else 0.0
+
+    def watch(self, reduction: Reduction, batches: int) -> str:
+        """Shows the guard what a reduction found; it acts before El Che may grow.
+
+        Args:
+            reduction: done on every rank.
+            batches: of the slowest rank in its window.
+
+        Returns:
+            What changed, in words, or "".
+        """
+        if self._guard is None:
+            return ""
+        verdict = self._guard.observe(reduction.divergences, max(1, batches))
+        self._may_grow = not verdict.hold
+        if verdict.nudge is None:
+            return ""
+        self._pace = None
+        before = self.el_che.anchor
+        self.el_che.nudge_anchor_down(verdict.nudge)
+        return f"anchor {before} -> {self.el_che.anchor}: {verdict.reason}"
+
+    def pace(self) -> Pace:
+        """The coming window: by wall time once speeds are known.
+
+        An anchor that the user has not fixed may be stretched to one at which whole
+        batches of all ranks end together.
+        """
+        if self._pace is None:
+            self._pace = self._plan()
+        return self._pace
+
+    def last_pace(self, left_s: float) -> Pace | None:
+        """The coming window if it is to last to the end of the epoch; else None.
+
+        It is where too little would be left after it to hide its own reduction: the end
+        then waits for two, one after the other. Overlapped windows alone; never
+        more batches than the anchor's limit allows.
+
+        Args:
+            left_s: how long the rest of the epoch lasts.
+        """
+        pace, taken_s = self.pace(), self.reduction_s
+        if not self._overlapped or taken_s is None or pace.wall_s is None:
+            return None
+        slowest_s = self._slowest_s
+        rest_s = left_s - pace.wall_s
+        longest_s = self.el_che.max_anchor * slowest_s
+        if rest_s >= ROOM * taken_s + slowest_s or left_s > longest_s:
+            return None
+        stretch = max(1.0, left_s / pace.wall_s)
+        batches = {rank: round(n * stretch) for rank, n in pace.batches.items()}
+        # It ends when nothing is left, not by time, which may have been misjudged.
+        wall_s = pace.wall_s + 2.0 * left_s
+        return replace(
+            pace, wall_s=wall_s, batches=batches, total_batches=sum(batches.values())
+        )
+
+    @property
+    def _slowest_s(self) -> float:
+        """Seconds of a batch of the slowest rank."""
+        return self.el_che.anchor_wall_ms / 1e3 / self.el_che.anchor
+
+    def _plan(self) -> Pace:
+        el_che = self.el_che
+        counts = el_che.batch_counts
+        wall_ms = self._wall_ms()
+        stretch = 1.0
+        if wall_ms > 0:
+            stretch = wall_ms / el_che.anchor_wall_ms
+        wall_s = wall_ms / 1e3 if wall_ms > 0 else None
+        patience_s = None
+        if wall_s is not None:
+            slowest_s = self._slowest_s
+            patience_s = wall_s + max(wall_s, PATIENT_BATCHES * slowest_s)
+            if self._overlapped and not self._taken_s:
+                patience_s = max(patience_s, el_che.max_anchor * slowest_s)
+        batches = {
+            rank: round(count * stretch)
+            for rank, count in zip(self._ranks, counts, strict=True)
+        }
+        return Pace(wall_s, patience_s, batches, sum(batches.values()))
+
+    def _wall_ms(self) -> float:
+        el_che = self.el_che
+        if not el_che.enabled or not el_che.is_calibrated:
+            return 0.0
+        wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
+        fixed = self._config.anchor >= self._config.max_anchor
+        many = len(self._ranks) > ALIGNED_RANKS
+        held = fixed or many or self._overlapped or not self._may_grow
+        if held or not all(cost > 0 for cost in costs_ms):
+            return wall_ms
+        anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
+        return wall_ms * anchor / el_che.anchor
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median, of two the smaller one, so that a spike says nothing."""
+    return sorted(values)[(len(values) - 1) // 2]

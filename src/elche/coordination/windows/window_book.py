@@ -1,0 +1,252 @@
+"""The accounts of windows: who has done what in which, and who still owes its end.
+
+Under ``cadence`` all ranks are in one window. *Overlapped*, a rank that has closed the
+window being collected is already in the next one, so there are two accounts. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elche.coordination.accounts.batch_ranges import Range
+from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.instructions import OpenWindow
+from elche.errors import ProtocolError
+
+
+@dataclass(slots=True)
+class Part:
+    """One rank's part of one window.
+
+    ``trained`` are its batches once it is closed; ``samples`` those that weigh.
+    ``permitted`` batches is the most that it has been told it may run, None without a
+    limit. Where ``is_astray``, its update is not finite, or the one before was not and
+    it is of one batch: how long its rank waits for the others says nothing. Where
+    ``is_drained``, its rank knew that the epoch ends when it began it.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    timed: int = 0
+    timed_s: float = 0.0
+    closed: WindowClosed | None = None
+    trained: tuple[Range, ...] = ()
+    opened: OpenWindow | None = None
+    told_to_close: bool = False
+    permitted: int | None = None
+    is_astray: bool = False
+    is_drained: bool = False
+
+    @property
+    def weight(self) -> float:
+        """What it counts in a mean: as its rank said, or by its samples."""
+        said = None if self.closed is None else self.closed.weight
+        return float(self.samples) if said is None or not self.samples else said
+
+
+class WindowBook:
+    """Parts of the window being collected, and of the next one where overlapped.
+
+    Args:
+        ranks: the members.
+        window: the first window's number.
+    """
+
+    def __init__(self, ranks: Iterable[int], window: int) -> None:
+        self.window = window
+        self.parts = {rank: Part() for rank in ranks}
+        self.ahead = {rank: Part() for rank in self.parts}
+        self._open = len(self.parts)
+
+    @property
+    def all_closed(self) -> bool:
+        """Whether every rank has closed the window being collected."""
+        return self._open == 0
+
+    @property
+    def any_closed(self) -> bool:
+        """Whether a rank has."""
+        return self._open < len(self.parts)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has trained in the next window."""
+        return not any(part.batches for part in self.ahead.values())
+
+    def window_of(self, rank: int) -> int:
+        """The window that a rank trains in."""
+        return self.window + (self.parts[rank].closed is not None)
+
+    def part(self, rank: int) -> Part:
+        """A rank's part of the window that it trains in."""
+        part = self.parts[rank]
+        return part if part.closed is None else self.ahead[rank]
+
+    def batches_since(self, rank: int) -> int:
+        """Batches of a rank since the last synchronisation that was begun."""
+        return self.parts[rank].batches + self.ahead[rank].batches
+
+    def trained(self, event: BatchesDone) -> Part:
+        """Counts batches that a rank reports.
+
+        Raises:
+            ProtocolError: the window is not the one it is in.
+        """
+        if event.window != self.window_of(event.rank):
+            raise ProtocolError(
+                f"rank {event.rank} trains in window {event.window}, it should be in "
+                f"{self.window_of(event.rank)}"
+            )
+        part = self.part(event.rank)
+        part.batches += event.stop - event.start
+        part.samples += event.samples
+        part.timed += event.timed
+        part.timed_s += event.timed_s
+        return part
+
+    def close(self, event: WindowClosed) -> None:
+        """Takes a rank's end of the window being collected.
+
+        Raises:
+            ProtocolError: it is not in that window, or weighs what cannot be.
+        """
+        part = self.parts.get(event.rank)
+        if part is None or part.closed is not None or event.window != self.window:
+            raise ProtocolError(
+                f"rank {event.rank} closes window {event.window}, open is {self.window}"
+            )
+        if event.weight is not None and not 0.0 <= event.weight < math.inf:
+            raise ProtocolError(
+                f"rank {event.rank} closes window {event.window} with a weight of "
+                f"{event.weight}, expected a finite one from 0 on"
+            )
+        part.closed = event
+        self._open -= 1
+
+    def advance(self) -> dict[int, Part]:
+        """Begins to collect the next window; returns the parts of the last one."""
+        done = self.parts
+        self.parts = self.ahead
+        self.ahead = {rank: Part() for rank in self.parts}
+        self._open = len(self.parts)
+        self.window += 1
+        return done
+
+    def unopened(self) -> list[int]:
+        """Ranks that have not been told of the window being collected."""
+        return [rank for rank, part in self.parts.items() if part.opened is None]
+
+    def add(self, rank: int) -> None:
+        """A new rank takes part from here on."""
+        self.parts[rank], self.ahead[rank] = Part(), Part()
+        self._open += 1
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        part = self.parts.pop(rank)
+        self.ahead.pop(rank)
+        self._open -= part.closed is None
+
+
+class Reduction:
+    """One reduction under way: who has its result.
+
+    Args:
+        window: whose.
+        ranks: who takes part.
+        is_handover: it only brings the common model to ranks that have joined.
+
+    Attributes:
+        begun_s: when all ranks had closed the window; None where that says nothing
+            about how long it takes.
+        astray: ranks whose waits say nothing; see `Part`.
+    """
+
+    def __init__(
+        self, window: int, ranks: Iterable[int], *, is_handover: bool = False
+    ) -> None:
+        self.window = window
+        self.is_handover = is_handover
+        self.attempt = 0
+        self.begun_s: float | None = None
+        self.astray: frozenset[int] = frozenset()
+        self.reports: dict[int, WindowReduced] = {}
+        self.missing = set(ranks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank has the result."""
+        return not self.missing
+
+    def reduced(self, event: WindowReduced) -> None:
+        """A rank has it.
+
+        Raises:
+            ProtocolError: it is of another window, or was said twice.
+        """
+        if event.window != self.window or event.rank not in self.missing:
+            raise ProtocolError(
+                f"rank {event.rank} reduced window {event.window} out of turn"
+            )
+        self.missing.discard(event.rank)
+        self.reports[event.rank] = event
+
+    def again(self, ranks: Iterable[int]) -> None:
+        """All of these shall report once more: the membership has changed."""
+        self.attempt += 1
+        self.begun_s = None
+        self.missing = set(ranks)
+        self.reports.clear()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.missing.discard(rank)
+        self.reports.pop(rank, None)
+
+    @property
+    def sync_s(self) -> float:
+        """What it cost the rank that it cost most."""
+        return max((report.sync_s for report in self.reports.values()), default=0.0)
+
+    def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
+        """What it cost ranks that had work meanwhile, and their mean wait for others.
+
+        One that has none waits through the whole of it, which costs nothing.
+        """
+        reports = [self.reports[rank] for rank in busy if rank in self.reports]
+        reports = reports or list(self.reports.values())
+        if not reports:
+            return 0.0, 0.0
+        wait_s = sum(report.wait_s for report in reports) / len(reports)
+        return max(report.sync_s for report in reports), wait_s
+
+    @property
+    def divergences(self) -> list[float]:
+        """Of all ranks, in their order."""
+        return [self.reports[rank].divergence for rank in sorted(self.reports)]
+
+
+def check_claim(event: BatchesDone, samples: int) -> None:
+    """Refuses samples that the batches do not have, and times that are none.
+
+    Args:
+        event: what a rank reports.
+        samples: of the batches that it names.
+
+    Raises:
+        ProtocolError: the rank cannot have done that.
+    """
+    if event.samples != samples:
+        raise ProtocolError(
+            f"rank {event.rank} claims {event.samples} samples of batches "
+            f"{event.start}..{event.stop - 1}, which have {samples}"
+        )
+    times = (event.busy_s, event.data_wait_s, event.transfer_s, event.timed_s)
+    if not all(0.0 <= time_s < math.inf for time_s in times) or not (
+        0 <= event.timed <= event.stop - event.start
+    ):
+        raise ProtocolError(
+            f"rank {event.rank} reports times that cannot have been measured: {event}"
+        )

@@ -1,0 +1,135 @@
+"""What is made of a window that ranks have closed: discarded, reduced, recorded.
+
+An update that is not finite, NaN or infinite, has no weight: its batches are done and
+*discarded*, and are not trained on again. Its rank goes back to the common parameters
+and is *astray* until it has brought an update that is finite; meanwhile its windows are
+of one batch, but where a plan says what is in them. A second such update in a row ends
+the run and names the rank, or not, as `RunConfig.non_finite` says. Nothing can be left
+out where the common parameters are lost: that ends every run. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+from elche.coordination.accounts.batch_ranges import joined, named
+from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.coordination.protocol.events import WindowReduced
+from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.windows.reductions import ReductionPlanner
+from elche.coordination.windows.window_book import Reduction
+from elche.coordination.windows.window_state import WindowState
+from elche.errors import ConfigError, NonFiniteError
+
+
+def judge_update(state: WindowState, rank: int) -> None:
+    """A rank has closed its window: discards an update that is not finite.
+
+    Raises:
+        NonFiniteError: it is the second in a row, and the run is to stop then.
+    """
+    part, window = state.book.parts[rank], state.book.window
+    closed, before = part.closed, state.astray.get(rank)
+    assert closed is not None
+    if closed.is_finite:
+        if before is not None and part.trained:
+            if closed.has_moved:
+                del state.astray[rank]
+            else:  # gradients wait for a step, of which nothing is known yet
+                before += part.trained
+        return
+    state.ledger.discard(rank)
+    state.totals.discard(window, rank, part.samples)
+    part.samples, part.is_astray = 0, True
+    state.note(
+        f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
+        "is not finite: it is discarded"
+    )
+    state.astray[rank] = batches = [*(before or ()), *part.trained]
+    if before is not None and state.config.non_finite == "stop":
+        raise NonFiniteError(
+            f"the update of rank {rank} was not finite twice in a row, in epoch "
+            f"{state.epoch} (batches {named(batches)}): look at these samples, the "
+            "loss and the learning rate, or at the rank's device; "
+            "non_finite='leave_out' goes on without such updates",
+            rank,
+            joined(batches),
+        )
+
+
+def refuse_lost(state: WindowState, event: WindowReduced) -> None:
+    """Ends a run whose common parameters are no numbers: no update can be any more.
+
+    Raises:
+        NonFiniteError: they are none on this rank.
+    """
+    if math.isfinite(event.parameter_norm):
+        return
+    parts = state.reduced_parts.items()
+    reduced = {rank: part.trained for rank, part in parts if part.samples}
+    batches = [each for trained in reduced.values() for each in trained]
+    raise NonFiniteError(
+        f"rank {event.rank} holds parameters that are not finite after window "
+        f"{event.window} of epoch {state.epoch}, in which the updates of ranks "
+        f"{sorted(reduced)} were (batches {named(batches)}); no update can be finite "
+        "any more: look at the learning rate, outer_lr and the loss",
+        event.rank,
+        joined(batches),
+    )
+
+
+def end_plan(state: WindowState) -> None:
+    """Nobody trained in this window: a plan has ended, and the epoch is to have.
+
+    Raises:
+        ConfigError: the recorded loop broke off here, and this one does not.
+    """
+    if state.source is None or state.is_draining or not state.ledger.pooled:
+        return
+    if state.source.window(state.book.window - state.first_window) is None:
+        raise ConfigError(
+            f"the recorded run left epoch {state.epoch} before its end, without "
+            f"batches {named(state.ledger.pooled_ranges())}; this run's loop goes on: "
+            "leave it at the same batch"
+        )
+
+
+def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instruction]:
+    """Plans the reduction with what the ranks really did, or as was recorded."""
+    state.reduction = Reduction(state.book.window, state.members)
+    state.reduced_parts = parts = dict(state.book.parts)
+    state.reduction.astray = frozenset(r for r, p in parts.items() if p.is_astray)
+    planned = state.planned(state.book.window)
+    if planned is not None and planned.reduction is not None:
+        settings = dict(planned.reduction)
+        settings["buffers"] = tuple(settings["buffers"])
+    else:
+        settings = planner.settings(
+            state.reduced_parts,
+            state.ledger.sizes.num_batches,
+            state.pacing.el_che.total_batches,
+        )
+    state.reduction_settings = settings
+    _record(state, settings)
+    return [*planner.plan(state.reduced_parts, settings, state.epoch, state.reduction)]
+
+
+def _record(state: WindowState, settings: dict[str, object]) -> None:
+    """Writes down what the window did, for a replay; it discards the same."""
+    ranks = sorted(state.members)
+    opened = [state.book.parts[rank].opened for rank in ranks]
+    last = state.last_reduction
+    reports = {} if last is None else last.reports
+    first = next(plan for plan in opened if plan is not None)
+    state.record.windows.append(
+        WindowPlan(
+            parts=[list(state.book.parts[rank].trained) for rank in ranks],
+            adopt_at=[
+                reports[rank].adopted_at if rank in reports else 0 for rank in ranks
+            ],
+            committed_samples=first.committed_samples,
+            planned_samples=first.planned_samples,
+            planned_batches=[plan.planned_batches if plan else 0 for plan in opened],
+            reduction=settings,
+        )
+    )

@@ -1,0 +1,370 @@
+"""What a rank does next in an epoch of windows: its decisions, without its deeds.
+
+The worker's shell and the simulator run this same code: they hand in instructions and
+the time, ask for the next action, carry it out, and say when it is done. Under
+``cadence`` a rank that has closed its window waits for the reduction; *overlapped*
+(``async``) it trains on, adopts the result at a batch boundary as soon as it is there,
+and waits only if the reduction outlasts a whole window. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from elche.cadence.throughput import CostEstimate
+from elche.cadence.window import should_close
+from elche.coordination.protocol.instructions import (
+    Adopt,
+    CloseWindow,
+    EndEpoch,
+    Instruction,
+    OpenWindow,
+    Permit,
+    Reduce,
+    Regroup,
+)
+from elche.errors import ProtocolError
+
+
+class Do(Enum):
+    """Kinds of action."""
+
+    TRAIN = auto()
+    """Train on the next leased batch; then `WindowLoop.trained`."""
+    WAIT = auto()
+    """Sleep until an instruction comes, at most ``timeout_s``."""
+    CLOSE = auto()
+    """Say `WindowClosed`; then `closed`.
+
+    Overlapped, keep what is to be reduced, and if this rank has trained, begin.
+    """
+    REDUCE = auto()
+    """Reduce now, waiting; then `reduced`."""
+    BEGIN = auto()
+    """The overlapped reduction's plan is there: begin what has not; then `begun`."""
+    FINISH = auto()
+    """Adopt the overlapped reduction, waiting if it is not done; then `reduced`."""
+    REGROUP = auto()
+    """Form the group of the new generation; then `regrouped`."""
+    ADOPT = auto()
+    """Take the common model from another rank; then `reduced`."""
+    STOP = auto()
+    """The epoch has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What to do next.
+
+    Attributes:
+        do: the kind.
+        instruction: what it carries out, if it comes from an instruction.
+        timeout_s: of a wait; None waits for an instruction, however long it takes.
+        why: what a wait waits for, in words.
+    """
+
+    do: Do
+    instruction: Reduce | Regroup | Adopt | None = None
+    timeout_s: float | None = None
+    why: str = ""
+
+
+LINGER_S = 1.0
+"""So long a rank without work looks for a lease while its reduction is under way; then
+it waits for the result, and for nothing else."""
+LOOK_EVERY_S = 0.02
+LOOK_SOONER = 0.25
+"""It looks for the result at least so often, and after this part of its wait so far."""
+
+TRAIN = Action(Do.TRAIN)
+CATCH_UP = "the slowest rank to catch up"
+CLOSED = "the other ranks to end the window"
+LEASE = "another lease"
+CLOSE = Action(Do.CLOSE)
+STOP = Action(Do.STOP)
+
+
+class WindowLoop:
+    """One rank's windows in one epoch.
+
+    Args:
+        batch_cost: this rank's delivered seconds per batch; outlives the epoch.
+        overlapped: train on while a window is reduced.
+        reduced: the last window whose result this rank holds.
+    """
+
+    def __init__(
+        self, batch_cost: CostEstimate, *, overlapped: bool, reduced: int = -1
+    ) -> None:
+        self._batch_cost = batch_cost
+        self._overlapped = overlapped
+        self._plan: OpenWindow | None = None
+        self._permit: int | None = None
+        self._close: CloseWindow | None = None
+        self._reduce: Reduce | None = None
+        self._in_flight: Reduce | None = None
+        self._regroup: Regroup | None = None
+        self._adopt: Adopt | None = None
+        self._is_open = False
+        self._awaits_result = False
+        self._is_astray = False
+        self._opened_s = self._looked_s = 0.0
+        self._idle_s: float | None = None
+        self._owes_until = reduced
+        self._progress = (0, 0, 1)
+        self.window = reduced + 1
+        self.batches = 0
+        self.reduced_window = reduced
+        self.end: EndEpoch | None = None
+
+    @property
+    def progress_samples(self) -> float:
+        """Samples of the run before this window, plus planned ones so far."""
+        committed, planned, batches = self._progress
+        done = self.batches if self._is_open else batches
+        return committed + planned * min(1.0, done / max(1, batches))
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether others wait for word of every batch."""
+        return self._permit is not None
+
+    @property
+    def _is_held(self) -> bool:
+        return self._permit is not None and self.batches >= self._permit
+
+    @property
+    def begins_at_close(self) -> bool:
+        """Whether this rank, ending its window now, begins to reduce before the plan.
+
+        It has trained, so there is a reduction. A planned window ends by count, and
+        then a slow rank may come so late that a collective's own deadline would pass.
+        """
+        is_planned = self._plan is not None and self._plan.adopt_at is not None
+        return self._overlapped and self.batches > 0 and not is_planned
+
+    @property
+    def in_flight(self) -> Reduce | None:
+        """The overlapped reduction under way."""
+        return self._in_flight
+
+    def handle(self, instruction: Instruction, now_s: float) -> None:
+        """Takes an instruction of the epoch.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        if isinstance(instruction, OpenWindow):
+            self._open(instruction, now_s)
+        elif isinstance(instruction, Permit):
+            if instruction.window == self.window:
+                self._permit = instruction.batches
+        elif isinstance(instruction, CloseWindow):
+            self._close = instruction
+        elif isinstance(instruction, Reduce):
+            self._reduce = instruction
+            self._awaits_result = not self._overlapped
+            if self._overlapped and instruction.window == self.window - 1:
+                # All have ended the last window, since this rank last looked.
+                self._opened_s = max(self._opened_s, self._looked_s)
+        elif isinstance(instruction, Regroup):
+            self._regroup = instruction
+        elif isinstance(instruction, Adopt):
+            self._adopt = instruction
+        elif isinstance(instruction, EndEpoch):
+            self.end = instruction
+        else:
+            raise ProtocolError(f"unexpected in an epoch of windows: {instruction!r}")
+
+    def next(self, now_s: float, *, has_work: bool, is_reduced: bool = False) -> Action:
+        """The next action.
+
+        Args:
+            now_s: the time.
+            has_work: whether a leased batch is at hand or being loaded.
+            is_reduced: whether the overlapped reduction's result is there.
+        """
+        self._looked_s = now_s
+        action = self._next(now_s, has_work, is_reduced)
+        if action.do is not Do.WAIT:
+            self._idle_s = None
+        return action
+
+    def _next(self, now_s: float, has_work: bool, is_reduced: bool) -> Action:
+        urgent = self._urgent(is_reduced)
+        if urgent is not None:
+            return urgent
+        if self._is_astray:  # what it would train on is no number
+            return self._finish_or_wait("the mean to start anew from")
+        if self._awaits_result:  # its reduction failed, and is done again
+            return Action(Do.WAIT, why="the ranks that stay to reduce again")
+        goes_on = self._overlapped and self._plan is not None and has_work
+        if not self._is_open and not goes_on:
+            return self._wait_closed(now_s)
+        if self._is_over(now_s):
+            return self._end_of_window(now_s, has_work)
+        if self._is_held:
+            return self._hold(now_s, CATCH_UP)
+        if has_work:
+            return TRAIN
+        return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
+
+    def trained(self, busy_s: float | None) -> None:
+        """A batch is done; ``busy_s`` is its delivered time, None if not timed."""
+        self.batches += 1
+        if busy_s is not None:
+            self._batch_cost.observe(busy_s)
+
+    def closed(self, now_s: float, *, is_finite: bool = True) -> None:
+        """The window's end has been said, with parameters that are numbers or not."""
+        self._is_astray = self._overlapped and not is_finite
+        self._owes_until = self.window
+        self._is_open = False
+        if self._permit is not None:
+            self._permit = 0  # until the next window's plan says how far it goes
+        self.window += 1
+        self.batches = 0
+        self._opened_s = now_s
+
+    def begun(self) -> None:
+        """The overlapped reduction is under way."""
+        self._in_flight, self._reduce = self._reduce, None
+
+    def reduced(self, now_s: float) -> None:
+        """The result of the last closed window is in this rank's model."""
+        done = self._adopt or self._reduce or self._in_flight
+        assert done is not None
+        self.reduced_window = max(self.reduced_window, done.window)
+        self._adopt = self._reduce = self._in_flight = None
+        self._awaits_result = False
+        self._is_astray &= self._owes  # a model that was handed over is no mean
+        if not self._overlapped and not isinstance(done, Adopt):
+            self._opened_s = now_s
+
+    def regrouped(self) -> Regroup:
+        """The new group stands; a reduction of the old one is void."""
+        assert self._regroup is not None
+        done, self._regroup = self._regroup, None
+        self._in_flight = self._reduce = self._adopt = None
+        return done
+
+    def _open(self, plan: OpenWindow, now_s: float) -> None:
+        if self._plan is None or not self._overlapped:
+            self._opened_s = now_s  # overlapped, it begins where the last one ended
+        if plan.window != self.window:
+            raise ProtocolError(f"expected window {self.window}, got {plan!r}")
+        self._plan = plan
+        self._permit = plan.hold_after
+        self._is_open = True
+        if self._close is not None and self._close.window < plan.window:
+            self._close = None
+        self._progress = (
+            plan.committed_samples,
+            plan.planned_samples,
+            plan.planned_batches,
+        )
+
+    def _urgent(self, is_reduced: bool) -> Action | None:
+        """What comes before any training."""
+        if self._regroup is not None:
+            return Action(Do.REGROUP, self._regroup)
+        if self._adopt is not None:
+            return Action(Do.ADOPT, self._adopt)
+        if self._reduce is not None:
+            return Action(Do.BEGIN if self._overlapped else Do.REDUCE, self._reduce)
+        if self.end is not None:
+            return STOP
+        at = self._plan.adopt_at if self._plan is not None else None
+        if at is None:
+            if self._in_flight is not None and is_reduced:
+                return Action(Do.FINISH, self._in_flight)
+        elif self._owes and self._is_open and (self.batches >= at or self._drains):
+            return self._finish_or_wait("the reduction of the last window")
+        return None
+
+    @property
+    def _drains(self) -> bool:
+        """Whether the epoch ends early: the rest of a plan is void."""
+        return self._close is not None and self._close.drain
+
+    @property
+    def _owes(self) -> bool:
+        """Whether the result of the last closed window has not been adopted."""
+        return self._overlapped and self.reduced_window < self._owes_until
+
+    def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
+        """A rank with nothing else to do finishes the reduction."""
+        if self._in_flight is not None:
+            return Action(Do.FINISH, self._in_flight)
+        return Action(Do.WAIT, timeout_s=timeout_s, why=why)
+
+    def _wait_closed(self, now_s: float) -> Action:
+        if self._plan is not None and self._plan.adopt_at is not None:
+            return Action(Do.WAIT, why=CLOSED)
+        lingers = None if self._is_open else self._linger(now_s, CLOSED)
+        return lingers or self._finish_or_wait(CLOSED)
+
+    def _linger(self, now_s: float, why: str) -> Action | None:
+        """Whoever has no work for a moment does not begin to wait for a slow link.
+
+        The word that a window is open, or a lease, is mostly on its way; adopting waits
+        until the reduction is there. None if there is nothing to look for, or no more.
+        """
+        is_planned = self._plan is not None and self._plan.adopt_at is not None
+        if self._in_flight is None or is_planned or self.end is not None:
+            return None
+        if self._idle_s is None:
+            self._idle_s = now_s
+        waited_s = now_s - self._idle_s
+        if waited_s >= LINGER_S:
+            return None
+        look_s = min(LOOK_EVERY_S, max(LOOK_SOONER * waited_s, 1e-3))
+        return Action(Do.WAIT, timeout_s=look_s, why=why)
+
+    def _end_of_window(self, now_s: float, has_work: bool) -> Action:
+        """Closes, once the last result is adopted; trains on a while for that."""
+        if not self._owes:
+            return CLOSE if self._is_open else self._wait_closed(now_s)
+        if not has_work or self._must_close() or self._is_late(now_s):
+            return self._wait_closed(now_s)
+        if self._is_held:
+            return self._finish_or_wait(CATCH_UP)
+        return TRAIN
+
+    def _is_late(self, now_s: float) -> bool:
+        """Whether the last reduction has outlasted what it may."""
+        patience_s = self._plan.patience_s if self._plan is not None else None
+        return patience_s is None or now_s - self._opened_s >= patience_s
+
+    def _must_close(self) -> bool:
+        return self._close is not None and self._close.window == self.window
+
+    def _is_over(self, now_s: float) -> bool:
+        if self._must_close():
+            return True
+        plan = self._plan
+        if plan is None:
+            return False
+        if not self._is_open:  # overlapped, before the next window's plan has come
+            limit_s = plan.wall_s
+            if plan.adopt_at is not None or limit_s is None:
+                return True
+            return now_s - self._opened_s >= limit_s
+        if plan.max_batches is not None and self.batches >= plan.max_batches:
+            return True
+        if plan.wall_s is None:
+            return False
+        return should_close(
+            now_s - self._opened_s, self._batch_cost.value, plan.wall_s, self.batches
+        )
+
+    def _hold(self, now_s: float, why: str) -> Action:
+        """Nothing to do in this window: until told, or until it ends."""
+        wall_s = self._plan.wall_s if self._plan is not None else None
+        if not self._is_open or wall_s is None:
+            return self._finish_or_wait(why)
+        left_s = self._opened_s + wall_s - now_s
+        if left_s > 0:
+            return self._finish_or_wait(why, left_s)
+        return self._wait_closed(now_s) if self._owes else CLOSE

@@ -1,0 +1,242 @@
+"""How ranks are given work: windows opened, batches leased, idle ranks told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elche.coordination.protocol.instructions import (
+    CloseWindow,
+    GrantBatches,
+    Instruction,
+    OpenWindow,
+    Permit,
+)
+from elche.coordination.windows.window_state import WindowState
+
+CALIBRATION_BATCHES = 32
+"""Most batches of a rank in the window in which speeds are measured."""
+TRIAL_TAIL = 10.0
+"""A batch on trial must be over when a tenth of what is left of the epoch is."""
+
+
+def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
+    """Opens for each of these ranks the window that it comes to."""
+    if not ranks:
+        return []
+    return [
+        *(() if state.is_draining else grant_planned(state)),
+        *(_open(state, rank) for rank in ranks),
+    ]
+
+
+def next_window(state: WindowState, now_s: float) -> list[Instruction]:
+    """Opens the window for all who have none, with leases for who waits for some."""
+    state.leasing.set_costs(state.pacing.batch_s())
+    told = open_windows(state, state.book.unopened())
+    told += permits(state)
+    told += lease(state, sorted(state.leasing.hungry), now_s)
+    return told + close_idle(state, state.members)
+
+
+def permits(state: WindowState) -> list[Instruction]:
+    """How far each rank may go, now that the slowest has moved."""
+    told: list[Instruction] = []
+    if state.throttle.limit is None:
+        return told
+    for rank in state.members:
+        part = state.book.part(rank)
+        batches = _permit(state, rank)
+        if part.opened is not None and part.closed is None and batches is not None:
+            part.permitted = max(batches, part.permitted or 0)
+            told.append(
+                Permit(
+                    rank=rank,
+                    epoch=state.epoch,
+                    window=state.book.window_of(rank),
+                    batches=batches,
+                )
+            )
+    return told
+
+
+def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
+    """Tops up these ranks; tells those that get nothing more to close."""
+    told = list(ranks)
+    if state.is_draining or state.source is not None:
+        granted = [] if state.is_draining else grant_planned(state)
+        return [*granted, *close_idle(state, told)]
+    had = state.ledger.pooled
+    instructions: list[Instruction] = []
+    for rank in told:
+        instructions += state.leasing.top_up(rank, now_s)
+    instructions += state.leasing.feed_first(now_s)
+    ran_out = had and not state.ledger.pooled
+    return instructions + close_idle(state, state.members if ran_out else told)
+
+
+def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
+    """Leases one batch to a rank that is given no work, if that delays no end.
+
+    Args:
+        state: of the epoch.
+        rank: one of `WindowState.idle`.
+        batch_s: what a batch took it last.
+    """
+    busy = state.is_paused or state.is_draining or state.ledger.leased(rank)
+    if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
+        return []
+    start, stop = state.ledger.lease(rank, 1)
+    return [GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)]
+
+
+def grant_planned(state: WindowState) -> list[Instruction]:
+    """Leases what a plan says, two windows ahead and past every loader's horizon."""
+    granted: list[Instruction] = []
+    if state.source is None:
+        return granted
+    ranks = sorted(state.members)
+    horizon = max(member.horizon_batches for member in state.members.values())
+    while True:
+        ahead = state.planned_until - state.book.window
+        held = min(state.ledger.leased(rank) for rank in ranks)
+        if ahead > 2 and (held > horizon or ahead > 2 + horizon):
+            break
+        plan = state.source.window(state.planned_until - state.first_window)
+        if plan is None:
+            break
+        state.planned_until += 1
+        for rank, parts in zip(ranks, plan.parts, strict=True):
+            for start, stop in parts:
+                state.ledger.lease_range(rank, start, stop)
+                granted.append(
+                    GrantBatches(rank=rank, epoch=state.epoch, start=start, stop=stop)
+                )
+    return granted
+
+
+def _is_owed(state: WindowState, rank: int) -> bool:
+    """Whether a plan has more for a rank in the window that it is in."""
+    if state.source is None:
+        return False
+    plan = state.planned(state.book.window_of(rank))
+    done = state.book.part(rank).batches
+    return plan is not None and done < plan.batches(state.place(rank))
+
+
+def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+    """Tells ranks that will get no more work in their window to close it."""
+    told = _tell_idle(state, ranks)
+    if told and state.throttle.is_final:  # those it held have nobody to wait for
+        told += _tell_idle(state, state.members)
+    return told
+
+
+def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+    others_wait = state.book.any_closed
+    nothing_left = state.ledger.pooled == 0
+    told: list[Instruction] = []
+    for rank in ranks:
+        part = state.book.part(rank)
+        if part.told_to_close or part.opened is None or part.closed is not None:
+            continue
+        starved = nothing_left or (others_wait and rank in state.leasing.hungry)
+        is_idle = starved and not state.ledger.leased(rank)
+        is_idle = is_idle and not _is_owed(state, rank)
+        is_held = state.throttle.holds(state.book.batches_since(rank))
+        if state.is_draining or is_idle or is_held:
+            part.told_to_close = True
+            state.throttle.stop(rank)
+            told.append(
+                CloseWindow(
+                    rank=rank,
+                    epoch=state.epoch,
+                    window=state.book.window_of(rank),
+                    drain=state.is_draining,
+                )
+            )
+    return told
+
+
+def calibrate(state: WindowState, rank: int) -> list[Instruction]:
+    """A rank's speed is known, or will not be: when that is true of all, go by it.
+
+    The first window of a run has no length. It ends when every rank has been measured,
+    so that nobody waits for the slowest one to run a whole anchor of batches.
+    """
+    if rank not in state.uncalibrated:
+        return []
+    state.uncalibrated.discard(rank)
+    if state.uncalibrated:
+        return []
+    state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
+    state.leasing.set_costs(state.pacing.batch_s())
+    told: list[Instruction] = []
+    for other in state.members:
+        part = state.book.part(other)
+        if part.opened is None or part.closed is not None or part.told_to_close:
+            continue
+        part.told_to_close = True
+        window = state.book.window_of(other)
+        told.append(
+            CloseWindow(rank=other, epoch=state.epoch, window=window, drain=False)
+        )
+    return told
+
+
+def _open(state: WindowState, rank: int) -> OpenWindow:
+    window = state.book.window_of(rank)
+    pace, sizes = state.pace(window), state.ledger.sizes
+    batches = min(pace.total_batches, sizes.num_batches)
+    planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
+    committed = state.progress_samples
+    if window > state.book.window:  # the one before is planned, not yet counted
+        committed += state.planned_samples
+    else:
+        state.planned_samples = planned_samples
+    plan, part = state.planned(window), state.book.part(rank)
+    if plan is None:
+        batches = most = pace.batches[rank]
+        if state.uncalibrated:
+            most = max(batches, CALIBRATION_BATCHES)
+        part.is_astray = rank in state.astray
+        ends_by_time = pace.wall_s is not None and not part.is_astray
+        opened = OpenWindow(
+            rank=rank,
+            epoch=state.epoch,
+            window=window,
+            wall_s=pace.wall_s,
+            max_batches=None if ends_by_time else 1 if part.is_astray else most,
+            hold_after=_permit(state, rank),
+            adopt_at=None,
+            patience_s=pace.patience_s,
+            committed_samples=committed,
+            planned_samples=planned_samples,
+            planned_batches=batches,
+        )
+    else:
+        at = state.place(rank)
+        opened = OpenWindow(
+            rank=rank,
+            epoch=state.epoch,
+            window=window,
+            wall_s=None,
+            max_batches=plan.batches(at),
+            hold_after=None,
+            adopt_at=plan.adopt_at[at],
+            patience_s=None,
+            committed_samples=plan.committed_samples,
+            planned_samples=plan.planned_samples,
+            planned_batches=plan.planned_batches[at],
+        )
+    part.opened, part.permitted = opened, opened.hold_after
+    part.is_drained = state.is_draining
+    return opened
+
+
+def _permit(state: WindowState, rank: int) -> int | None:
+    """Batches that a rank may run in the window it is in; None without a limit."""
+    limit = state.throttle.limit
+    if limit is None:
+        return None
+    before = state.book.batches_since(rank) - state.book.part(rank).batches
+    return max(0, limit - before)

@@ -1,0 +1,372 @@
+"""``cadence`` and ``async``: windows, and their reductions.
+
+A window opens for every rank with a length; each closes it at the batch boundary
+nearest to the deadline. When all have, the reduction is planned with what they really
+did, and the window is committed when all hold its result. Under ``async`` ranks go on
+meanwhile: a rank that has closed trains for its next window, whose length counts from
+when all have, so that all end it together; and it closes only after the last result is
+adopted, so at most one reduction is under way. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.protocol.events import (
+    BatchesDone,
+    EpochLeft,
+    Event,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.accounts.metrics import RankReport
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.windows.reductions import ReductionPlanner
+from elche.coordination.windows.window_book import check_claim
+from elche.coordination.windows.window_closing import (
+    begin_reduction,
+    end_plan,
+    judge_update,
+    refuse_lost,
+)
+from elche.coordination.windows.window_members import add_member, remove_member, settle
+from elche.coordination.windows.window_opening import (
+    calibrate,
+    close_idle,
+    lease,
+    next_window,
+    open_windows,
+    permits,
+    try_out,
+)
+from elche.coordination.windows.window_state import WindowState
+from elche.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """What another policy has done of an epoch.
+
+    Attributes:
+        batches: the first so many are committed.
+        totals: what the ranks did for them.
+        progress_samples: of the whole run so far.
+    """
+
+    batches: int
+    totals: EpochTotals
+    progress_samples: int
+
+
+class WindowPolicy(Policy):
+    """Windows and reductions of one run.
+
+    Args:
+        config: the run's settings.
+        members: all ranks, in order.
+        epochs: epochs of the run if known; decides whether outer momentum pays.
+        idle: ranks that are given no work: they cost more than they bring.
+        first_window: number of the first window; ranks know what they hold by it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        members: Sequence[Member],
+        epochs: int | None,
+        idle: frozenset[int] = frozenset(),
+        first_window: int = 0,
+    ) -> None:
+        self.name = config.policy
+        self._state = WindowState(config, members, idle, first_window)
+        self._planner = ReductionPlanner(config, epochs)
+
+    @property
+    def first_window(self) -> int:
+        """The number of the next window."""
+        return self._state.book.window
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the membership can grow now."""
+        state = self._state
+        busy = state.reduction is not None or state.is_paused
+        return not (busy or state.is_final or state.is_draining)
+
+    def begin_epoch(
+        self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
+    ) -> Outcome:
+        """Opens the epoch's first window with its first leases."""
+        state = self._state
+        state.reset(sizes, epoch, now_s)
+        state.take_plan(sizes, plan)
+        ranks = list(state.members)
+        instructions = open_windows(state, ranks)
+        if state.source is None:
+            instructions += state.leasing.first(ranks, now_s)
+        return self._outcome(instructions + close_idle(state, ranks))
+
+    def start_from(self, progress_samples: int) -> None:
+        """So many samples of the run were trained on under another policy."""
+        self._state.progress_samples = progress_samples
+
+    def take_over(
+        self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
+    ) -> Outcome:
+        """Goes on with an epoch of which another policy has committed the beginning."""
+        state = self._state
+        state.reset(sizes, epoch, now_s)
+        state.ledger.skip(done.batches)
+        state.totals = done.totals
+        state.totals.first_window = done.batches
+        state.progress_samples = done.progress_samples
+        ranks = list(state.members)
+        told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
+        return self._outcome(told + close_idle(state, ranks))
+
+    def try_out(self, rank: int, batch_s: float) -> list[Instruction]:
+        """Leases a batch to an idle rank, so that it is timed again.
+
+        Args:
+            rank: which.
+            batch_s: what a batch took it last.
+        """
+        return try_out(self._state, rank, batch_s)
+
+    def handle(self, event: Event, now_s: float) -> Outcome:
+        """Takes an event of the epoch under way."""
+        if isinstance(event, BatchesDone):
+            return self._outcome(self._batches_done(event, now_s))
+        if isinstance(event, WindowClosed):
+            return self._closed(event, now_s)
+        if isinstance(event, WindowReduced):
+            return self._reduced(event, now_s)
+        if isinstance(event, EpochLeft):
+            return self._outcome(self._leave(event))
+        raise ProtocolError(
+            f"{self._state.config.policy}: unexpected {type(event).__name__}"
+        )
+
+    def check(self) -> None:
+        """Asserts the ledger's invariants and the window's."""
+        state = self._state
+        state.ledger.check()
+        assert state.totals.samples == state.ledger.used_samples
+        for rank in state.members:
+            part = state.book.part(rank)
+            if not state.is_final:
+                assert part.batches == state.ledger.trained(rank), f"rank {rank}"
+            if part.permitted is not None:
+                assert part.batches <= part.permitted, f"rank {rank} leads"
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's loop has left the epoch early."""
+        return rank in self._state.left
+
+    def waiting_for(self) -> str:
+        """Ranks that have not closed, or not reduced, the window."""
+        state = self._state
+        if state.is_paused:
+            return "the ranks that stay to form their new group"
+        if state.reduction is not None and not state.book.any_closed:
+            return f"the reduction on ranks {sorted(state.reduction.missing)[:8]}"
+        late = [r for r, part in state.book.parts.items() if part.closed is None]
+        return f"ranks {late[:8]} to end window {state.book.window} of epoch " + str(
+            state.epoch
+        )
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone; nothing is begun until :meth:`regrouped`."""
+        remove_member(self._state, rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins; nothing is begun until :meth:`regrouped`."""
+        add_member(self._state, member)
+
+    def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
+        """All members have formed their group; says who holds which result."""
+        state = self._state
+        again = settle(state, self._planner, reduced)
+        if state.may_end_window:
+            return self._end_window(now_s)
+        if state.reduction is not None and state.is_final and state.has_work:
+            state.is_final = False
+            again += next_window(state, now_s)
+        again += permits(state)  # the slowest rank may be gone
+        hungry = sorted(state.leasing.hungry)
+        return self._outcome([*again, *lease(state, hungry, now_s)])
+
+    def _outcome(
+        self, instructions: list[Instruction], *, epoch_over: bool = False
+    ) -> Outcome:
+        notes, self._state.notes = self._state.notes, []
+        return Outcome(instructions, epoch_over, notes)
+
+    def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
+        state, rank = self._state, event.rank
+        if event.epoch != state.epoch:
+            raise ProtocolError(
+                f"rank {rank} reports batches of epoch {event.epoch}, under way is "
+                f"{state.epoch}"
+            )
+        state.ledger.train(rank, event.start, event.stop)
+        check_claim(event, state.ledger.sizes.samples_in(event.start, event.stop))
+        state.book.trained(event)
+        state.totals.add(
+            event.window,
+            RankReport(
+                rank=rank,
+                samples=event.samples,
+                busy_s=event.busy_s,
+                data_wait_s=event.data_wait_s,
+                transfer_s=event.transfer_s,
+            ),
+        )
+        state.leasing.trained(rank, now_s)
+        told: list[Instruction] = []
+        if state.throttle.done(rank, state.book.batches_since(rank)):
+            told += permits(state)
+        if event.timed:
+            told += calibrate(state, rank)
+        return told + lease(state, [rank], now_s)
+
+    def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
+        state, rank = self._state, event.rank
+        was_first = not state.book.any_closed
+        state.book.close(event)
+        state.ledger.close(rank)
+        if event.scalars:
+            state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
+        part = state.book.parts[rank]
+        part.trained = state.ledger.parts(rank)
+        judge_update(state, rank)
+        if state.is_draining and (part.is_drained or not state.is_overlapped):
+            state.give_back(rank)
+        told: list[Instruction] = []
+        if not state.goes_on(rank):
+            state.throttle.stop(rank)
+        told += calibrate(state, rank)
+        if state.may_end_window:
+            ended = self._end_window(now_s)
+            ended.instructions[:0] = told
+            return ended
+        if state.opens_early:
+            told += open_windows(state, [rank])
+        touched = set(state.leasing.hungry) if was_first else set()
+        if state.throttle.is_final:
+            touched.update(state.members)
+        return self._outcome(told + close_idle(state, sorted({*touched, rank})))
+
+    def _end_window(self, now_s: float) -> Outcome:
+        """All ranks have closed it: measure, reduce, and go on to the next."""
+        state = self._state
+        touched = any(part.batches for part in state.book.parts.values())
+        if not touched:
+            end_plan(state)
+        is_last = not state.has_work and state.book.is_untouched
+        # A planned window is left when its result is adopted, in the next one.
+        follows = state.is_overlapped and state.source is not None and touched
+        state.is_final = is_last and not follows
+        if not touched and (state.is_final or not state.is_overlapped):
+            state.advance()
+            if state.is_final:
+                return self._outcome(self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(next_window(state, now_s))
+        is_tail = state.is_final or state.ledger.pooled == 0
+        if state.source is None:  # a plan does not depend on measurements
+            state.note(
+                state.pacing.measure(
+                    state.book.parts,
+                    state.last_reduction,
+                    is_tail=is_tail,
+                    idle=state.idle,
+                )
+            )
+        told = begin_reduction(state, self._planner)
+        if state.is_overlapped and state.reduction is not None:
+            state.reduction.begun_s = now_s
+        state.progress_samples += state.ledger.stage()
+        state.planned_samples = 0
+        state.advance()
+        if not state.is_final:
+            told += next_window(state, now_s)
+        return self._outcome(told)
+
+    def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
+        """A rank has the result; when all have, the window is committed."""
+        state = self._state
+        if state.reduction is None:
+            raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
+        if state.reduction.begun_s is not None and not state.reduction.reports:
+            taken_s = now_s - state.reduction.begun_s
+            if event.adopted_at:  # it came while the last of these batches ran
+                taken_s -= 0.5 * state.pacing.batch_s().get(event.rank, 0.0)
+            state.note(state.pacing.took(max(event.sync_s, taken_s)))
+        state.reduction.reduced(event)
+        state.totals.add(
+            event.window,
+            RankReport(
+                rank=event.rank,
+                sync_wait_s=event.sync_s + event.wait_s,
+                late_batches=event.adopted_at,
+                divergence=event.divergence,
+                parameter_norm=event.parameter_norm or None,
+            ),
+        )
+        refuse_lost(state, event)
+        if not state.reduction.is_done or state.is_paused:
+            return self._outcome([])
+        done, state.reduction = state.reduction, None
+        state.ledger.commit()
+        if done.is_handover:
+            joined, state.joining = state.joining, []
+            state.count_anew()
+            told = open_windows(state, joined)
+            return self._outcome(told + lease(state, sorted(state.members), now_s))
+        state.last_reduction = done
+        told = [
+            state.totals.close_window(
+                done.window, now_s, min(state.members), done.sync_s
+            )
+        ]
+        parts, unpaced = state.reduced_parts.items(), state.idle | done.astray
+        active = [p.batches for r, p in parts if p.batches and r not in unpaced]
+        if state.source is None:
+            state.note(state.pacing.watch(done, min(active, default=0)))
+        if state.is_final:
+            return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
+        if not state.may_end_window:
+            return self._outcome(told)
+        ended = self._end_window(now_s)  # closed before a result was taken over
+        ended.instructions[:0] = told
+        return ended
+
+    def _leave(self, event: EpochLeft) -> list[Instruction]:
+        """A loop left early: the epoch ends for all, with a draining commit."""
+        state = self._state
+        if event.epoch != state.epoch:
+            raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
+        state.is_draining = True
+        state.left.add(event.rank)
+        returned, untouched = state.give_back(event.rank)
+        state.note(
+            f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
+            f"ends for all; {returned} batches leased to it are given back, "
+            f"{untouched} that nobody holds are left out of the epoch"
+        )
+        for rank in state.members:
+            state.book.part(rank).told_to_close = False
+        return close_idle(state, state.members)
+
+    def _end_epoch(self, now_s: float) -> list[Instruction]:
+        state = self._state
+        return state.totals.end_epoch(
+            sorted(state.members),
+            now_s,
+            anchor=state.pacing.el_che.anchor,
+            plan=state.record.to_text(),
+        )

@@ -1,0 +1,1 @@
+"""A DistributedDataParallel for unequal ranks."""

@@ -1,0 +1,171 @@
+"""What a pipeline changes about itself between steps: schedule, and who has what.
+
+Ranks tell each other what they measured with the end of a step that they exchange
+anyway. What one replica then wants is told with the next step, and carried out by all
+ranks before the one after it, so that nobody is surprised by it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+
+from elche.errors import ConfigError
+from elche.pipeline.setup.assembly import Parts, rescheduled
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.step.executor import Executor
+from elche.pipeline.moving.optimizer_state import (
+    GivenOptimizers,
+    OptimizerGroups,
+    as_optimizers,
+)
+from elche.pipeline.peers.patience import Forecast
+from elche.pipeline.setup.planning import PipelinePlan
+from elche.pipeline.moving.repartition import Repartition, Terms
+from elche.pipeline.moving.replanning import Change, Planner
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+
+_UNCHANGED, _RESCHEDULES, _MOVES = range(3)
+"""What ranks want before the next step; a larger one outranks the others."""
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Changes:
+    """One rank's part in them.
+
+    Args:
+        planner: of this replica.
+        groups: the replicas.
+        crew: all ranks.
+        timeout_s: deadline of each wait.
+        moves_by_itself: whether layers may move without being asked.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        groups: ReplicaGroups,
+        crew: Crew,
+        timeout_s: float,
+        moves_by_itself: bool,
+    ) -> None:
+        self.planner = planner
+        self.optimizers: tuple[torch.optim.Optimizer, ...] | None = None
+        self._groups, self._crew = groups, crew
+        self._timeout_s = timeout_s
+        self._moves_by_itself = moves_by_itself
+        self._pending: Change | None = None
+        self._agreed = _UNCHANGED
+
+    def repartition(
+        self,
+        parts: Parts,
+        partition: Sequence[int] | None,
+        placement: Sequence[int] | None,
+        optimizer: GivenOptimizers,
+    ) -> Parts:
+        """Moves layers; see `Pipeline.repartition`."""
+        made: list[tuple[Change, OptimizerGroups]] = []
+
+        def plan() -> None:
+            found = self.optimizers if optimizer is None else as_optimizers(optimizer)
+            if found is None:
+                raise ConfigError(
+                    "repartition needs optimizer=, whose state moves with the "
+                    "parameters; give () where nothing is trained"
+                )
+            made.append((self._target(partition, placement), OptimizerGroups(found)))
+
+        self._crew.agree(plan, "repartition")
+        moved = self._move(parts, *made[0])
+        assert moved is not None, "there is no limit"
+        return moved
+
+    def report(self, executor: Executor, is_timed: bool) -> list[Any]:
+        """What the other ranks are told at the end of a step."""
+        wanted = _UNCHANGED
+        if self._pending is not None:
+            wanted = _MOVES if self._pending.moves else _RESCHEDULES
+        times = None
+        if is_timed:
+            times = self.planner.report(executor.trace, executor.waited_s)
+        return [wanted, self.optimizers is not None, times]
+
+    def look(self, reports: Sequence[Any]) -> Forecast | None:
+        """Takes the other ranks' times, and what they want to change.
+
+        Args:
+            reports: of all ranks.
+
+        Returns:
+            What steps will take, if times have come.
+        """
+        self.planner.ended()
+        self._agreed = max(wanted for wanted, _, _ in reports)
+        times = [reports[rank][2] for rank in self._groups.members]
+        if self._pending is not None or any(one is None for one in times):
+            return None
+        may_move = self._moves_by_itself and all(one[1] for one in reports)
+        self._pending = self.planner.take(times, may_move)
+        return self.planner.forecast
+
+    def carry_out(self, parts: Parts) -> Parts | None:
+        """Changes what all ranks know to be wanted; with all ranks, between steps.
+
+        Args:
+            parts: of this rank.
+
+        Returns:
+            The new ones; None where nothing changes.
+        """
+        change, agreed = self._pending, self._agreed
+        if agreed == _UNCHANGED:
+            return None
+        self._pending, self._agreed = None, _UNCHANGED
+        if agreed == _MOVES:
+            kept = Change(self.planner.plan, self.planner.costs)
+            assert self.optimizers is not None, "every rank has said so"
+            return self._move(parts, change or kept, OptimizerGroups(self.optimizers))
+        if change is None:
+            return parts  # another replica's schedule: what they have in common is new
+        self.planner.adopt(change)
+        return rescheduled(parts, self._placed(change.plan), self._crew.peers)
+
+    def _target(
+        self, partition: Sequence[int] | None, placement: Sequence[int] | None
+    ) -> Change:
+        if partition is None:
+            return self.planner.best()
+        if placement is None:
+            return self.planner.place(partition)
+        members = self._groups.members
+        if any(rank not in members for rank in placement):
+            raise ConfigError(
+                f"expected ranks among {list(members)} as the placement, got "
+                f"{list(placement)}"
+            )
+        return self.planner.place(partition, [members.index(one) for one in placement])
+
+    def _move(
+        self, parts: Parts, change: Change, optimizers: OptimizerGroups
+    ) -> Parts | None:
+        plan, members = self._placed(change.plan), self._groups.members
+        asked = Repartition(parts, plan, optimizers, self._crew, members)
+        moved = asked.carry_out(Terms(self._timeout_s, change.most_bytes))
+        if moved is None:
+            logger.info(
+                "layers stay where they are: moving them would not be won back soon"
+            )
+            return None
+        self._pending, self._agreed = None, _UNCHANGED
+        self.planner.adopt(change)
+        return moved
+
+    def _placed(self, plan: PipelinePlan) -> PipelinePlan:
+        return replace(plan, schedule=self._groups.placed(plan.schedule))

@@ -1,0 +1,285 @@
+"""What the ranks of a pipeline do together: build, begin a step, end it, or fail."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    MismatchError,
+    RemoteRankError,
+)
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.inputs import Given, Told, check_told
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.step.step_io import (
+    PeerFailedError,
+    StepInput,
+    StepResults,
+    failure_of,
+)
+
+OF_ALL_REPLICAS = "the settings"
+
+
+@final
+class Crew:
+    """This rank with the others, or alone.
+
+    Args:
+        rank: this rank.
+        peers: the others; None where there are none.
+        timeout_s: deadline of waits outside steps.
+    """
+
+    def __init__(self, rank: int, peers: Peers | None, timeout_s: float) -> None:
+        self.peers = peers
+        self.rank = rank
+        self._timeout_s = timeout_s
+        self._ended = ""
+        if peers is not None:
+            _leave_at_exit(peers)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Gives a value to all ranks, and gets theirs, in rank order."""
+        self.check_open()
+        if self.peers is None:
+            return [value]
+        with self.ending_on_failure():
+            return self.peers.exchange(value, self._timeout_s, what)
+
+    def check_open(self) -> None:
+        """Raises when nothing can be done together any more.
+
+        Raises:
+            CommunicationError: the pipeline was closed, or has ended by a failure.
+        """
+        if self._ended:
+            raise CommunicationError(f"{self._ended}; make another Pipeline")
+
+    @contextmanager
+    def ending_on_failure(self) -> Iterator[None]:
+        """Messages that fail end the pipeline on all ranks."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the pipeline on all ranks, which are told why."""
+        if not self._ended:
+            self._ended = f"the pipeline has ended ({type(error).__name__}: {error})"
+        if self.peers is not None:
+            self.peers.fail(error)
+
+    def close(self) -> None:
+        """Leaves."""
+        self._ended = self._ended or "the pipeline is closed"
+        if self.peers is not None:
+            self.peers.close()
+
+    def gather(self, make: Callable[[], Any], what: str) -> list[Any]:
+        """Gives what this rank makes to all ranks, and gets theirs, in rank order.
+
+        Args:
+            make: its result can be sent on the control channel.
+            what: for people.
+
+        Raises:
+            ConfigError: another rank could not; what `make` raises is raised here. The
+                pipeline has ended.
+        """
+        try:
+            return self.agree(make, what)
+        except Exception:
+            self.close()
+            raise
+
+    def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
+        """As `gather`, where the pipeline goes on after an error.
+
+        Raises:
+            ConfigError: another rank could not; what `make` raises is raised here.
+            MismatchError: another rank calls another method.
+        """
+        told, raised = self._tell(make, what)
+        if raised is not None:
+            raise raised
+        for rank, (_, text, _) in enumerate(told):
+            if text:
+                raise ConfigError(f"rank {rank} failed in {what}: {text}")
+        return [value for _, _, value in told]
+
+    def agree_on(self, value: Any, what: str) -> None:
+        """Begins something that all ranks must ask for alike.
+
+        Raises:
+            MismatchError: another rank gives another value, or calls another method.
+        """
+        if self.peers is None:
+            return
+        told = self.agree(lambda: value, what)
+        if any(one != value for one in told):
+            raise MismatchError(f"ranks ask {what} for different things: {told}")
+
+    def build(self, build: Callable[[], Parts], groups: ReplicaGroups) -> Parts:
+        """Builds on every rank, and raises on all if one cannot, or they differ.
+
+        Args:
+            build: builds this rank's part.
+            groups: the replicas; what one of them runs is its own affair.
+
+        Raises:
+            ConfigError: a rank cannot build its stages.
+            MismatchError: they do not go together.
+        """
+        if self.peers is None:
+            return build()
+        made: list[Parts] = []
+
+        def describe() -> list[tuple[str, str]]:
+            made.append(build())
+            return made[0].describe()
+
+        try:
+            told, raised = self._tell(describe, "building the stages")
+            if raised is not None:
+                raise raised
+            for rank, (_, text, _) in enumerate(told):
+                if text:
+                    raise ConfigError(f"rank {rank} cannot build its stages: {text}")
+            for rank in range(len(told)):
+                _compare([one for _, _, one in told], rank, groups)
+        except Exception:
+            self.close()
+            raise
+        return made[0]
+
+    def begin(self, given: Given, groups: ReplicaGroups) -> list[Told]:
+        """All ranks begin the same call.
+
+        Args:
+            given: what this rank has read of it.
+            groups: the replicas.
+
+        Returns:
+            What each rank has told.
+
+        Raises:
+            ConfigError: something is wrong on a rank.
+            MismatchError: ranks call different methods.
+        """
+        what = given.told.what
+        told = self.exchange(given.told.as_message(), f"the begin of {what}")
+        _check_same_call(told, what)
+        if given.raised is not None and not isinstance(given.raised, ConfigError):
+            raise given.raised
+        read = [Told(*one) for one in told]
+        errors = [one.error for one in read if one.error]
+        if errors:
+            raise ConfigError(errors[0])
+        check_told(read, groups)
+        return read
+
+    def _tell(
+        self, make: Callable[[], Any], what: str
+    ) -> tuple[list[Any], Exception | None]:
+        """What all ranks made or why not, and what this one's `make` raised."""
+        made, raised, error = None, None, ""
+        try:
+            made = make()
+        except Exception as problem:
+            raised, error = problem, f"{type(problem).__name__}: {problem}"
+        told = self.exchange([what, error, made], what)
+        _check_same_call(told, what)
+        return told, raised
+
+    def run(
+        self,
+        carry_out: Callable[[StepInput], StepResults],
+        given: StepInput,
+        report: Callable[[], Any] = lambda: None,
+    ) -> tuple[StepResults, list[list[float]], list[Any]]:
+        """Carries out a step; every rank then knows whether all ranks could.
+
+        Args:
+            carry_out: does this rank's part.
+            given: for it.
+            report: called after it; what it returns goes to all ranks.
+
+        Returns:
+            This rank's results, the losses of the microbatches from each rank that has
+            them, and the ranks' reports.
+
+        Raises:
+            RemoteRankError: another rank failed; what this rank's own work raises is
+                raised here.
+            CommunicationError: a rank is gone, or late; the pipeline has ended.
+        """
+        if self.peers is None:
+            results = carry_out(given)
+            return results, [_losses(results)], [report()]
+        results, failure, raised, said = StepResults(), None, None, None
+        with self.ending_on_failure():
+            try:
+                results = carry_out(given)
+                said = report()
+            except (CommunicationError, RemoteRankError):
+                raise
+            except Exception as error:
+                found = failure_of(self.rank, error)
+                failure = [found.rank, found.text, found.traceback]
+                raised = error
+            told = self.peers.exchange(
+                [failure, _losses(results), said],
+                given.timeout_s,
+                "the end of the step",
+            )
+        if raised is not None and not isinstance(raised, PeerFailedError):
+            raise raised
+        for told_failure, _, _ in told:
+            if told_failure is not None:
+                rank, text, trace = told_failure
+                raise RemoteRankError(f"rank {rank} failed: {text}", rank, trace)
+        return results, [one[1] for one in told], [one[2] for one in told]
+
+
+def _losses(results: StepResults) -> list[float]:
+    return [float(results.losses[index]) for index in sorted(results.losses)]
+
+
+def _check_same_call(told: Sequence[Sequence[Any]], what: str) -> None:
+    if any(one[0] != what for one in told):
+        calls = ", ".join(f"rank {r}: {one[0]}" for r, one in enumerate(told))
+        raise MismatchError(f"ranks call different methods: {calls}")
+
+
+def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None:
+    own = groups.ranks[groups.replica_of(rank)]
+    for name, theirs in described[rank]:
+        first = 0 if name == OF_ALL_REPLICAS else own[0]
+        mine = dict(described[first]).get(name, "nothing")
+        if mine != theirs:
+            raise MismatchError(
+                f"ranks disagree about {name}: rank {first} has {mine}, rank {rank} "
+                f"has {theirs}; run the same script with the same settings everywhere"
+            )
+
+
+def _leave_at_exit(peers: Peers) -> None:
+    """The group of gloo aborts the interpreter's exit if a group is left open."""
+    held = weakref.ref(peers)
+
+    def leave() -> None:
+        found = held()
+        if found is not None:
+            found.close()
+
+    atexit.register(leave)

@@ -1,0 +1,317 @@
+"""The ranks of a pipeline: how they find each other, agree, and fail together."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.comm.transport.process_group import Group
+from elche.coordination.protocol.events import Failed, Left
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    DeadlineError,
+    RemoteRankError,
+)
+from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
+from elche.pipeline.step.step_io import failure_of
+from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
+from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
+from elche.runtime.process.connect import connect
+from elche.runtime.process.environment import Placement
+
+EXCHANGE_TAG = 1 << 26
+GATHER_TAG = EXCHANGE_TAG + 1
+TIE_TAG = EXCHANGE_TAG + 2
+LAYER_TAG = EXCHANGE_TAG + 4
+_UNBLOCK_TAG = (EXCHANGE_TAG + 3) * 2
+_LEAVE_S = 5.0
+_DECLINE_S = 30.0
+_BEYOND_S = 60.0
+"""gloo's own timeout is beyond every deadline of ours, which know whom to name."""
+_joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
+
+
+@final
+class Peers:
+    """This rank among the others; made by :meth:`join`.
+
+    Args:
+        placement: this process's place.
+        channel: to the coordinator, for the rendezvous and for failures.
+        group: the process group.
+        backend: torch's object inside it.
+        name: of this pipeline in the coordinator's store.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        channel: ControlChannel,
+        group: Group,
+        backend: Any,
+        name: str,
+    ) -> None:
+        self.rank = placement.rank
+        self.world_size = placement.world_size
+        self._waits = Waits(channel, placement.rank, name)
+        self.transport = Transport(backend, placement.rank, self._check, self._waits)
+        self._channel = channel
+        self._group = group
+        self._name = name
+        self._listen = placement.listen
+        self._closed = False
+        self._subgroups: list[Group] = []
+        self._formed = 0
+
+    @staticmethod
+    def join(placement: Placement, timeout_s: float) -> Peers:
+        """Meets all ranks of the run.
+
+        Raises:
+            CommunicationError: they did not come together in time.
+        """
+        placement, channel = connect(placement, timeout_s)
+        assert placement.coordinator is not None
+        number = _joined[placement.coordinator, placement.key] + 1
+        _joined[placement.coordinator, placement.key] = number
+        try:
+            group = Group.form(
+                Rendezvous(channel, placement.rank, timeout_s),
+                placement.rank,
+                placement.world_size,
+                -number,  # generations of a data-parallel run count up
+                placement.listen,
+                timeout_s + _BEYOND_S,
+            )
+        except BaseException:
+            channel.close()
+            raise
+        backend = group.point_to_point
+        return Peers(placement, channel, group, backend, f"pipeline/{number}")
+
+    @staticmethod
+    def decline(placement: Placement, error: BaseException) -> None:
+        """Meets the others only to end the run: this rank cannot take part."""
+        with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
+            Peers.join(placement, _DECLINE_S).fail(error)
+
+    def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
+        """Gives a value to all ranks, and gets theirs, in rank order.
+
+        Args:
+            value: of what msgpack can write.
+            timeout_s: deadline.
+            what: for messages.
+
+        Raises:
+            DeadlineError: a rank did not come in time.
+            CommunicationError: a rank is gone.
+            RemoteRankError: the run has ended.
+        """
+        if self.rank == 0:
+            others = [Address(r, EXCHANGE_TAG, what) for r in range(1, self.world_size)]
+            self._expect(others)
+            values = [value]
+            for each in others:
+                values.append(self.transport.receive(each, timeout_s).structure)
+            for each in others:
+                self.transport.send(each, Message(structure=values), timeout_s)
+            # Whoever leaves after this one leaves nobody without it.
+            self.transport.flush(timeout_s)
+            return values
+        root = Address(0, EXCHANGE_TAG, what)
+        self._expect([root])
+        self.transport.send(root, Message(structure=value), timeout_s)
+        found: list[Any] = self.transport.receive(root, timeout_s).structure
+        return found
+
+    def gather(
+        self, tensors: dict[str, torch.Tensor], to: int, timeout_s: float
+    ) -> dict[str, torch.Tensor]:
+        """Collects named tensors of all ranks on one; empty on the others."""
+        what = "the parameters of a rank"
+        if self.rank != to:
+            message = Message(tuple(tensors.values()), list(tensors))
+            self.transport.send(Address(to, GATHER_TAG, what), message, timeout_s)
+            self.transport.flush(timeout_s)
+            return {}
+        found = dict(tensors)
+        for rank in range(self.world_size):
+            if rank == to:
+                continue
+            address = Address(rank, GATHER_TAG, what)
+            self._expect([address])
+            message = self.transport.receive(address, timeout_s)
+            found.update(zip(message.structure, message.tensors, strict=True))
+        return found
+
+    def send(self, rank: int, tensors: list[torch.Tensor], timeout_s: float) -> None:
+        """Sends tensors to one rank, which calls :meth:`receive`."""
+        address = Address(rank, TIE_TAG, "tied parameters")
+        self.transport.send(address, Message(tuple(tensors)), timeout_s)
+
+    def receive(self, rank: int, timeout_s: float) -> tuple[torch.Tensor, ...]:
+        """Receives what a rank has sent with :meth:`send`."""
+        address = Address(rank, TIE_TAG, "tied parameters")
+        self._expect([address])
+        return self.transport.receive(address, timeout_s).tensors
+
+    def form_groups(
+        self, wanted: Sequence[tuple[int, ...]], timeout_s: float
+    ) -> dict[tuple[int, ...], Group]:
+        """Forms groups of some ranks each, for collectives; ends those formed before.
+
+        Args:
+            wanted: the ranks of each, ascending; the same on all ranks.
+            timeout_s: deadline of forming each.
+
+        Returns:
+            Those that this rank is in. They end with the pipeline.
+
+        Raises:
+            CommunicationError: the ranks of one did not come together.
+        """
+        for old in self._subgroups:
+            old.close()
+        self._subgroups = []
+        self._formed += 1
+        groups = {}
+        # In one order on all ranks: forming waits for all ranks of a group.
+        for ranks in sorted(set(wanted)):
+            if self.rank not in ranks:
+                continue
+            named = ",".join(map(str, ranks))
+            groups[ranks] = Group.form(
+                Rendezvous(self._channel, self.rank, timeout_s),
+                ranks.index(self.rank),
+                len(ranks),
+                f"{self._name}/{self._formed}/{named}",
+                self._listen,
+                timeout_s + _BEYOND_S,
+            )
+            self._subgroups.append(groups[ranks])
+        return groups
+
+    def wait(
+        self, work: Any, ranks: Sequence[int], what: str, timeout_s: float
+    ) -> None:
+        """Waits for a collective of some ranks.
+
+        Args:
+            work: of torch.
+            ranks: that take part.
+            what: for messages.
+            timeout_s: deadline.
+
+        Raises:
+            DeadlineError: it is not through in time; names who has not come to it.
+            CommunicationError: a connection has failed.
+            RemoteRankError: the run has ended.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        started_s = time.monotonic()
+        is_long = False
+        while not self._is_through(work, what):
+            waited_s = time.monotonic() - started_s
+            self._check()
+            if waited_s > timeout_s / 2 and not is_long:
+                is_long = True
+                self._waits.begin_all(others, what)
+            if waited_s > timeout_s:
+                raise DeadlineError(
+                    f"rank {self.rank} waited {timeout_s:.1f} s for {what}; "
+                    f"{self._waits.explain_all(others)}"
+                )
+        if is_long:
+            self._waits.end()
+
+    def _is_through(self, work: Any, what: str) -> bool:
+        was_over = work.is_completed()  # else it may end as the wait gives up
+        try:
+            work.wait(timedelta(seconds=LOOK_EVERY_S))
+        except RuntimeError as error:
+            if not was_over:
+                return False  # the next look tells how it ended
+            until_s = time.monotonic() + REASON_WITHIN_S
+            while time.monotonic() < until_s:
+                self._check()  # the reason may be on its way
+                time.sleep(LOOK_EVERY_S)
+            raise CommunicationError(
+                f"rank {self.rank}: {what} failed: {error}; look at the other ranks' "
+                "own output"
+            ) from error
+        return True
+
+    def send_layer(self, rank: int, message: Message, timeout_s: float) -> None:
+        """Sends a layer to one rank, which calls :meth:`receive_layer`."""
+        address = Address(rank, LAYER_TAG, "a layer that moves")
+        self.transport.send(address, message, timeout_s)
+
+    def receive_layer(self, rank: int, timeout_s: float) -> Message:
+        """Receives what a rank has sent with :meth:`send_layer`."""
+        address = Address(rank, LAYER_TAG, "a layer that moves")
+        self._expect([address])
+        return self.transport.receive(address, timeout_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run for all ranks: messages do not work any more."""
+        if not self._closed and not isinstance(error, RemoteRankError):
+            failure = failure_of(self.rank, error)
+            with contextlib.suppress(CommunicationError):
+                self._channel.send(
+                    Failed(
+                        rank=self.rank,
+                        error=failure.text,
+                        traceback=failure.traceback,
+                    )
+                )
+        self._end(broken=True)
+
+    def close(self) -> None:
+        """Leaves. Call it on every rank; may be called twice."""
+        if not self._closed:
+            with contextlib.suppress(CommunicationError, RemoteRankError):
+                self.transport.flush(_LEAVE_S)
+                self._channel.send(Left(rank=self.rank))
+        self._end(broken=False)
+
+    def _end(self, broken: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self.transport.condition:
+            self.transport.closed = True
+        if broken:
+            self._unblock()
+        self.transport.close()
+        for group in self._subgroups:
+            group.close()
+        self._group.close()
+        self._channel.close()
+
+    def _unblock(self) -> None:
+        """Makes gloo give up every wait: one that runs out closes all connections."""
+        for group in (self._group, *self._subgroups):
+            other = (group.rank + 1) % group.world_size
+            with contextlib.suppress(RuntimeError):
+                work = group.point_to_point.recv(
+                    [torch.zeros(1, device="cpu")], other, _UNBLOCK_TAG
+                )
+                work.wait(timedelta(milliseconds=1))
+
+    def _expect(self, addresses: list[Address]) -> None:
+        self.transport.expect(addresses)
+        for each in addresses:
+            self.transport.admit(each)
+
+    def _check(self) -> None:
+        check_for_abort(self._channel)

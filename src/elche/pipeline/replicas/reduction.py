@@ -1,0 +1,211 @@
+"""Sums the gradients of a pipeline's replicas while their backward passes go on.
+
+When the last weight gradient of a stage has run, its gradients go into flat buckets and
+gloo begins to sum them; the step ends when all sums are there. A replica without a
+batch sends zeros. A rank that fails in a step sends zeros for what it has not sent yet,
+so that the others get through, and the next step is a new one.
+
+The buckets are one more copy of this rank's gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+
+from elche.comm.transport.process_group import Group
+from elche.errors import CommunicationError, RemoteRankError
+from elche.pipeline.replicas.gradient_buckets import Bucket, make_buckets
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.replicas.replica_units import Unit
+from elche.pipeline.step.step_io import StepInput, StepResults
+
+
+@final
+@dataclass(frozen=True)
+class Reduction:
+    """One sum over the replicas in a step; times of time.monotonic().
+
+    Attributes:
+        stages: of this rank, whose gradients were summed.
+        nbytes: that travelled.
+        begin_s: when this rank had all it gives.
+        end_s: when the sum was there.
+        waited_s: how long the step waited for it, with nothing else to do.
+    """
+
+    stages: tuple[int, ...]
+    nbytes: int
+    begin_s: float
+    end_s: float
+    waited_s: float
+
+
+@final
+class _Line:
+    """The units that one process group sums, which all its ranks begin in one order."""
+
+    def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.units: list[tuple[tuple[int, ...], list[Bucket]]] = []
+        self.begun = 0
+        self._under_way: list[tuple[tuple[int, ...], Bucket]] = []
+
+    def begin_complete(self, complete: set[int], contributes: bool) -> None:
+        """Begins those that are complete, as far as the order allows."""
+        while self.begun < len(self.units):
+            stages, buckets = self.units[self.begun]
+            if contributes and not complete.issuperset(stages):
+                return
+            # Counted bucket by bucket: one that fails is begun again, with zeros.
+            done = [bucket for _, bucket in self._under_way]
+            for bucket in buckets:
+                if bucket not in done:
+                    bucket.begin(self.group, contributes)
+                    self._under_way.append((stages, bucket))
+            self.begun += 1
+
+    def take(self) -> list[tuple[tuple[int, ...], Bucket]]:
+        """What has begun, in order; the next step begins anew."""
+        taken, self._under_way, self.begun = self._under_way, [], 0
+        return taken
+
+
+@final
+class GradientReduction:
+    """This rank's part in summing gradients over the replicas; see the module.
+
+    Args:
+        units: those that this rank holds, in the common order.
+        parameters: this rank's, by the units' names.
+        groups: of the units' ranks.
+        peers: all ranks.
+
+    Attributes:
+        copies: ids of the parameters that a lower rank holds, too.
+        last: the sums of the last step.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[tuple[int, ...], Group],
+        peers: Peers,
+    ) -> None:
+        self._peers = peers
+        self._parameters = [parameters[name] for unit in units for name in unit.names]
+        self._lines = {
+            ranks: _Line(group, ranks)
+            for ranks, group in groups.items()
+            if peers.rank in ranks
+        }
+        for unit in units:
+            mine = [parameters[name] for name in unit.names]
+            stages = unit.stages_on(peers.rank)
+            self._lines[unit.ranks].units.append((stages, make_buckets(mine)))
+        self.copies = frozenset(
+            id(parameters[name])
+            for unit in units
+            for name in unit.names
+            if unit.ranks[0] != peers.rank
+        )
+        self._complete: set[int] = set()
+        self.last: list[Reduction] = []
+
+    @property
+    def nbytes(self) -> int:
+        """That travel in each step."""
+        return sum(
+            bucket.nbytes
+            for line in self._lines.values()
+            for _, buckets in line.units
+            for bucket in buckets
+        )
+
+    def stage_is_through(self, stage: int) -> None:
+        """The last weight gradient of a stage has run; begins what waited for it.
+
+        Raises:
+            ConfigError: a gradient cannot be summed.
+            CommunicationError: a connection has failed.
+        """
+        self._complete.add(stage)
+        for line in self._lines.values():
+            line.begin_complete(self._complete, True)
+
+    def run(
+        self,
+        carry_out: Callable[[StepInput], StepResults],
+        given: StepInput,
+        has_batch: bool,
+    ) -> StepResults:
+        """Carries out this rank's part of a step; then the gradients are the sums.
+
+        Gradients that were there before are added, and not summed again.
+
+        Args:
+            carry_out: calls :meth:`stage_is_through` for each stage.
+            given: for it.
+            has_batch: whether this replica has one; without, only its part in the
+                sums is done.
+
+        Raises:
+            DeadlineError: a rank did not come to a sum in time.
+            CommunicationError: a connection has failed. Others are `carry_out`'s.
+        """
+        earlier = [one.grad for one in self._parameters]
+        for one in self._parameters:
+            one.grad = None
+        self._complete = set()
+        try:
+            results = carry_out(given) if has_batch else StepResults()
+            self._begin_rest(has_batch)
+        except (CommunicationError, RemoteRankError):
+            raise
+        except Exception:
+            self._begin_rest(False)
+            self._wait(given.timeout_s)
+            for one, before in zip(self._parameters, earlier, strict=True):
+                one.grad = before
+            raise
+        for bucket in self._wait(given.timeout_s):
+            bucket.write()
+        for one, before in zip(self._parameters, earlier, strict=True):
+            if before is not None:
+                one.grad = before if one.grad is None else before.add_(one.grad)
+        return results
+
+    def _begin_rest(self, contributes: bool) -> None:
+        every = {s for line in self._lines.values() for of, _ in line.units for s in of}
+        for line in self._lines.values():
+            line.begin_complete(every, contributes)
+
+    def _wait(self, timeout_s: float) -> list[Bucket]:
+        """Waits for all sums, those that began first first."""
+        under_way = [
+            (bucket.begin_s, stages, line, bucket)
+            for line in self._lines.values()
+            for stages, bucket in line.take()
+        ]
+        self.last = []
+        for begin_s, stages, line, bucket in sorted(under_way, key=lambda one: one[0]):
+            waits_s = time.monotonic()
+            what = f"the sum of the gradients of stage {_text(stages)}"
+            self._peers.wait(bucket.work, line.ranks, what, timeout_s)
+            now_s = time.monotonic()
+            bucket.work = None
+            end_s = bucket.ended_s[0] if bucket.ended_s else now_s
+            self.last.append(
+                Reduction(stages, bucket.nbytes, begin_s, end_s, now_s - waits_s)
+            )
+        return [bucket for *_, bucket in under_way]
+
+
+def _text(stages: Sequence[int]) -> str:
+    return " and ".join(str(one) for one in stages)

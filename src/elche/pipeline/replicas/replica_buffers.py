@@ -1,0 +1,112 @@
+"""Buffers that training changes, such as BatchNorm's statistics, over the replicas.
+
+Each replica updates its own; before an evaluation and before the state is gathered,
+those that changed anywhere become the plain mean of the replicas that changed them.
+Averages of moving averages are the moving average of averages, so nothing is lost by
+doing it only there. Counters take the value of the first of these replicas. What nobody
+changed does not travel, and stays as it is bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.comm.transport.process_group import Group
+from elche.pipeline.peers.peers import Peers
+
+
+@final
+@dataclass
+class SharedBuffers:
+    """Buffers that the same ranks hold.
+
+    Attributes:
+        group: of these ranks.
+        ranks: that hold them, ascending.
+        places: this rank's, module and name; the same on all of them in the same order.
+    """
+
+    group: Group
+    ranks: tuple[int, ...]
+    places: list[tuple[nn.Module, str]]
+    _before: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._before = [one.clone() for one in self._now()]
+
+    def _now(self) -> list[torch.Tensor]:
+        """The buffers; a module may put another tensor in one's place."""
+        return [module.get_buffer(name).detach() for module, name in self.places]
+
+    def average(self, peers: Peers, timeout_s: float) -> None:
+        """Makes them equal on all ranks."""
+        me = self.ranks.index(peers.rank)
+        buffers = self._now()
+        changed = torch.zeros(
+            len(buffers), len(self.ranks), dtype=torch.float64, device="cpu"
+        )
+        for index, (now, before) in enumerate(zip(buffers, self._before, strict=True)):
+            changed[index, me] = not _same(now, before)
+        self._sum(changed, peers, timeout_s)
+        moved = [index for index, row in enumerate(changed.tolist()) if any(row)]
+        if not moved:
+            return
+        shares = [
+            _share(buffers[index], changed[index].tolist(), me) for index in moved
+        ]
+        flat = torch.cat(shares)
+        self._sum(flat, peers, timeout_s)
+        parts = flat.split([share.numel() for share in shares])
+        for index, part in zip(moved, parts, strict=True):
+            numbers = _numbers(buffers[index])
+            numbers.copy_(part.view(numbers.shape))
+            self._before[index] = buffers[index].clone()
+
+    def _sum(self, tensor: torch.Tensor, peers: Peers, timeout_s: float) -> None:
+        work = self.group.all_reduce_async(tensor)
+        peers.wait(work, self.ranks, "the average of the buffers", timeout_s)
+
+
+def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
+    """What this rank gives to the sum that is to be the new value."""
+    numbers = _numbers(buffer)
+    given = numbers.reshape(-1).to("cpu", torch.float64)
+    is_mean = numbers.is_floating_point()
+    gives = changed[me] if is_mean else me == changed.index(1.0)
+    if not gives:
+        return torch.zeros_like(given)
+    return given / sum(changed) if is_mean else given
+
+
+def average_buffers(
+    shared: Sequence[SharedBuffers], peers: Peers, timeout_s: float
+) -> None:
+    """Averages all; with all ranks.
+
+    Args:
+        shared: this rank's, in the common order of their ranks.
+        peers: all ranks.
+        timeout_s: deadline of each wait.
+
+    Raises:
+        DeadlineError: a rank did not come in time.
+        CommunicationError: a connection has failed.
+    """
+    for one in shared:
+        one.average(peers, timeout_s)
+
+
+def _numbers(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Equal, or not a number in the same places."""
+    if torch.equal(now, before):
+        return True
+    return bool(torch.all((now == before) | ((now != now) & (before != before))))

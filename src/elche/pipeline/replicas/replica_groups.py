@@ -1,0 +1,205 @@
+"""Which ranks make up each replica of a pipeline, and what each has of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.step.outputs import loss_weights, microbatch_sizes
+from elche.schedule.actions import Schedule
+
+Grouping: TypeAlias = int | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """The ranks of the run, by replica.
+
+    Attributes:
+        ranks: of each replica, in the order of its pipeline; each rank of the run is in
+            one of them.
+        rank: this rank.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is anything to reduce."""
+        return len(self.ranks) > 1
+
+    @property
+    def index(self) -> int:
+        """This rank's replica."""
+        return self.replica_of(self.rank)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of this rank's replica."""
+        return self.ranks[self.index]
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        return next(i for i, members in enumerate(self.ranks) if rank in members)
+
+    def placed(self, schedule: Schedule) -> Schedule:
+        """A schedule for as many ranks as this replica has, on the run's ranks.
+
+        The ranks of other replicas have no actions in it.
+        """
+        count = sum(len(members) for members in self.ranks)
+        rows: list[tuple[Any, ...]] = [()] * count
+        for rank, row in zip(self.members, schedule.actions, strict=True):
+            rows[rank] = row
+        placement = tuple(self.members[seat] for seat in schedule.placement)
+        return replace(schedule, placement=placement, actions=tuple(rows))
+
+
+def group_ranks(replicas: Grouping, rank: int, world_size: int) -> ReplicaGroups:
+    """Shares the ranks out among the replicas.
+
+    Args:
+        replicas: how many, of consecutive ranks and equally many each; or the ranks of
+            each replica in the order of its pipeline.
+        rank: this rank.
+        world_size: ranks of the run.
+
+    Raises:
+        ConfigError: that does not come out even, or a rank is in none of the replicas
+            or in two.
+    """
+    if isinstance(replicas, int):
+        each, rest = divmod(world_size, replicas)
+        if rest or not each:
+            raise ConfigError(
+                f"{world_size} ranks cannot be shared out evenly among {replicas} "
+                f"replicas of a pipeline; run a multiple of {replicas} ranks, or say "
+                "which ranks each replica has, such as replicas=[[0, 1], [2]]"
+            )
+        starts = range(0, world_size, each)
+        ranks = tuple(tuple(range(start, start + each)) for start in starts)
+        return ReplicaGroups(ranks, rank)
+    ranks = tuple(tuple(members) for members in replicas)
+    if sorted(one for members in ranks for one in members) != list(range(world_size)):
+        raise ConfigError(
+            f"expected each of the ranks 0 to {world_size - 1} in one replica, got "
+            f"replicas={[list(members) for members in ranks]}"
+        )
+    return ReplicaGroups(ranks, rank)
+
+
+def check_grouping(told: Sequence[Any]) -> None:
+    """Raises unless all ranks have told the same groups.
+
+    Raises:
+        MismatchError: they have not.
+    """
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise MismatchError(
+                f"ranks disagree about the replicas: rank 0 has {told[0]}, rank {rank} "
+                f"has {theirs}; run the same script with the same settings everywhere"
+            )
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """The microbatches of one step, of all replicas.
+
+    Attributes:
+        sizes: of each replica, samples of its microbatches; none for a replica that
+            has no batch in this step.
+        index: this rank's replica.
+        reduction: of the loss, "mean" or "sum".
+    """
+
+    sizes: tuple[list[int], ...]
+    index: int
+    reduction: str
+
+    @property
+    def mine(self) -> list[int]:
+        """Samples of this replica's microbatches."""
+        return self.sizes[self.index]
+
+    def weights(self, replica: int, scale: float = 1.0) -> list[float]:
+        """What each microbatch's loss counts in that of the union of all batches."""
+        mine = self.sizes[replica]
+        total = sum(sum(sizes) for sizes in self.sizes)
+        if self.reduction == "mean" and sum(mine) != total:
+            return [scale * size / total for size in mine]
+        return loss_weights(mine, scale, self.reduction)
+
+    def loss(self, by_replica: Sequence[Sequence[float]]) -> float | None:
+        """The loss of the union of all batches from those of all microbatches.
+
+        Returns:
+            None where there are no losses.
+
+        Raises:
+            ConfigError: a replica with a batch has no losses, and another has.
+        """
+        active = [i for i, sizes in enumerate(self.sizes) if sizes]
+        without = [i for i in active if not by_replica[i]]
+        if len(without) == len(active):
+            return None
+        if without:
+            raise ConfigError(
+                f"replica {without[0]} has a batch without a target, and others have "
+                "one; give targets on all replicas or on none"
+            )
+        return sum(
+            weight * loss
+            for i in active
+            for weight, loss in zip(self.weights(i), by_replica[i], strict=True)
+        )
+
+
+def read_shares(
+    told: Sequence[tuple[int | None, int | None]],
+    groups: ReplicaGroups,
+    counts: Sequence[int],
+    reduction: str,
+    needs_target: bool,
+) -> StepShares:
+    """The shares of a step from what the ranks have said.
+
+    Args:
+        told: of each rank, samples of the batch and of the target: None where it has
+            none, -1 for a target whose samples cannot be told.
+        groups: the replicas.
+        counts: microbatches of each replica.
+        reduction: of the loss.
+        needs_target: whether a batch without a target is an error.
+
+    Raises:
+        ConfigError: batch and target of a replica do not go together; nobody has a
+            batch. The same on every rank.
+    """
+    sizes: list[list[int]] = []
+    for index, members in enumerate(groups.ranks):
+        said = [told[rank] for rank in members]
+        total = next((one for one, _ in said if one is not None), None)
+        labelled = next((one for _, one in said if one is not None), None)
+        if groups.are_several and not total:
+            if labelled and (total is None or labelled > 0):
+                raise ConfigError(
+                    f"replica {index} has a target but no batch; give both, or neither "
+                    "in a step without a batch"
+                )
+            sizes.append([])
+            continue
+        assert total is not None, "the crew has checked it"
+        if needs_target and labelled is None:
+            raise ConfigError(
+                f"replica {index} has a batch but no target; give the target on the "
+                "rank of its last stage"
+            )
+        known = None if labelled == -1 else labelled
+        sizes.append(microbatch_sizes(total, known, counts[index]))
+    if not any(sizes):
+        raise ConfigError("no replica has a batch; give at least one of them a batch")
+    return StepShares(tuple(sizes), groups.index, reduction)

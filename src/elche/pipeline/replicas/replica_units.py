@@ -1,0 +1,174 @@
+"""What the replicas of a pipeline hold: compared, and cut into units of reduction.
+
+A unit is a set of parameters that the same ranks hold, and whose gradients are complete
+at the same moment on each of them: after the last weight gradient of the stages that
+use them. Where all replicas have the same partition, units are stages; where they
+differ, each is what a stage of one replica has in common with a stage of the other. A
+parameter that several stages share is a unit of its own, with all ranks that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from elche.errors import MismatchError
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+
+LEARNS, FROZEN, BUFFER = "learns", "is frozen", "is a buffer"
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A parameter or buffer as its rank describes it.
+
+    Attributes:
+        name: the model's; of a shared parameter that of its first use.
+        shape: of it.
+        dtype: name of its type.
+        role: "learns", "is frozen" or "is a buffer".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+
+
+@dataclass(frozen=True)
+class HeldLayer:
+    """A layer as its rank describes it.
+
+    Attributes:
+        index: in the model.
+        stage: that it belongs to.
+        finished_at: place of the stage's last weight gradient in the rank's list.
+        tensors: parameters and buffers.
+    """
+
+    index: int
+    stage: int
+    finished_at: int
+    tensors: tuple[HeldTensor, ...]
+
+    def as_message(self) -> list[Any]:
+        """What msgpack can write."""
+        tensors = [astuple(one) for one in self.tensors]
+        return [self.index, self.stage, self.finished_at, tensors]
+
+
+def read_layer(told: Sequence[Any]) -> HeldLayer:
+    """What another rank has described."""
+    index, stage, finished_at, tensors = told
+    held = tuple(
+        HeldTensor(name, tuple(shape), dtype, role)
+        for name, shape, dtype, role in tensors
+    )
+    return HeldLayer(index, stage, finished_at, held)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters whose gradients are summed together.
+
+    Attributes:
+        ranks: that hold them, ascending.
+        stages: of each of these ranks, the stages that must be through.
+        names: of the parameters, in the model's order.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages that must be through on a rank."""
+        return self.stages[self.ranks.index(rank)]
+
+
+def check_equal(held: Sequence[Sequence[HeldLayer]], groups: ReplicaGroups) -> None:
+    """Raises unless all replicas hold the same layers.
+
+    Args:
+        held: of each rank.
+        groups: the replicas.
+
+    Raises:
+        MismatchError: names the first difference. The same on every rank.
+    """
+    replicas = [
+        {layer.index: (rank, layer) for rank in members for layer in held[rank]}
+        for members in groups.ranks
+    ]
+    first = replicas[0]
+    for number, other in enumerate(replicas[1:], 1):
+        if first.keys() != other.keys():
+            raise MismatchError(
+                f"replicas disagree about the model: replica 0 has {len(first)} "
+                f"layers, replica {number} has {len(other)}; give all the same model"
+            )
+        for index in sorted(first):
+            difference = _difference(first[index], other[index])
+            if difference:
+                raise MismatchError(
+                    f"replicas disagree about layer {index}: {difference} in replica "
+                    f"{number}; give all the same model"
+                )
+
+
+def _difference(first: tuple[int, HeldLayer], other: tuple[int, HeldLayer]) -> str:
+    mine = {one.name: one for one in first[1].tensors}
+    theirs = {one.name: one for one in other[1].tensors}
+    for name in sorted(mine.keys() | theirs.keys()):
+        texts = [_text(mine.get(name)), _text(theirs.get(name))]
+        if texts[0] != texts[1]:
+            return (
+                f"{name} {texts[0]} on rank {first[0]} of replica 0, and {texts[1]} on "
+                f"rank {other[0]}"
+            )
+    return ""
+
+
+def _text(one: HeldTensor | None) -> str:
+    if one is None:
+        return "is not there"
+    return f"{one.role} {list(one.shape)} {one.dtype}"
+
+
+def plan_units(held: Sequence[Sequence[HeldLayer]], role: str = LEARNS) -> list[Unit]:
+    """Cuts the parameters that learn into units; the same on every rank.
+
+    Args:
+        held: of each rank.
+        role: of others than these.
+
+    Returns:
+        By their ranks; those of the same ranks in the order in which they are complete
+        on the first of these, which is the order in which all reduce them.
+    """
+    users: dict[str, dict[int, set[int]]] = {}
+    layer_of: dict[str, int] = {}
+    finished_at: dict[tuple[int, int], int] = {}
+    for rank, layers in enumerate(held):
+        for layer in layers:
+            finished_at[rank, layer.stage] = layer.finished_at
+            for one in layer.tensors:
+                if one.role == role:
+                    stages = users.setdefault(one.name, {}).setdefault(rank, set())
+                    stages.add(layer.stage)
+                    before = layer_of.get(one.name, layer.index)
+                    layer_of[one.name] = min(before, layer.index)
+    together: dict[tuple[Any, Any], list[str]] = {}
+    for name in sorted(users, key=lambda name: (layer_of[name], name)):
+        ranks = tuple(sorted(users[name]))
+        stages_of = tuple(tuple(sorted(users[name][rank])) for rank in ranks)
+        together.setdefault((ranks, stages_of), []).append(name)
+
+    def order(unit: Unit) -> tuple[Any, ...]:
+        rank = unit.ranks[0]
+        complete_at = max(finished_at[rank, stage] for stage in unit.stages[0])
+        return unit.ranks, complete_at, layer_of[unit.names[0]], unit.names[0]
+
+    units = [Unit(ranks, of, tuple(names)) for (ranks, of), names in together.items()]
+    return sorted(units, key=order)

@@ -1,0 +1,310 @@
+"""Replicas of a pipeline: data parallelism over pipelines.
+
+Each replica is a pipeline on ranks of its own, with batches of its own. Replicas may
+differ in the number of ranks, partition, schedule and microbatches; the model is the
+same. They start equal, every step sums their gradients
+(`elche.pipeline.replicas.reduction`), and they take the same optimizer steps, so they stay equal
+bit by bit where their devices are of one kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.errors import MismatchError
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.replicas.reduction import GradientReduction, Reduction
+from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
+from elche.pipeline.replicas.replica_groups import (
+    Grouping,
+    ReplicaGroups,
+    StepShares,
+    check_grouping,
+    group_ranks,
+    read_shares,
+)
+from elche.pipeline.replicas.replica_units import (
+    BUFFER,
+    FROZEN,
+    LEARNS,
+    HeldLayer,
+    HeldTensor,
+    Unit,
+    check_equal,
+    plan_units,
+    read_layer,
+)
+from elche.pipeline.stage import Layer
+from elche.pipeline.step.step_io import StepInput, StepResults
+
+logger = logging.getLogger(__name__)
+
+
+def agree_on_groups(
+    replicas: Grouping, rank: int, world_size: int, crew: Crew
+) -> ReplicaGroups:
+    """The replicas, which all ranks must have given alike.
+
+    Raises:
+        ConfigError: see `group_ranks`; on every rank.
+        MismatchError: ranks have given different ones; on every rank.
+    """
+
+    def ranks() -> list[list[int]]:
+        found = group_ranks(replicas, rank, world_size)
+        return [list(members) for members in found.ranks]
+
+    told = crew.gather(ranks, "sharing out the ranks among replicas")
+    try:
+        check_grouping(told)
+    except MismatchError:
+        crew.close()
+        raise
+    return group_ranks(replicas, rank, world_size)
+
+
+@final
+class Replicas:
+    """All replicas, as this rank sees them; made by :meth:`join`.
+
+    Args:
+        groups: their ranks.
+        counts: microbatches of each.
+        reduction: sums their gradients; None where there is only one.
+        buffers: this rank's.
+        frozen: this rank's parameters that did not learn when the replicas joined.
+    """
+
+    def __init__(
+        self,
+        groups: ReplicaGroups,
+        counts: Sequence[int],
+        reduction: GradientReduction | None,
+        buffers: Sequence[SharedBuffers] = (),
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),
+    ) -> None:
+        self.groups = groups
+        self._counts = counts
+        self._reduction = reduction
+        self._buffers = buffers
+        self._frozen = frozen
+
+    @staticmethod
+    def join(
+        groups: ReplicaGroups,
+        parts: Parts,
+        crew: Crew,
+        timeout_s: float,
+        *,
+        are_equal: bool = False,
+    ) -> Replicas:
+        """Compares the replicas, makes them equal to the first, connects them.
+
+        With all ranks; again when a replica has another plan.
+
+        Args:
+            groups: the replicas' ranks.
+            parts: this rank's.
+            crew: all ranks.
+            timeout_s: deadline of each wait.
+            are_equal: whether they have the same values already.
+
+        Raises:
+            MismatchError: they hold different models; on every rank.
+            CommunicationError: the ranks did not come together.
+        """
+        count = parts.plan.schedule.num_microbatches
+        peers = crew.peers
+        if peers is None or not groups.are_several:
+            return Replicas(groups, [count] * len(groups.ranks), None)
+        names = _canonical_names(parts)
+        held, by_rank = _agree_on_layers(groups, parts, crew, names)
+        units, kept = plan_units(held), plan_units(held, BUFFER)
+        with crew.ending_on_failure():
+            if not are_equal:
+                _make_equal(held, groups, parts, peers, timeout_s)
+            wanted = [unit.ranks for unit in (*units, *kept)]
+            formed = peers.form_groups(wanted, timeout_s)
+        parameters = {
+            names.get((index, own), layer.prefixed(own)): one
+            for index, layer in parts.built.items()
+            for own, one in layer.module.named_parameters()
+        }
+        here = [unit for unit in units if peers.rank in unit.ranks]
+        reduction = GradientReduction(here, parameters, formed, peers)
+        parts.executor.after_stage = reduction.stage_is_through
+        counts = [by_rank[members[0]] for members in groups.ranks]
+        for runner in parts.stages.values():
+            # Each replica has its own dropout: that of later microbatches.
+            runner.stage.first_microbatch = sum(counts[: groups.index])
+        shared = [
+            SharedBuffers(formed[unit.ranks], unit.ranks, _places(unit, parts))
+            for unit in kept
+            if peers.rank in unit.ranks
+        ]
+        frozen = [one for one in parameters.items() if not one[1].requires_grad]
+        logger.info(
+            "rank %d is in replica %d of %d; each step sums %.1f MB of gradients over "
+            "them, which takes as much memory once more",
+            *(groups.rank, groups.index, len(groups.ranks)),
+            reduction.nbytes / 1e6,
+        )
+        return Replicas(groups, counts, reduction, shared, frozen)
+
+    @property
+    def copies(self) -> frozenset[int]:
+        """Ids of this rank's parameters that a lower rank holds, too."""
+        return frozenset() if self._reduction is None else self._reduction.copies
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """Those of the last step."""
+        return [] if self._reduction is None else list(self._reduction.last)
+
+    def average_buffers(self, crew: Crew, timeout_s: float) -> None:
+        """Makes buffers that training changed equal; with all ranks.
+
+        See `elche.pipeline.replicas.replica_buffers`.
+        """
+        if self._buffers and crew.peers is not None:
+            with crew.ending_on_failure():
+                average_buffers(self._buffers, crew.peers, timeout_s)
+
+    def late_learner(self) -> str:
+        """What is wrong with a parameter that began to learn; "" if none did."""
+        for name, one in self._frozen:
+            if one.requires_grad:
+                return (
+                    f"parameter {name} on rank {self.groups.rank} was frozen when the "
+                    "replicas were joined, and learns now; make another Pipeline after "
+                    "unfreezing"
+                )
+        return ""
+
+    def shares(
+        self,
+        said: Sequence[tuple[int | None, int | None]],
+        loss_reduction: str,
+        needs_target: bool,
+    ) -> StepShares:
+        """The shares of a step; see `read_shares`."""
+        return read_shares(
+            said, self.groups, self._counts, loss_reduction, needs_target
+        )
+
+    def losses(self, by_rank: Sequence[list[float]]) -> list[list[float]]:
+        """The losses of each replica's microbatches."""
+        return [
+            next((by_rank[rank] for rank in members if by_rank[rank]), [])
+            for members in self.groups.ranks
+        ]
+
+    def training(
+        self, carry_out: Callable[[StepInput], StepResults], shares: StepShares
+    ) -> Callable[[StepInput], StepResults]:
+        """What this rank does in a step, its part in the reduction included."""
+        reduction, has_batch = self._reduction, bool(shares.mine)
+        if reduction is None:
+            return carry_out
+        return lambda given: reduction.run(carry_out, given, has_batch)
+
+
+def _agree_on_layers(
+    groups: ReplicaGroups, parts: Parts, crew: Crew, names: dict[tuple[int, str], str]
+) -> tuple[list[list[HeldLayer]], list[int]]:
+    """The layers, and the number of microbatches, of each rank."""
+    mine = [
+        _describe(parts, index, layer, names).as_message()
+        for index, layer in sorted(parts.built.items())
+    ]
+    said = [parts.plan.schedule.num_microbatches, mine]
+    told = crew.exchange(said, "comparing the replicas")
+    held = [[read_layer(one) for one in layers] for _, layers in told]
+    try:
+        check_equal(held, groups)
+    except MismatchError:
+        crew.close()
+        raise
+    return held, [count for count, _ in told]
+
+
+def _places(unit: Unit, parts: Parts) -> list[tuple[nn.Module, str]]:
+    """Where the buffers of a unit are."""
+    places = {
+        layer.prefixed(own): (layer.module, own)
+        for layer in parts.built.values()
+        for own, _ in layer.module.named_buffers()
+    }
+    return [places[name] for name in unit.names]
+
+
+def _canonical_names(parts: Parts) -> dict[tuple[int, str], str]:
+    """The name of the first use of shared parameters, by layer and own name."""
+    layers = parts.given.layers
+    names = {}
+    for uses in parts.given.ties:
+        index, own = uses[0]
+        aliases, prefix = layers.aliases[index], layers.names[index]
+        name = aliases[own] if aliases is not None else f"{prefix}.{own}"
+        names.update(dict.fromkeys(uses, name))
+    return names
+
+
+def _describe(
+    parts: Parts, index: int, layer: Layer, names: dict[tuple[int, str], str]
+) -> HeldLayer:
+    plan = parts.plan
+    stage = next(s for s in parts.stages if index in plan.layers_of(s))
+    tensors = [
+        _held(
+            names.get((index, own), layer.prefixed(own)),
+            one,
+            LEARNS if one.requires_grad else FROZEN,
+        )
+        for own, one in layer.module.named_parameters()
+    ]
+    tensors += [
+        _held(layer.prefixed(own), one, BUFFER)
+        for own, one in layer.module.named_buffers()
+    ]
+    finished_at = parts.executor.finished_at(stage)
+    return HeldLayer(index, stage, finished_at, tuple(tensors))
+
+
+def _held(name: str, one: torch.Tensor, role: str) -> HeldTensor:
+    return HeldTensor(name, tuple(one.shape), str(one.dtype), role)
+
+
+def _make_equal(
+    held: Sequence[Sequence[HeldLayer]],
+    groups: ReplicaGroups,
+    parts: Parts,
+    peers: Peers,
+    timeout_s: float,
+) -> None:
+    """Copies parameters and buffers of the first replica to the others."""
+    holders: dict[int, list[int]] = {}
+    for members in groups.ranks:
+        for rank in members:
+            for layer in held[rank]:
+                holders.setdefault(layer.index, []).append(rank)
+    for index in sorted(holders):
+        source, *others = holders[index]
+        if peers.rank not in holders[index]:
+            continue
+        module = parts.built[index].module
+        mine = [one.detach() for one in (*module.parameters(), *module.buffers())]
+        if peers.rank == source:
+            for rank in others:
+                peers.send(rank, mine, timeout_s)
+            continue
+        for one, value in zip(mine, peers.receive(source, timeout_s), strict=True):
+            if not torch.equal(one.cpu(), value):
+                one.copy_(value)

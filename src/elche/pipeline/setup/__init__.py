@@ -1,0 +1,1 @@
+"""Assembly of a pipeline from layers, costs and ranks."""

@@ -1,0 +1,250 @@
+"""This rank's part of a pipeline, put together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+import torch
+
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.setup.building import LayerList, join_ties
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.step.executor import Executor
+from elche.pipeline.split_backward.guard import ContributionGuard
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.setup.planning import PipelinePlan
+from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.step.tied import Tie, TiedParameters
+from elche.schedule.formats import to_text
+
+EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a pipeline is made of, whatever stands where.
+
+    Attributes:
+        layers: of the whole model.
+        loss_fn: of output and target.
+        device: of this rank.
+        config: the settings.
+        ties: parameters in several places of the model, see `LayerList.ties`.
+        meta: layers that were given on the meta device.
+    """
+
+    layers: LayerList
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    device: torch.device
+    config: PipelineConfig
+    ties: list[list[tuple[int, str]]]
+    meta: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank holds.
+
+    Attributes:
+        given: of which it was made.
+        plan: schedule and partition.
+        stages: this rank's, by index, ascending.
+        executor: runs them.
+        tied: parameters that other ranks hold, too; None where there are none.
+    """
+
+    given: Blueprint
+    plan: PipelinePlan
+    stages: dict[int, StageBackward]
+    executor: Executor
+    tied: TiedParameters | None
+
+    @property
+    def built(self) -> dict[int, Layer]:
+        """This rank's layers by their index in the model."""
+        return {
+            index: layer
+            for stage, runner in self.stages.items()
+            for index, layer in zip(
+                self.plan.layers_of(stage), runner.stage.layers, strict=True
+            )
+        }
+
+    def detach(self) -> None:
+        """Takes the guards' hooks off the parameters."""
+        for runner in self.stages.values():
+            if runner.guard is not None:
+                runner.guard.detach()
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What must agree between ranks, by name."""
+        config = self.given.config
+        settings: list[object] = [
+            config.loss_reduction,
+            config.split_backward,
+            config.guard,
+            config.seed,
+        ]
+        schedule = self.plan.schedule
+        form = (
+            f"{schedule.name} of {schedule.num_stages} stages and "
+            f"{schedule.num_microbatches} microbatches ({_digest(to_text(schedule))})"
+        )
+        layers = enumerate(self.given.layers.describe())
+        return [
+            ("the schedule", form),
+            ("the partition", str(list(self.plan.partition))),
+            *((f"the layers, at {index}", text) for index, text in layers),
+            ("the settings", str(settings)),
+        ]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a name of the state may be another rank's.
+
+        Only names of the model's layers tell: other ranks' layers are not built here.
+        Extra state is nobody's. Of a model that was split, all names are known.
+        """
+        layers = self.given.layers
+        if name in layers.state_names or name.endswith(EXTRA_STATE):
+            return True
+        return any(
+            name == prefix or name.startswith(f"{prefix}.")
+            for index, prefix in enumerate(layers.names)
+            if index not in self.built
+        )
+
+    def order_of(self, name: str) -> tuple[int, str]:
+        """Sorts the model's names by layer."""
+        for index, prefix in enumerate(self.given.layers.names):
+            if name == prefix or name.startswith(f"{prefix}."):
+                return index, ""
+        return len(self.given.layers), name
+
+
+def draw_up(
+    layers: LayerList,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    device: torch.device,
+    config: PipelineConfig,
+) -> Blueprint:
+    """Takes the model as it is given: building takes meta parameters apart."""
+    meta = frozenset(index for index in range(len(layers)) if layers.is_meta(index))
+    return Blueprint(layers, loss_fn, device, config, layers.ties(), meta)
+
+
+def build_layers(given: Blueprint, plan: PipelinePlan, rank: int) -> dict[int, Layer]:
+    """Builds a rank's layers; by their index in the model.
+
+    Raises:
+        ConfigError: a layer cannot be built.
+    """
+    config = given.config
+    built: dict[int, Layer] = {}
+    for index in plan.schedule.stages_of(rank):
+        mine = plan.layers_of(index)
+        made = given.layers.build(mine, given.device, _seed(given, plan), config.init)
+        built.update(zip(mine, made, strict=True))
+    return built
+
+
+def assemble(
+    given: Blueprint,
+    plan: PipelinePlan,
+    built: Mapping[int, Layer],
+    peers: Peers | None,
+) -> Parts:
+    """Puts this rank's layers together for a plan.
+
+    Args:
+        given: the model and the settings.
+        plan: what runs where.
+        built: this rank's layers by index; the stages hold these objects.
+        peers: the ranks.
+    """
+    rank = 0 if peers is None else peers.rank
+    join_ties(given.ties, built)
+    stages: dict[int, StageBackward] = {}
+    for index in plan.schedule.stages_of(rank):
+        mine = plan.layers_of(index)
+        own = [built[layer] for layer in mine]
+        unpacks, seed = given.layers.unpacks, _seed(given, plan)
+        stage = Stage(index, own, unpacks, seed, mine.start)
+        stages[index] = _runner(stage, plan, given.config)
+    transport = peers and peers.transport
+    executor = Executor(
+        rank, plan.schedule, stages, transport, given.loss_fn, given.device
+    )
+    tied = None if peers is None else _tied(given.ties, plan, stages, peers)
+    return Parts(given, plan, stages, executor, tied)
+
+
+def rescheduled(parts: Parts, plan: PipelinePlan, peers: Peers | None) -> Parts:
+    """The same stages under another schedule.
+
+    Args:
+        parts: this rank's.
+        plan: with the same partition and placement.
+        peers: the ranks.
+    """
+    given = parts.given
+    executor = Executor(
+        *(0 if peers is None else peers.rank, plan.schedule, parts.stages),
+        *(peers and peers.transport, given.loss_fn, given.device),
+    )
+    for runner in parts.stages.values():
+        if runner.guard is not None:
+            runner.guard.schedule = plan.schedule.name
+    return replace(parts, plan=plan, executor=executor)
+
+
+def _seed(given: Blueprint, plan: PipelinePlan) -> int | None:
+    """For initialisation and dropout; None draws from torch's generators as they are.
+
+    Several ranks never do that: after one manual_seed in the script, equal layers on
+    two of them would begin alike and share their masks, and a loader would shuffle
+    differently on the rank of the batch and on that of the target.
+    """
+    if given.config.seed is None and plan.schedule.num_ranks > 1:
+        return torch.initial_seed()
+    return given.config.seed
+
+
+def _runner(stage: Stage, plan: PipelinePlan, config: PipelineConfig) -> StageBackward:
+    learning = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+    guard = ContributionGuard(stage.index, learning, plan.schedule.name)
+    return StageBackward(stage, guard if config.guard else None, config.split_backward)
+
+
+def _tied(
+    ties: list[list[tuple[int, str]]],
+    plan: PipelinePlan,
+    stages: dict[int, StageBackward],
+    peers: Peers,
+) -> TiedParameters | None:
+    stage_of = {
+        layer: stage
+        for stage in range(plan.schedule.num_stages)
+        for layer in plan.layers_of(stage)
+    }
+    found = []
+    for uses in ties:
+        ranks = sorted({plan.schedule.placement[stage_of[layer]] for layer, _ in uses})
+        if len(ranks) < 2:
+            continue
+        mine = None
+        for layer, name in uses:
+            stage = stage_of[layer]
+            if stage in stages:
+                number = layer - plan.layers_of(stage).start
+                module = stages[stage].stage.modules[number]
+                mine = module.get_parameter(name) if mine is None else mine
+        found.append(Tie(tuple(ranks), mine))
+    return TiedParameters(found, peers) if found else None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(msgpack.packb(value)).hexdigest()[:16]

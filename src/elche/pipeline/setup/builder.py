@@ -1,0 +1,158 @@
+"""From a `Pipeline`'s arguments to its stages: measured, planned, built, agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+
+from elche.errors import ConfigError
+from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
+from elche.pipeline.setup.building import Split, layers_of
+from elche.pipeline.moving.changes import Changes
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.setup.memory import memory_limit
+from elche.pipeline.setup.planning import check_asked, make_plan
+from elche.pipeline.setup.profiling import (
+    as_message,
+    check_measuring,
+    layer_costs_of,
+    plan_measured,
+    profile_layers,
+)
+from elche.pipeline.moving.replanning import Planner
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.runtime.process.environment import Placement, check_device
+from elche.schedule.actions import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a pipeline is asked to be: see `elche.pipeline.Pipeline`."""
+
+    model: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    micro_batches: int
+    schedule: str | Schedule
+    devices: Sequence[str] | None
+    split: Split | None
+
+    def device(self, placement: Placement) -> torch.device:
+        """Where this rank computes.
+
+        Raises:
+            ConfigError: there is not one for each rank, or it does not exist.
+        """
+        if self.devices is None:
+            return placement.device
+        if len(self.devices) != placement.world_size:
+            raise ConfigError(
+                f"expected a device for each of {placement.world_size} ranks, got "
+                f"{list(self.devices)}"
+            )
+        return check_device(self.devices[placement.rank])
+
+
+@final
+class Founding:
+    """Builds a pipeline's stages, together with all ranks.
+
+    Args:
+        asked: what is wanted.
+        config: its settings.
+        placement: which rank this is.
+        crew: all ranks.
+        groups: the replicas.
+
+    Attributes:
+        config: the settings, with what was measured.
+        changes: what changes the stages later; there once they are built.
+    """
+
+    changes: Changes
+
+    def __init__(
+        self,
+        asked: Request,
+        config: PipelineConfig,
+        placement: Placement,
+        crew: Crew,
+        groups: ReplicaGroups,
+    ) -> None:
+        self.config = config
+        self._asked = asked
+        self._placement = placement
+        self._crew = crew
+        self._groups = groups
+
+    def build(self) -> Parts:
+        """This rank's stages.
+
+        Raises:
+            ConfigError: an argument is wrong, here or on another rank.
+            MismatchError: ranks disagree.
+        """
+        told: list[Any] = []
+        if self.config.costs == "measure":
+            told = self._crew.gather(self._measure, "measuring the layers")
+        return self._crew.build(lambda: self._build(told), self._groups)
+
+    def _measure(self) -> list[Any]:
+        asked, config = self._asked, self.config
+        check_asked(asked.schedule, asked.micro_batches)
+        check_measuring(asked.schedule, config)
+        device = asked.device(self._placement)
+        layers = layers_of(asked.model, asked.split)
+        most = memory_limit(config, self._placement, device, layers)
+        return [most, as_message(profile_layers(layers, config.sample, device))]
+
+    def _build(self, told: Sequence[Any]) -> Parts:
+        asked, groups = self._asked, self._groups
+        device = asked.device(self._placement)
+        layers = layers_of(asked.model, asked.split)
+        wanted = asked.schedule
+        mine = [told[rank][1] for rank in groups.members] if told else []
+        limits = [told[rank][0] for rank in groups.members] if told else []
+        if told and isinstance(wanted, str):
+            wanted, self.config = plan_measured(
+                mine, limits, wanted, asked.micro_batches, self.config
+            )
+        num_ranks = len(groups.members)
+        plan = make_plan(
+            wanted, asked.micro_batches, num_ranks, len(layers), self.config
+        )
+        planner = Planner(
+            *(asked.schedule, plan, self.config),
+            layer_costs_of(mine, limits) if told else None,
+            says=self._placement.rank == groups.members[0],
+        )
+        self.changes = Changes(
+            *(planner, groups, self._crew),
+            *(self.config.timeout_s, self.config.auto_repartition),
+        )
+        plan = replace(plan, schedule=groups.placed(plan.schedule))
+        given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
+        built = build_layers(given, plan, self._placement.rank)
+        return assemble(given, plan, built, self._crew.peers)
+
+
+def _checked(
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+) -> Callable[[Any, Any], torch.Tensor]:
+    if loss_fn is None or not callable(loss_fn) or isinstance(loss_fn, type):
+        raise ConfigError(
+            "the last stage needs a loss function of (output, target) that returns a "
+            f"scalar, got {loss_fn!r}"
+        )
+    if isinstance(loss_fn, torch.nn.Module):
+        learning = [n for n, p in loss_fn.named_parameters() if p.requires_grad]
+        if learning:
+            raise ConfigError(
+                f"loss_fn has parameters that learn ({', '.join(learning[:3])}), which "
+                "no stage holds: they would be in no state_dict and no norm; make that "
+                "part the last layer, or freeze them with requires_grad_(False)"
+            )
+    return loss_fn

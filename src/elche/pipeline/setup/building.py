@@ -1,0 +1,278 @@
+"""The model's layers, and building those of this rank's stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from elche.errors import ConfigError
+from elche.pipeline.setup.naming import names_of_split
+from elche.pipeline.stage import Layer
+from elche.torch_internals import held_parameters
+
+LayerSource = nn.Module | Callable[[], nn.Module]
+Split = Callable[[Any], Sequence[nn.Module]]
+
+
+@final
+@dataclass(frozen=True)
+class LayerList:
+    """The layers of a model in order, built or not.
+
+    Attributes:
+        names: prefix of each layer's parameters in the model.
+        sources: the modules, or what makes them.
+        unpacks: see `elche.pipeline.stage.Stage`.
+        aliases: the model's names of a layer's parameters and buffers, where they are
+            not prefix and own name.
+        state_names: of a model that was split: every name of its state_dict, with all
+            names of the same tensor.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[LayerSource, ...]
+    unpacks: bool
+    aliases: tuple[dict[str, str] | None, ...]
+    state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def describe(self) -> list[str]:
+        """What must agree between ranks: names, types and shapes of what is built."""
+        return [
+            f"{name} ({_described(source)})"
+            for name, source in zip(self.names, self.sources, strict=True)
+        ]
+
+    def ties(self) -> list[list[tuple[int, str]]]:
+        """Parameters that stand in several places: (layer, own name) of each use."""
+        uses: dict[int, list[tuple[int, str]]] = {}
+        for index, source in enumerate(self.sources):
+            if isinstance(source, nn.Module):
+                for name, one in source.named_parameters(remove_duplicate=False):
+                    uses.setdefault(id(one), []).append((index, name))
+        return [found for found in uses.values() if len(found) > 1]
+
+    def is_meta(self, index: int) -> bool:
+        """Whether a layer stands on the meta device."""
+        source = self.sources[index]
+        return isinstance(source, nn.Module) and _is_meta(source)
+
+    def build(
+        self,
+        indices: Sequence[int],
+        device: torch.device,
+        seed: int | None,
+        init: Callable[[Any], object] | None,
+    ) -> list[Layer]:
+        """Builds layers on a device.
+
+        Args:
+            indices: which ones.
+            device: where.
+            seed: makes every layer the same wherever it is built; torch's generators
+                are then left as they were.
+            init: initialises a layer that was on the meta device.
+
+        Raises:
+            ConfigError: a factory makes no module, or a meta layer has no
+                initialisation.
+        """
+        if seed is None:
+            return [self._build(index, device, None, init) for index in indices]
+        # Afterwards every rank's script draws the same again, whatever it built.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return [self._build(index, device, seed, init) for index in indices]
+
+    def build_empty(self, index: int, device: torch.device) -> Layer:
+        """Builds a layer that gets its values from elsewhere.
+
+        torch's random numbers stay as they are, and nothing is initialised.
+
+        Args:
+            index: which one.
+            device: where.
+
+        Raises:
+            ConfigError: a factory makes no module.
+        """
+        source, name = self.sources[index], self.names[index]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            if not isinstance(source, nn.Module):
+                source = _made(source, index, device)
+        if _is_meta(source):
+            source.to_empty(device=device)
+        return Layer(name, source.to(device), self.aliases[index])
+
+    def _build(
+        self,
+        index: int,
+        device: torch.device,
+        seed: int | None,
+        init: Callable[[Any], object] | None,
+    ) -> Layer:
+        source, name = self.sources[index], self.names[index]
+        if seed is not None:
+            torch.manual_seed(hash((seed, index)) % (1 << 63))
+        if not isinstance(source, nn.Module):
+            made = _made(source, index, device)
+            return Layer(name, made.to(device), self.aliases[index])
+        if _is_meta(source):
+            source.to_empty(device=device)
+            _initialise(source, index, init)
+        return Layer(name, source.to(device), self.aliases[index])
+
+
+def join_ties(
+    ties: Sequence[Sequence[tuple[int, str]]],
+    built: Mapping[int, Layer],
+    newcomers: Collection[int] = (),
+) -> None:
+    """Makes shared parameters one again where a rank has several of their uses.
+
+    Building from the meta device, and moving between ranks, take them apart.
+
+    Args:
+        ties: see `LayerList.ties`.
+        built: this rank's layers by index.
+        newcomers: those that give way to the others.
+    """
+    for uses in ties:
+        here = [
+            (index in newcomers, built[index].module, name)
+            for index, name in uses
+            if index in built
+        ]
+        here.sort(key=lambda each: each[0])
+        if not here:
+            continue
+        _, holder, held = here[0]
+        first = holder.get_parameter(held)
+        for _, module, name in here[1:]:
+            owner, _, own = name.rpartition(".")
+            held_parameters(module.get_submodule(owner))[own] = first
+
+
+def layers_of(model: Any, split: Split | None) -> LayerList:
+    """Reads what the user gave as a model.
+
+    Args:
+        model: an nn.Sequential, a list of modules or factories of modules, or any
+            module with `split`.
+        split: given the module, returns its layers in the order in which they run; they
+            are modules of it, or new ones that hold its parameters.
+
+    Raises:
+        ConfigError: it is none of these, or layers and model do not match.
+    """
+    found = _listed(model, split)
+    for index, source in enumerate(found.sources):
+        if isinstance(source, nn.Module):
+            _check_sizes(source, index)
+    return found
+
+
+def _listed(model: Any, split: Split | None) -> LayerList:
+    if split is not None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"split= cuts a module, got {type(model).__name__} as the model"
+            )
+        _check_sizes(model, None)
+        modules = list(split(model))
+        found = names_of_split(model, modules)
+        return LayerList(
+            *(found.names, tuple(modules), True, found.aliases), found.of_state
+        )
+    if isinstance(model, nn.Sequential):
+        children = dict(model.named_children())
+        nothing = (None,) * len(children)
+        return LayerList(tuple(children), tuple(children.values()), False, nothing)
+    if isinstance(model, (list, tuple)):
+        for index, one in enumerate(model):
+            if not callable(one):
+                raise ConfigError(
+                    f"expected modules or factories of modules as layers, got "
+                    f"{type(one).__name__} at {index}"
+                )
+        names = tuple(str(index) for index in range(len(model)))
+        return LayerList(names, tuple(model), True, (None,) * len(model))
+    raise ConfigError(
+        "expected an nn.Sequential, a list of layers, or a module with split=, got "
+        f"{type(model).__name__}; write split=lambda model: [model.first, ...]"
+    )
+
+
+def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Module:
+    with torch.device(device):
+        made = factory()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"expected the factory of layer {index} to make an nn.Module, got "
+            f"{type(made).__name__}"
+        )
+    _check_sizes(made, index)
+    return made
+
+
+def _check_sizes(module: nn.Module, index: int | None) -> None:
+    """Refuses lazy modules: a stage's first batch comes long after its optimizer.
+
+    Raises:
+        ConfigError: a parameter or buffer has no size yet.
+    """
+    lacking = [
+        name
+        for name, one in (*module.named_parameters(), *module.named_buffers())
+        if is_lazy(one)
+    ]
+    if lacking:
+        kinds = {type(one).__name__ for one in module.modules()}
+        lazy = ", ".join(sorted(kind for kind in kinds if kind.startswith("Lazy")))
+        where = "the model" if index is None else f"layer {index}"
+        raise ConfigError(
+            f"{where} ({lazy or type(module).__name__}) has parameters or buffers "
+            f"without a size: {', '.join(lacking[:3])}; run one batch through the "
+            "model first, or give the sizes (nn.Linear instead of nn.LazyLinear)"
+        )
+
+
+def _described(source: LayerSource) -> str:
+    if not isinstance(source, nn.Module):
+        return "a factory"
+    types = [type(one).__name__ for one in source.modules()]
+    held = [
+        f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+        for name, one in source.state_dict().items()
+        if isinstance(one, torch.Tensor)
+    ]
+    return ", ".join([*types, *held])
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
+
+
+def _initialise(
+    module: nn.Module, index: int, init: Callable[[Any], object] | None
+) -> None:
+    if init is not None:
+        init(module)
+        return
+    for one in module.modules():
+        own = [*one.parameters(recurse=False), *one.buffers(recurse=False)]
+        reset = getattr(one, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif own:
+            raise ConfigError(
+                f"layer {index} was built on the meta device, and {type(one).__name__} "
+                "in it has no reset_parameters; give init= to initialise layers, or "
+                "load_state_dict afterwards with init=lambda layer: None"
+            )

@@ -1,0 +1,199 @@
+"""Which schedule runs on which stages, from what the user said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elche.errors import ConfigError
+from elche.pipeline.config import PipelineConfig
+from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
+from elche.schedule.formats import from_csv
+from elche.schedule.lowering import check_deadlock_free, lower
+from elche.schedule.generators.schedules import make_schedule, placement_for
+
+_EQUAL = RankTimes(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What runs.
+
+    Attributes:
+        schedule: lowered, deadlock-free.
+        partition: layers of each stage.
+    """
+
+    schedule: Schedule
+    partition: tuple[int, ...]
+
+    def layers_of(self, stage: int) -> range:
+        """Indices of a stage's layers."""
+        begin = sum(self.partition[:stage])
+        return range(begin, begin + self.partition[stage])
+
+
+def make_plan(
+    schedule: str | Schedule,
+    micro_batches: int,
+    num_ranks: int,
+    num_layers: int,
+    config: PipelineConfig,
+) -> PipelinePlan:
+    """Resolves names and defaults.
+
+    Args:
+        schedule: a name, the path of a CSV file, or a schedule.
+        micro_batches: of one step.
+        num_ranks: ranks of the pipeline.
+        num_layers: layers of the model.
+        config: further settings.
+
+    Raises:
+        ConfigError: schedule, ranks, layers and microbatches do not go together, or
+            the schedule deadlocks.
+    """
+    check_asked(schedule, micro_batches)
+    if num_layers < 1:
+        raise ConfigError("the model has no layers")
+    made = _schedule(schedule, micro_batches, num_ranks, num_layers, config)
+    if made.num_ranks != num_ranks:
+        raise ConfigError(
+            f"schedule {made.name} is for {made.num_ranks} ranks, but {num_ranks} run"
+        )
+    if made.num_microbatches != micro_batches:
+        raise ConfigError(
+            f"schedule {made.name} is for {made.num_microbatches} microbatches, but "
+            f"micro_batches is {micro_batches}"
+        )
+    if made.is_lowered:
+        check_deadlock_free(made)
+    elif num_ranks > 1:
+        made = lower(made, _fitting(known_costs(config), made))
+    return PipelinePlan(made, _partition(made.num_stages, num_layers, config))
+
+
+def check_asked(schedule: object, micro_batches: object) -> None:
+    """Raises unless a plan can be made for these.
+
+    Raises:
+        ConfigError: there are no microbatches, or the schedule is of another type.
+    """
+    is_int = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not is_int or micro_batches < 1:  # type: ignore[operator]
+        raise ConfigError(
+            f"expected micro_batches of at least 1, got {micro_batches!r}"
+        )
+    if not isinstance(schedule, (str, Schedule)):
+        raise ConfigError(
+            "expected the name of a schedule, the path of a CSV file as text, or a "
+            f"Schedule, got {schedule!r}"
+        )
+
+
+def plan_placed(
+    schedule: str | Schedule,
+    micro_batches: int,
+    sizes: tuple[int, ...],
+    costs: PipelineCosts,
+) -> PipelinePlan:
+    """The plan of stages whose layers and ranks are decided.
+
+    Args:
+        schedule: a name, or a schedule for them.
+        micro_batches: of one step.
+        sizes: layers of each stage.
+        costs: of the stages, where they stand.
+
+    Raises:
+        ConfigError: the schedule is not defined for them.
+    """
+    if isinstance(schedule, Schedule):
+        made = schedule
+        if made.placement != costs.placement:
+            raise ConfigError(
+                f"schedule {made.name} was given for stages on ranks "
+                f"{list(made.placement)}, and cannot run them on "
+                f"{list(costs.placement)}; give a schedule's name instead"
+            )
+    elif schedule == "auto":
+        made = auto_schedule(costs, micro_batches)
+    else:
+        made = make_schedule(schedule, costs, micro_batches)
+    if costs.num_ranks > 1 and not made.is_lowered:
+        made = lower(made, costs)
+    return PipelinePlan(made, sizes)
+
+
+def known_costs(config: PipelineConfig) -> PipelineCosts | None:
+    """The costs that were given, or that have been measured."""
+    return None if isinstance(config.costs, str) else config.costs
+
+
+def _schedule(
+    schedule: str | Schedule,
+    micro_batches: int,
+    num_ranks: int,
+    num_layers: int,
+    config: PipelineConfig,
+) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule.endswith(".csv"):
+        return _read_csv(Path(schedule))
+    costs = known_costs(config)
+    if costs is None:
+        placement = _placement(schedule, num_ranks, num_layers, config)
+        costs = equal_costs(_EQUAL, placement, num_ranks)
+    if schedule == "auto":
+        return auto_schedule(costs, micro_batches)
+    return make_schedule(schedule, costs, micro_batches)
+
+
+def _read_csv(path: Path) -> Schedule:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
+    return from_csv(text, path.stem)
+
+
+def _placement(
+    name: str, num_ranks: int, num_layers: int, config: PipelineConfig
+) -> tuple[int, ...]:
+    if name != "auto":
+        return placement_for(name, num_ranks, config.stages_per_rank)
+    each = config.stages_per_rank
+    if each is None and config.partition is not None:
+        each = max(1, len(config.partition) // num_ranks)
+    if num_ranks > 1 and num_layers >= 2 * num_ranks and each in (None, 2):
+        return v_placement(num_ranks)
+    return loop_placement(num_ranks, each or 1)
+
+
+def _fitting(costs: PipelineCosts | None, made: Schedule) -> PipelineCosts | None:
+    return costs if costs is not None and costs.placement == made.placement else None
+
+
+def _partition(
+    num_stages: int, num_layers: int, config: PipelineConfig
+) -> tuple[int, ...]:
+    if config.partition is not None:
+        if len(config.partition) != num_stages or sum(config.partition) != num_layers:
+            raise ConfigError(
+                f"expected a partition of {num_layers} layers into {num_stages} stages,"
+                f" got {list(config.partition)}"
+            )
+        return config.partition
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"the schedule has {num_stages} stages, but the model has only "
+            f"{num_layers} layers; take fewer ranks, fewer stages per rank, or cut "
+            "the model finer"
+        )
+    each, rest = divmod(num_layers, num_stages)
+    return tuple(each + (stage < rest) for stage in range(num_stages))

@@ -1,0 +1,397 @@
+"""Runs one rank's part of a lowered schedule.
+
+It carries the list out as it stands: what to run when is the schedule's decision.
+Receives are announced when the step begins and let in where the list has them; they
+are waited for where a computation needs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+
+from elche.errors import CommunicationError, ConfigError, RemoteRankError
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.peers.messages import Message
+from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults, failure_of
+from elche.pipeline.peers.transport import Address, Transport
+from elche.pipeline.trees import flatten, unflatten
+from elche.schedule.actions import Action, Kind, Schedule
+
+_TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
+_FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
+_DIRECTIONS = {Kind.SEND_F: 0, Kind.RECV_F: 0, Kind.SEND_B: 1, Kind.RECV_B: 1}
+
+
+@final
+class Executor:
+    """One rank's stages and the messages between them.
+
+    Args:
+        rank: this rank.
+        schedule: lowered.
+        stages: this rank's stages by index.
+        transport: messages to other ranks; None where one rank holds all stages.
+        loss_fn: of output and target; called on the last stage.
+        device: where this rank computes.
+
+    Attributes:
+        trace: actions of the last step, with begin and end by time.monotonic().
+        waited_s: the part of each in which it waited for a message.
+        after_stage: called in training with each stage whose gradients are complete.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, StageBackward],
+        transport: Transport | None,
+        loss_fn: Any,
+        device: torch.device,
+    ) -> None:
+        self._rank = rank
+        self._schedule = schedule
+        self._stages = stages
+        self._transport = transport
+        self._loss_fn = loss_fn
+        self._device = device
+        self._last = schedule.num_stages - 1
+        self._actions = schedule.actions[rank]
+        self._splitting = {
+            (one.stage, one.microbatch)
+            for one in self._actions
+            if one.kind is Kind.BACKWARD_INPUT
+        }
+        self._through = _stages_through(self._actions)
+        self.trace: list[tuple[Action, float, float]] = []
+        self.waited_s: list[float] = []
+        self.after_stage: Callable[[int], None] | None = None
+
+    def finished_at(self, stage: int) -> int:
+        """Place in this rank's list where the gradients of a stage are complete."""
+        return next(at for at, stages in self._through.items() if stage in stages)
+
+    def train(self, given: StepInput) -> StepResults:
+        """Runs the schedule; gradients are added to the parameters' ``grad``.
+
+        Raises:
+            PeerFailedError: another rank failed; what this rank's own work raises is
+                raised after the others have been told.
+        """
+        for stage in self._stages.values():
+            stage.begin_step()
+        run = _Run(self, given, is_training=True)
+        self._carry_out(run, self._actions)
+        for stage in self._stages.values():
+            stage.end_step()
+        return run.results
+
+    @torch.no_grad()
+    def evaluate(self, given: StepInput) -> StepResults:
+        """Runs the schedule's forwards alone, without gradients."""
+        run = _Run(self, given, is_training=False)
+        forwards = [one for one in self._actions if one.kind in _FORWARD_KINDS]
+        self._carry_out(run, forwards)
+        return run.results
+
+    def _carry_out(self, run: _Run, actions: Sequence[Action]) -> None:
+        self.trace, self.waited_s = [], []
+        if self._transport is not None:
+            self._transport.expect(
+                self.address(one)
+                for one in actions
+                if one.kind in (Kind.RECV_F, Kind.RECV_B)
+            )
+        for position, one in enumerate(actions):
+            started_s = time.monotonic()
+            done = position
+            try:
+                run.do(one)
+                done += 1
+                if run.given.is_timed and self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                self.trace.append((one, started_s, time.monotonic()))
+                self.waited_s.append(run.take_waited_s())
+                if run.is_training and self.after_stage is not None:
+                    for stage in self._through.get(position, ()):
+                        self.after_stage(stage)
+            except Exception as error:
+                self._tell_peers(actions[done:], run, error)
+                raise
+        if self._transport is not None:
+            self._transport.flush(run.given.timeout_s)
+
+    def _tell_peers(self, left: Sequence[Action], run: _Run, error: Exception) -> None:
+        """Sends the failure in the place of all that others still wait for."""
+        if self._transport is None or not run.can_tell(error):
+            return
+        message = Message(failure=failure_of(self._rank, error))
+        timeout_s = run.given.timeout_s
+        for one in left:
+            if one.kind in (Kind.RECV_F, Kind.RECV_B):
+                self._transport.admit(self.address(one))
+        for one in left:
+            if one.kind in (Kind.SEND_F, Kind.SEND_B):
+                self._transport.send(self.address(one), message, timeout_s)
+        for one in run.unread(left):
+            self._transport.receive(self.address(one), timeout_s)
+        self._transport.flush(timeout_s)
+
+    def address(self, one: Action) -> Address:
+        """Where a send goes to, or a receive comes from."""
+        forwards = one.kind in (Kind.SEND_F, Kind.RECV_F)
+        sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
+        other = one.stage + (1 if forwards == sends else -1)
+        sender = one.stage if sends else other
+        count = self._schedule.num_microbatches
+        tag = (2 * sender + _DIRECTIONS[one.kind]) * count + one.microbatch
+        what = "activation" if forwards else "gradient"
+        return Address(
+            rank=self._schedule.placement[other],
+            tag=tag,
+            what=f"the {what} of microbatch {one.microbatch} between stages "
+            f"{min(one.stage, other)} and {max(one.stage, other)} ({one})",
+        )
+
+    def is_elsewhere(self, stage: int) -> bool:
+        """Whether a stage is on another rank."""
+        return self._schedule.placement[stage] != self._rank
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        """Whether the schedule runs I and W apart."""
+        return (stage, microbatch) in self._splitting
+
+    @property
+    def transport(self) -> Transport:
+        """Messages to other ranks."""
+        if self._transport is None:
+            raise ConfigError(
+                f"schedule {self._schedule.name} has stages on other ranks, but this "
+                "pipeline runs in one process"
+            )
+        return self._transport
+
+    def stage(self, index: int) -> StageBackward:
+        """One of this rank's stages."""
+        return self._stages[index]
+
+    def loss(self, value: Any, target: Any, microbatch: int) -> torch.Tensor:
+        """The loss of one microbatch.
+
+        Raises:
+            ConfigError: it is not a scalar.
+        """
+        found = self._loss_fn(value, target)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else None
+            raise ConfigError(
+                "expected loss_fn to return a scalar tensor, got "
+                + (f"shape {shape}" if shape is not None else type(found).__name__)
+                + f" for microbatch {microbatch}; take the mean or the sum over samples"
+            )
+        if found.is_complex():
+            raise ConfigError(
+                f"expected loss_fn to return a real number, got {found.dtype} for "
+                f"microbatch {microbatch}"
+            )
+        return found.reshape(())
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the stage whose output the loss takes."""
+        return self._last
+
+    def to_device(self, value: Message) -> Message:
+        """A received message on this rank's device."""
+        if self._device.type == "cpu":
+            return value
+        moved = tuple(one.to(self._device) for one in value.tensors)
+        return Message(moved, value.structure, value.needs_grad)
+
+
+def _stages_through(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """Where the gradients of stages are complete: place in the list to stages.
+
+    That is after the last backward of a stage, and the messages behind it, for which
+    other ranks wait.
+    """
+    last = {
+        one.stage: place
+        for place, one in enumerate(actions)
+        if one.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT)
+    }
+    found: dict[int, list[int]] = {}
+    for stage, place in last.items():
+        while place + 1 < len(actions) and not actions[place + 1].is_compute:
+            place += 1
+        found.setdefault(place, []).append(stage)
+    return found
+
+
+@final
+class _Run:
+    """One step under way on one rank."""
+
+    def __init__(self, owner: Executor, given: StepInput, is_training: bool) -> None:
+        self.given = given
+        self.results = StepResults()
+        self._owner = owner
+        self.is_training = is_training
+        self._outgoing: dict[tuple[int, int, int], Message] = {}
+        self._admitted: set[Action] = set()
+        self._read: set[Action] = set()
+        self._began_s = time.monotonic()
+        self._waited_s = 0.0
+
+    def do(self, one: Action) -> None:
+        """Carries out one action."""
+        self._DO[one.kind](self, one)
+
+    def take_waited_s(self) -> float:
+        """Time waited for messages since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def can_tell(self, error: Exception) -> bool:
+        """Whether messages still work."""
+        return not isinstance(error, _TRANSPORT_ERRORS)
+
+    def unread(self, left: Sequence[Action]) -> list[Action]:
+        """Receives that were announced and not taken."""
+        announced = [one for one in left if one.kind in (Kind.RECV_F, Kind.RECV_B)]
+        waiting = [one for one in self._admitted if one not in announced]
+        return [one for one in (*waiting, *announced) if one not in self._read]
+
+    def _forward(self, one: Action) -> None:
+        stage, microbatch = one.stage, one.microbatch
+        runner = self._owner.stage(stage)
+        given = self._input(one)
+        words = dict(self.given.keywords[microbatch]) if self.given.keywords else {}
+        is_last = stage == self._owner.last_stage
+        if self.is_training:
+            split = self._owner.splits(stage, microbatch)
+            value = runner.forward(microbatch, given, words, split)
+        else:
+            value = runner.stage.run(
+                unflatten(given.structure, given.tensors), microbatch, words
+            )
+        if is_last:
+            self._finish(runner, microbatch, value)
+        elif self.is_training:
+            self._hand_on(one, 0, runner.keep(microbatch, value))
+        else:
+            tensors, structure = flatten(value, f"the output of stage {stage}")
+            nothing = (False,) * len(tensors)
+            self._hand_on(one, 0, Message(tuple(tensors), structure, nothing))
+
+    def _finish(self, runner: StageBackward, microbatch: int, value: Any) -> None:
+        """The last stage: the loss instead of a message."""
+        if not self.is_training:
+            self.results.outputs[microbatch] = value
+            if not self.given.targets:
+                return
+        target = self.given.targets[microbatch]
+        loss = self._owner.loss(value, target, microbatch)
+        self.results.losses[microbatch] = loss.detach()
+        if not self.is_training:
+            return
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"the loss of microbatch {microbatch} depends on no parameter that "
+                "requires a gradient; expected loss_fn to return what it computed from "
+                "the output, not detached, and layers that learn"
+            )
+        runner.keep(microbatch, loss)
+
+    def _input(self, one: Action) -> Message:
+        if one.stage > 0:
+            return self._incoming(one, one.stage - 1, 0, Kind.RECV_F)
+        value = self.given.inputs[one.microbatch]
+        tensors, structure = flatten(value, "the batch")
+        wanted = self.given.input_gradients
+        needs = tuple(
+            wanted and (t.is_floating_point() or t.is_complex()) for t in tensors
+        )
+        return Message(tuple(tensors), structure, needs)
+
+    def _incoming(self, one: Action, stage: int, way: int, kind: Kind) -> Message:
+        """What another stage made for this action."""
+        if not self._owner.is_elsewhere(stage):
+            return self._outgoing.pop((stage, way, one.microbatch))
+        receive = Action(one.stage, kind, one.microbatch)
+        address = self._owner.address(receive)
+        begun_s = time.monotonic()
+        message = self._owner.transport.receive(address, self._left_s(receive))
+        self._waited_s += time.monotonic() - begun_s
+        self._read.add(receive)
+        if message.failure is not None:
+            raise PeerFailedError(message.failure)
+        return self._owner.to_device(message)
+
+    def _left_s(self, receive: Action) -> float:
+        """Seconds that a wait for a message may last from now."""
+        given = self.given
+        arrival_s = given.arrivals_s.get(receive)
+        if arrival_s is None:
+            return given.timeout_s
+        due_s = min(given.timeout_s, given.stretch * arrival_s)
+        left_s = self._began_s + due_s - time.monotonic()
+        return max(0.0, left_s) + given.grace_s
+
+    def _hand_on(self, one: Action, way: int, message: Message) -> None:
+        self._outgoing[one.stage, way, one.microbatch] = message
+
+    def _send(self, one: Action) -> None:
+        way = _DIRECTIONS[one.kind]
+        message = self._outgoing.pop((one.stage, way, one.microbatch))
+        address = self._owner.address(one)
+        self._owner.transport.send(address, message, self.given.timeout_s)
+
+    def _admit(self, one: Action) -> None:
+        self._admitted.add(one)
+        self._owner.transport.admit(self._owner.address(one))
+
+    def _gradients(self, one: Action) -> list[torch.Tensor | None]:
+        if one.stage < self._owner.last_stage:
+            message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
+            tensors = iter(message.tensors)
+            return [next(tensors) if there else None for there in message.needs_grad]
+        loss = self.results.losses[one.microbatch]
+        return [torch.full_like(loss, self.given.weights[one.microbatch])]
+
+    def _backward_input(self, one: Action) -> None:
+        runner = self._owner.stage(one.stage)
+        found = runner.backward_input(one.microbatch, self._gradients(one))
+        self._return(one, found)
+
+    def _backward_weight(self, one: Action) -> None:
+        self._owner.stage(one.stage).backward_weight(one.microbatch)
+
+    def _full_backward(self, one: Action) -> None:
+        runner = self._owner.stage(one.stage)
+        self._return(one, runner.full_backward(one.microbatch, self._gradients(one)))
+
+    def _return(self, one: Action, found: list[torch.Tensor | None]) -> None:
+        if one.stage == 0:
+            self.results.input_gradients[one.microbatch] = found
+            return
+        there = tuple(gradient is not None for gradient in found)
+        tensors = tuple(gradient for gradient in found if gradient is not None)
+        self._hand_on(one, 1, Message(tensors, None, there))
+
+    # Functions: bound methods kept in the object would be a cycle, which holds the
+    # step's batch and outputs until Python looks for cycles.
+    _DO: ClassVar[Mapping[Kind, Callable[[_Run, Action], None]]] = {
+        Kind.FORWARD: _forward,
+        Kind.BACKWARD_INPUT: _backward_input,
+        Kind.BACKWARD_WEIGHT: _backward_weight,
+        Kind.FULL_BACKWARD: _full_backward,
+        Kind.SEND_F: _send,
+        Kind.SEND_B: _send,
+        Kind.RECV_F: _admit,
+        Kind.RECV_B: _admit,
+    }

@@ -1,0 +1,79 @@
+"""Gradients of all stages together: their norm, and whether they are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from typing import Any
+
+from torch import nn
+
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.step.inputs import number_of, scale_of
+
+
+def clip_norm(
+    parameters: Iterable[nn.Parameter], copies: Set[int], max_norm: Any, crew: Crew
+) -> float:
+    """Scales this rank's gradients so that the norm over all ranks is not larger.
+
+    Args:
+        parameters: of this rank.
+        copies: ids of those that another rank counts: copies of shared parameters.
+        max_norm: 2-norm.
+        crew: all ranks, which call this together.
+
+    Returns:
+        The norm before, on every rank.
+
+    Raises:
+        ConfigError: max_norm is no number of at least 0, here or on another rank;
+            nothing has changed.
+        MismatchError: ranks give different ones; nothing has changed.
+    """
+    mine = [one for one in parameters if one.grad is not None]
+
+    def measure() -> list[float]:
+        most = number_of(max_norm, "max_norm")
+        if math.isnan(most) or most < 0:
+            raise ConfigError(f"expected a max_norm of at least 0, got {max_norm!r}")
+        norms = [
+            float(one.grad.detach().double().norm())
+            for one in mine
+            if one.grad is not None and id(one) not in copies
+        ]
+        return [most, sum(norm**2 for norm in norms)]
+
+    told = crew.agree(measure, "clip_grad_norm_")
+    most = _common([one for one, _ in told], "max_norm")
+    norm = math.sqrt(math.fsum(squares for _, squares in told))
+    scale = most / (norm + 1e-6)
+    if not scale >= 1.0:  # as torch does, a norm that is not a number makes all so
+        for one in mine:
+            if one.grad is not None:
+                one.grad.mul_(scale)
+    return norm
+
+
+def unscale(parameters: Iterable[nn.Parameter], loss_scale: Any, crew: Crew) -> bool:
+    """Divides this rank's gradients; whether those of all ranks are finite then.
+
+    Raises:
+        ConfigError: loss_scale is not above 0 and finite, here or on another rank;
+            nothing has changed.
+        MismatchError: ranks give different ones; nothing has changed.
+    """
+    told = crew.agree(lambda: scale_of(loss_scale), "unscale_")
+    scale, finite = _common(told, "loss_scale"), True
+    for one in parameters:
+        if one.grad is not None:
+            one.grad.div_(scale)
+            finite = finite and bool(one.grad.isfinite().all())
+    return all(crew.exchange(finite, "whether the gradients are finite"))
+
+
+def _common(told: list[float], name: str) -> float:
+    if len(set(told)) > 1:
+        raise MismatchError(f"expected one {name} on all ranks, got {told} by rank")
+    return told[0]

@@ -1,0 +1,247 @@
+"""What ranks are given for a step or an evaluation: read, checked and cut.
+
+Each rank reads its own part and tells the others about it before anything runs, so
+that whatever is wrong with it is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.stage import Stage
+from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of `step` or `evaluate` as the script makes it.
+
+    Attributes:
+        what: name of the method.
+        batch: see `elche.pipeline.Pipeline.step`.
+        target: see there.
+        keywords: see there.
+        loss_scale: see there.
+        input_gradients: see there.
+    """
+
+    what: str
+    batch: Any = None
+    target: Any = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    input_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a rank sits in its pipeline.
+
+    Attributes:
+        rank: its number.
+        device: where it computes.
+        stages: that it runs.
+        is_first: whether it reads the batch.
+        is_last: whether it reads the target.
+        may_rest: whether there may be no batch for it, because others have one.
+        trouble: what is wrong with the rank itself, "" if nothing is.
+    """
+
+    rank: int
+    device: torch.device
+    stages: Sequence[Stage]
+    is_first: bool
+    is_last: bool
+    may_rest: bool
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank tells the others about a call.
+
+    Attributes:
+        what: name of the method.
+        error: what is wrong, "" if nothing is.
+        samples: of the batch, on the rank that reads it.
+        targets: of the target, on the rank that reads it; -1 if that cannot be told.
+        form: shapes of the batch, on the rank that reads it.
+        loss_scale: of the call.
+        keywords: names of those given, and whether a layer of the rank may take them.
+    """
+
+    what: str
+    error: str = ""
+    samples: int | None = None
+    targets: int | None = None
+    form: str = ""
+    loss_scale: float = 1.0
+    keywords: Mapping[str, bool] = field(default_factory=dict)
+
+    def as_message(self) -> list[Any]:
+        """As the ranks exchange it."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What this rank has read of a call.
+
+    Attributes:
+        told: for the others.
+        batch: on the device; None where it is not read.
+        target: likewise.
+        keywords: on the device.
+        raised: what reading it came to.
+    """
+
+    told: Told
+    batch: Any = None
+    target: Any = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    raised: Exception | None = None
+
+
+def read_call(call: Call, seat: Seat) -> Given:
+    """Reads what this rank needs of a call; never raises."""
+    try:
+        return _read(call, seat)
+    except Exception as error:
+        name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        text = f"{name}{error}"
+        return Given(Told(call.what, text or type(error).__name__), raised=error)
+
+
+def _read(call: Call, seat: Seat) -> Given:
+    what, rank = call.what, seat.rank
+    if what == "step" and not torch.is_grad_enabled():
+        raise ConfigError(
+            f"step runs under torch.no_grad() or inference_mode() on rank {rank}, "
+            "where there are no gradients; call it outside, or call evaluate"
+        )
+    if seat.trouble:
+        raise ConfigError(seat.trouble)
+    loss_scale = scale_of(call.loss_scale)
+    batch = target = samples = targets = None
+    if seat.is_first:
+        batch = as_tensors(call.batch, f"the batch on rank {rank}")
+        samples = batch_samples(batch)
+        if samples is None and not (seat.may_rest and batch is None):
+            raise ConfigError(
+                f"{what} needs a batch on rank {rank}, which has the first stage: "
+                "expected a tensor with samples along its first dimension, got "
+                f"{type(batch).__name__}"
+            )
+    if seat.is_last and call.target is not None:
+        target = as_tensors(call.target, f"the target on rank {rank}")
+        targets = batch_samples(target)
+        targets = -1 if targets is None else targets
+    elif seat.is_last and what == "step" and not seat.may_rest:
+        raise ConfigError(
+            f"step needs a target on rank {rank}, which has the last stage"
+        )
+    shapes: list[str] = [what]
+    map_tensors(batch, lambda tensor: shapes.append(str(list(tensor.shape))))
+
+    def here(value: Any) -> Any:
+        return map_tensors(value, lambda tensor: tensor.to(seat.device))
+
+    keywords = {
+        name: here(as_tensors(one, f"keyword {name} on rank {rank}", is_cut=False))
+        for name, one in call.keywords.items()
+    }
+    takes = {name: any(one.takes(name) for one in seat.stages) for name in keywords}
+    form = " ".join(shapes) if seat.is_first else ""
+    told = Told(what, "", samples, targets, form, loss_scale, takes)
+    return Given(told, here(batch), here(target), keywords)
+
+
+def scale_of(loss_scale: Any) -> float:
+    """A number that gradients can be multiplied with and divided by.
+
+    Raises:
+        ConfigError: it is none, or not finite and above 0.
+    """
+    found = number_of(loss_scale, "loss_scale")
+    if not 0 < found < math.inf:
+        raise ConfigError(f"expected a finite loss_scale above 0, got {loss_scale!r}")
+    return found
+
+
+def number_of(value: Any, name: str) -> float:
+    """A number that may be a tensor's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"expected a number as {name}, got {value!r}") from None
+
+
+def check_told(told: Sequence[Told], groups: ReplicaGroups) -> None:
+    """Compares what all ranks have told; raises the same on all of them.
+
+    Raises:
+        ConfigError: a keyword is taken by no layer where it was given.
+        MismatchError: ranks have different loss scales.
+    """
+    scales = [one.loss_scale for one in told]
+    if len(set(scales)) > 1:
+        raise MismatchError(
+            f"expected one loss_scale on all ranks, got {scales} by rank"
+        )
+    for members in groups.ranks:
+        given = sorted({name for rank in members for name in told[rank].keywords})
+        for name in given:
+            ranks = [rank for rank in members if name in told[rank].keywords]
+            if not any(told[rank].keywords[name] for rank in ranks):
+                raise ConfigError(
+                    f"no layer of {_ranks(ranks)} takes the keyword {name!r} that "
+                    f"{told[0].what} was given there; check its name, and give it on "
+                    "every rank whose layers take it"
+                )
+
+
+def check_shared(
+    told: Sequence[Told], named: Sequence[Sequence[str]], groups: ReplicaGroups
+) -> None:
+    """Compares the keywords that were given with those that layers name.
+
+    In one process all layers that name a keyword get it.
+
+    Args:
+        told: by rank.
+        named: by rank, the keywords of any rank that its layers name.
+        groups: the replicas.
+
+    Raises:
+        ConfigError: a rank's layers name a keyword that only others were given.
+    """
+    for members in groups.ranks:
+        given = sorted({name for rank in members for name in told[rank].keywords})
+        for name in given:
+            have = [rank for rank in members if name in told[rank].keywords]
+            lack = [rank for rank in members if name in named[rank]]
+            lack = [rank for rank in lack if rank not in have]
+            if lack:
+                raise ConfigError(
+                    f"{told[0].what} was given the keyword {name!r} on {_ranks(have)}, "
+                    f"but not on {_ranks(lack)}, whose layers take it, too; give it on "
+                    "all of them"
+                )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = " and ".join(map(str, ranks))
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

@@ -1,0 +1,78 @@
+"""What one rank's part of a step takes and gives, and how it fails."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elche.errors import ElcheError
+from elche.pipeline.peers.messages import Failure
+from elche.schedule.actions import Action
+
+
+class PeerFailedError(ElcheError):
+    """Another rank cannot go on with the step; carries its failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"rank {failure.rank} failed: {failure.text}")
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What this rank's stages get in one step.
+
+    Attributes:
+        inputs: per microbatch, on the rank of the first stage.
+        targets: per microbatch, on the rank of the last stage.
+        keywords: per microbatch, for the layers of this rank.
+        weights: per microbatch, what its loss counts in the step's loss, loss scale
+            included.
+        input_gradients: whether the gradients of the inputs are wanted.
+        timeout_s: deadline of each wait...
+        arrivals_s: ...but one for these messages, by the receive, may last until
+            `stretch` times so many seconds after the step's begin...
+        stretch: see there.
+        grace_s: ...and so long beyond that, or beyond the wait's own begin.
+        is_timed: whether what the actions take matters: waits for the device after
+            each.
+    """
+
+    inputs: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    weights: Sequence[float] = ()
+    input_gradients: bool = False
+    timeout_s: float = 300.0
+    arrivals_s: Mapping[Action, float] = field(default_factory=dict)
+    stretch: float = 1.0
+    grace_s: float = 0.0
+    is_timed: bool = False
+
+
+@dataclass
+class StepResults:
+    """What one rank's part of a step gave.
+
+    Attributes:
+        losses: by microbatch, unweighted; on the rank of the last stage.
+        outputs: by microbatch; on the rank of the last stage, in evaluation.
+        input_gradients: by microbatch, one per tensor of the input that can have one;
+            on the rank of the first stage.
+    """
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    input_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What the others are told about an error."""
+    if isinstance(error, PeerFailedError):
+        return error.failure
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return Failure(rank, f"{type(error).__name__}: {error}", "".join(lines))

@@ -1,0 +1,200 @@
+"""One step or evaluation of a pipeline: begun by all ranks, run, and ended by all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.moving.changes import Changes
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.step.inputs import Call, Given, Seat, Told, check_shared, read_call
+from elche.pipeline.step.outputs import EvaluationOutput, StepOutput, joined_gradients
+from elche.pipeline.peers.patience import Patience
+from elche.pipeline.replicas.replica_groups import ReplicaGroups, StepShares
+from elche.pipeline.replicas.replicas import Replicas
+from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
+from elche.pipeline.step.step_io import StepInput, StepResults
+from elche.pipeline.trees import join_batches, split_batch
+
+
+@final
+class Stepping:
+    """Runs the steps of a pipeline on this rank.
+
+    Args:
+        crew: all ranks.
+        groups: the replicas.
+        parts: what this rank has.
+        changes: of it, between steps.
+        config: the settings.
+
+    Attributes:
+        parts: what this rank has now; replaced by :meth:`adopt`.
+        replicas: all replicas, as this rank sees them.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        groups: ReplicaGroups,
+        parts: Parts,
+        changes: Changes,
+        config: PipelineConfig,
+    ) -> None:
+        self.parts = parts
+        self._crew, self._groups, self._changes = crew, groups, changes
+        self._config = config
+        self._steps = 0
+        self._patience = Patience(
+            config.timeout_s, config.patience_factor, config.min_patience_s
+        )
+        self._compared: set[str] = set()
+        self.replicas = self._join(parts)
+
+    @property
+    def seat(self) -> Seat:
+        """Where this rank sits now."""
+        placement, rank = self.parts.plan.schedule.placement, self._crew.rank
+        return Seat(
+            rank=rank,
+            device=self.parts.given.device,
+            stages=[one.stage for one in self.parts.stages.values()],
+            is_first=placement[0] == rank,
+            is_last=placement[-1] == rank,
+            may_rest=self._groups.are_several,
+            trouble=self.replicas.late_learner(),
+        )
+
+    def adopt(self, parts: Parts | None) -> None:
+        """Another plan runs from now on, if there is one; with all ranks."""
+        if parts is None:
+            return
+        self.parts = parts
+        self._patience.foresee(None)
+        self._compared.clear()
+        self.replicas = self._join(parts)
+
+    def step(self, call: Call) -> StepOutput:
+        """See `elche.pipeline.Pipeline.step`."""
+        self._crew.check_open()
+        self.adopt(self._changes.carry_out(self.parts))
+        given, shares = self._begin(call)
+        if self._steps < COMPARED_STEPS:
+            compare_batches(call.batch, self.seat, self._crew, self._groups)
+        is_timed = self._changes.planner.is_due()
+        asked = self._input(
+            given,
+            shares,
+            weights=shares.weights(shares.index, given.told.loss_scale),
+            input_gradients=call.input_gradients,
+            arrivals_s=self._patience.arrivals_s,
+            stretch=self._patience.stretch,
+            is_timed=is_timed,
+        )
+        # With replicas, shared parameters are summed over all that hold them at once.
+        tied = None if self._groups.are_several else self.parts.tied
+        earlier = [] if tied is None else tied.take()
+        started_s = time.monotonic()
+        results, told, reports = self._crew.run(
+            self.replicas.training(self.parts.executor.train, shares),
+            asked,
+            lambda: self._changes.report(
+                self.parts.executor, is_timed and bool(shares.mine)
+            ),
+        )
+        if tied is not None:
+            with self._crew.ending_on_failure():
+                tied.sum_gradients(earlier, self._config.timeout_s)
+        self._patience.ended(time.monotonic() - started_s)
+        self._steps += 1
+        forecast = self._changes.look(reports)
+        if forecast is not None:
+            self._patience.foresee(forecast)
+        losses = self.replicas.losses(told)
+        loss = shares.loss(losses)
+        assert loss is not None, "there is a target"
+        return StepOutput(
+            loss=loss,
+            losses=torch.tensor(
+                losses[shares.index], dtype=torch.float64, device="cpu"
+            ),
+            input_gradients=joined_gradients(results) if call.input_gradients else (),
+        )
+
+    def evaluate(self, call: Call) -> EvaluationOutput:
+        """See `elche.pipeline.Pipeline.evaluate`."""
+        self._crew.check_open()
+        given, shares = self._begin(call)
+        self.replicas.average_buffers(self._crew, self._config.timeout_s)
+        carry_out: Callable[[StepInput], StepResults] = _nothing
+        if shares.mine:
+            carry_out = self.parts.executor.evaluate
+        layers = [
+            top for one in self.parts.stages.values() for top in one.stage.modules
+        ]
+        modes = [(one, one.training) for top in layers for one in top.modules()]
+        started_s = time.monotonic()
+        try:
+            for top in layers:
+                top.train(False)
+            results, told, _ = self._crew.run(carry_out, self._input(given, shares))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        self._patience.ended(time.monotonic() - started_s)
+        outputs = [results.outputs[i] for i in sorted(results.outputs)]
+        return EvaluationOutput(
+            loss=shares.loss(self.replicas.losses(told)),
+            outputs=join_batches(outputs) if outputs else None,
+        )
+
+    def _begin(self, call: Call) -> tuple[Given, StepShares]:
+        """All ranks begin the same thing, and know the samples of all microbatches."""
+        seat = self.seat
+        given = read_call(call, seat)
+        told = self._crew.begin(given, self._groups)
+        self._compare_keywords(told, seat)
+        self._patience.begin(" ".join(one.form for one in told if one.form))
+        for runner in self.parts.stages.values():
+            runner.stage.step = self._steps
+        said = [(one.samples, one.targets) for one in told]
+        reduction = self._config.loss_reduction
+        shares = self.replicas.shares(said, reduction, call.what == "step")
+        return given, shares
+
+    def _compare_keywords(self, told: list[Told], seat: Seat) -> None:
+        """Once for each choice of keywords that ranks are given."""
+        given = {name for one in told for name in one.keywords}
+        form = str([sorted(one.keywords) for one in told])
+        if not given or form in self._compared:
+            return
+        named = [
+            name
+            for name in sorted(given)
+            if any(stage.names(name) for stage in seat.stages)
+        ]
+        check_shared(told, self._crew.exchange(named, "the keywords"), self._groups)
+        self._compared.add(form)
+
+    def _input(self, given: Given, shares: StepShares, **more: Any) -> StepInput:
+        sizes, has_target = shares.mine, given.target is not None
+        return StepInput(
+            inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),
+            targets=split_batch(given.target, sizes) if has_target else (),
+            keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
+            timeout_s=self._patience.deadline_s,
+            grace_s=self._patience.grace_s,
+            **more,
+        )
+
+    def _join(self, parts: Parts) -> Replicas:
+        return Replicas.join(self._groups, parts, self._crew, self._config.timeout_s)
+
+
+def _nothing(given: StepInput) -> StepResults:
+    return StepResults()

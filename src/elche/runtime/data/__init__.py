@@ -1,0 +1,1 @@
+"""From lease to batch on the device."""

@@ -1,0 +1,143 @@
+"""Batches from lease to device: the feed that loads, the prefetcher that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.data.leased_data import BatchFeed, IndexBatch
+from elche.runtime.data.positions import EpochPositions, check_length
+from elche.runtime.data.prefetch import DevicePrefetcher
+from elche.runtime.data.resident_data import ResidentDataset
+from elche.runtime.data.stream_data import StreamView
+
+
+class LeasedBatches:
+    """What the epochs of a run draw their batches from.
+
+    A data set that fits on the device beside the training is kept there from the first
+    epoch on whose beginning that is known.
+
+    Args:
+        loader: the user's DataLoader.
+        generator: source of randomness for its workers, different on every rank.
+        device: where batches go.
+        refill: called when the loader draws and nothing is queued; may push.
+        weights: what batches weigh, asked before they are moved (so nothing is kept on
+            the device then); None: their samples.
+
+    Attributes:
+        weight: of the batch that the last :meth:`take` gave; None without ``weights``.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generator: torch.Generator,
+        device: torch.device,
+        refill: Callable[[], None],
+        weights: BatchWeights | None = None,
+    ) -> None:
+        self._loader = loader
+        self._device = device
+        self._weights = weights
+        self._epoch = 0
+        self.weight: float | None = None
+        self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
+        may_stay = device.type == "cuda" and weights is None
+        self._resident = ResidentDataset.of(loader) if may_stay else None
+        self._prefetcher: DevicePrefetcher[Any] = DevicePrefetcher.on(
+            self._feed.next if weights is None else self._weighed,
+            device,
+            None if self._resident is None else self._resident.total_bytes,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch is queued, loading, or on its way to the device."""
+        return self._prefetcher.has_batch or self._feed.has_work
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that the last :meth:`take` spent on moving batches to the device.
+
+        That is the training thread's time. A copy that runs beside the training costs
+        it nothing but its beginning.
+        """
+        return self._prefetcher.transfer_s
+
+    def start(self, positions: EpochPositions) -> None:
+        """Begins an epoch, on all ranks together.
+
+        Raises:
+            MismatchError: this rank's data are not those of the others.
+            ConfigError: a stream ends at once.
+        """
+        check_length(self._loader, positions)
+        self._epoch = positions.epoch
+        if isinstance(self._loader.dataset, StreamView):
+            self._loader.dataset.begin_epoch(positions.epoch)
+        self._feed.start(self._load_here(positions))
+
+    def push(self, tag: Any, batch: IndexBatch) -> None:
+        """Queues an index batch; it comes out of :meth:`take` with its tag.
+
+        The tag is its number in the epoch, or has that as ``step``.
+        """
+        self._feed.push(tag, batch)
+
+    def take(self) -> tuple[Any, Any] | None:
+        """The next batch, on the device; None if none was there to load.
+
+        Raises:
+            ConfigError: it weighs what no batch can.
+        """
+        got = self._prefetcher.take()
+        if got is None or self._weights is None:
+            return got
+        (tag, self.weight), data = got
+        return tag, data
+
+    def _weighed(self) -> tuple[Any, Any] | None:
+        """The next loaded batch, its tag and its weight."""
+        got = self._feed.next()
+        if got is None:
+            return None
+        assert self._weights is not None
+        tag, data = got
+        number = getattr(tag, "step", tag)
+        weight = self._weights.of(data, f"batch {number} of epoch {self._epoch}")
+        return (tag, weight), data
+
+    def end(self) -> None:
+        """Nothing more will be pushed in this epoch."""
+        self._feed.end()
+
+    def discard(self) -> None:
+        """Drops what is queued, drawn or moved ahead."""
+        self._feed.discard()
+        self._prefetcher.discard()
+
+    def finish(self) -> None:
+        """Ends the epoch."""
+        self._feed.finish()
+        self._prefetcher.discard()
+
+    def _load_here(
+        self, positions: EpochPositions
+    ) -> Callable[[IndexBatch], Any] | None:
+        """Indexes a data set that is kept on the device; None to load as usual."""
+        resident = self._resident
+        if resident is None or not positions.has_integer_keys:
+            return None
+        if not resident.is_placed:
+            if not self._prefetcher.wants_resident:
+                return None
+            if not resident.place(self._device):
+                self._resident = None  # no second try
+                return None
+        return lambda batch: resident.batch(batch.keys)

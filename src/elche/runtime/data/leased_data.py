@@ -1,0 +1,264 @@
+"""The user's DataLoader, driven by leases instead of its own sampler.
+
+A torch DataLoader draws index batches ahead of their use, cannot be told to wait, and
+ends for good when its sampler does. So the sampler here never blocks: where no lease
+has come yet it yields an empty batch, which costs nothing, comes out as
+:data:`NO_BATCH`, and lets the loader draw again. Dataset, collate function, workers and
+pinning are the user's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from elche.runtime.data.sample_seeds import seed_generators, untraced_generators
+from elche.runtime.data.stream_data import StreamView, loading_options
+from elche.runtime.data.stream_reader import Stamped
+
+Tag = TypeVar("Tag")
+
+
+class IndexBatch(NamedTuple):
+    """Keys of a dataset to load together in an epoch, with a seed for each if asked."""
+
+    keys: Sequence[Any]
+    seeds: Sequence[int] | None = None
+    epoch: int = 0
+
+
+class _NoBatch:
+    """What an empty index batch comes out as."""
+
+    def __reduce__(self) -> str:
+        return "NO_BATCH"
+
+
+NO_BATCH = _NoBatch()
+
+
+class LeasedDataset(Dataset[Any]):
+    """The user's dataset, loading whole index batches; other attributes are its own."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        object.__setattr__(self, "_elche_dataset", dataset)
+
+    def __getitems__(self, batch: IndexBatch) -> Any:
+        dataset = self._elche_dataset
+        if not batch.keys:
+            return NO_BATCH
+        if isinstance(dataset, StreamView):
+            return dataset.read(batch.epoch, batch.keys)
+        if batch.seeds is not None:
+            return _load_seeded(dataset, batch.keys, batch.seeds)
+        many = getattr(dataset, "__getitems__", None)
+        if many:
+            return many(list(batch.keys))
+        return [dataset[key] for key in batch.keys]
+
+    def __len__(self) -> int:
+        return len(self._elche_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_elche_dataset":
+            raise AttributeError(name)
+        return getattr(self._elche_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._elche_dataset, name, value)
+
+    def __getstate__(self) -> Any:
+        return self._elche_dataset
+
+    def __setstate__(self, state: Any) -> None:
+        object.__setattr__(self, "_elche_dataset", state)
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedCollate:
+    """The user's collate function, which empty batches pass by.
+
+    ``single`` is set for a loader without automatic batching: its keys are loaded one
+    by one, and the function converts that one item.
+    """
+
+    collate: Callable[[Any], Any]
+    single: bool = False
+
+    def __call__(self, data: Any) -> Any:
+        """Collates what the dataset gave."""
+        if data is NO_BATCH:
+            return NO_BATCH
+        if isinstance(data, Stamped):
+            return Stamped(self._collated(data.data), data.stamp)
+        return self._collated(data)
+
+    def _collated(self, items: Any) -> Any:
+        return self.collate(items[0] if self.single else items)
+
+
+class _LeaseSampler(Generic[Tag]):
+    """What a DataLoader draws its index batches from; never blocks.
+
+    Apart from the feed, so that no circle of references keeps a run that has ended,
+    with all its memory, until Python happens to look for circles.
+
+    Args:
+        refill: called when the loader draws and nothing is queued; may push.
+
+    Attributes:
+        queued: index batches that are to be drawn, with their tags.
+        drawn: tags of those that were, None for empty or discarded ones.
+        has_ended: nothing more will be queued.
+    """
+
+    def __init__(self, refill: Callable[[], None]) -> None:
+        self._refill = refill
+        self.queued: deque[tuple[Tag, IndexBatch]] = deque()
+        self.drawn: deque[Tag | None] = deque()
+        self.has_ended = False
+
+    def refill(self) -> bool:
+        """Whether anything is queued, having asked for it."""
+        if not self.queued and not self.has_ended:
+            self._refill()
+        return bool(self.queued)
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        while True:
+            if self.queued or self.refill():
+                tag, batch = self.queued.popleft()
+                self.drawn.append(tag)
+                yield batch
+            elif self.has_ended:
+                return
+            else:
+                self.drawn.append(None)
+                yield IndexBatch(())
+
+    def __len__(self) -> int:
+        return len(self.queued)
+
+
+class BatchFeed(Generic[Tag]):
+    """A stream of loaded batches, fed with index batches as leases come.
+
+    Args:
+        loader: the user's DataLoader.
+        generator: source of randomness for its workers, different on every rank.
+        refill: called when the loader draws and nothing is queued; may push.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        generator: torch.Generator,
+        refill: Callable[[], None],
+    ) -> None:
+        self._sampler: _LeaseSampler[Tag] = _LeaseSampler(refill)
+        self._load: Callable[[IndexBatch], Any] | None = None
+        self._dataset = loader.dataset
+        self._loader = leased_loader(loader, self._sampler, generator)
+        self._iterator: Iterator[Any] | None = None
+
+    def start(self, load: Callable[[IndexBatch], Any] | None = None) -> None:
+        """Begins an epoch: forgets what was queued before.
+
+        Args:
+            load: makes a batch at once (a data set kept on the device), in place of
+                the DataLoader.
+        """
+        self._load = load
+        self._sampler.queued.clear()
+        self._sampler.drawn.clear()
+        self._sampler.has_ended = False
+        self._iterator = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch is queued, or drawn and still to come out."""
+        sampler = self._sampler
+        return bool(sampler.queued) or any(tag is not None for tag in sampler.drawn)
+
+    def push(self, tag: Tag, batch: IndexBatch) -> None:
+        """Queues an index batch; it comes out of :meth:`next` with its tag."""
+        self._sampler.queued.append((tag, batch))
+
+    def end(self) -> None:
+        """Nothing more will be pushed in this epoch."""
+        self._sampler.has_ended = True
+
+    def discard(self) -> None:
+        """Drops what is queued and what was drawn ahead."""
+        self._sampler.queued.clear()
+        self._sampler.drawn = deque(None for _ in self._sampler.drawn)
+
+    def next(self) -> tuple[Tag, Any] | None:
+        """The next loaded batch with its tag; None if none was there to load.
+
+        Raises:
+            MismatchError: a process that loads reads another stream than the others.
+            Whatever the user's dataset or collate function raises.
+        """
+        if self._load is not None:
+            if not self._sampler.refill():
+                return None
+            queued, batch = self._sampler.queued.popleft()
+            return queued, self._load(batch)
+        if self._iterator is None:
+            # It draws from this feed's generator, which is on the CPU whatever the
+            # script made torch's default device.
+            with torch.device("cpu"):
+                self._iterator = iter(self._loader)
+        try:
+            data = next(self._iterator)
+        except StopIteration:
+            return None
+        tag = self._sampler.drawn.popleft()
+        if tag is None or data is NO_BATCH:
+            return None
+        if isinstance(data, Stamped) and isinstance(self._dataset, StreamView):
+            self._dataset.check(data.stamp)
+            data = data.data
+        return tag, data
+
+    def finish(self) -> None:
+        """Ends the epoch; workers of the user's loader stay if it keeps them."""
+        self.end()
+        self.discard()
+        self._iterator = None
+
+
+def leased_loader(
+    loader: DataLoader[Any], sampler: Any, generator: torch.Generator
+) -> DataLoader[Any]:
+    """The user's loader with another batch sampler; everything else as it was."""
+    return DataLoader(
+        LeasedDataset(loader.dataset),
+        batch_sampler=sampler,
+        collate_fn=LeasedCollate(
+            loader.collate_fn or default_collate, single=loader.batch_sampler is None
+        ),
+        generator=generator,
+        **loading_options(loader),
+    )
+
+
+def horizon_batches(loader: DataLoader[Any]) -> int:
+    """Batches that the loader draws ahead of the one it hands out."""
+    return loader.num_workers * (loader.prefetch_factor or 2) + 1
+
+
+def _load_seeded(dataset: Any, keys: Sequence[Any], seeds: Sequence[int]) -> list[Any]:
+    """Loads each key with its own seed."""
+    items = []
+    with untraced_generators():
+        for key, seed in zip(keys, seeds, strict=True):
+            seed_generators(seed)
+            items.append(dataset[key])
+    return items

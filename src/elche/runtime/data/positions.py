@@ -1,0 +1,190 @@
+"""The positions of an epoch: enumerated once, on rank 0, and given to all ranks."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import msgpack
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from elche.comm.transport.process_group import Group
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.errors import ConfigError, MismatchError
+from elche.runtime.data.leased_data import IndexBatch
+from elche.runtime.data.sample_seeds import position_seed
+
+
+class EpochPositions:
+    """The dataset keys of an epoch in order, cut into batches.
+
+    Args:
+        keys: key of every position; a tensor of int64, or a list of other keys.
+        sizes: samples of every batch.
+        epoch: the epoch.
+        seed: seed of sample augmentation, None for none.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor | Sequence[Any],
+        sizes: BatchSizes,
+        epoch: int,
+        seed: int | None,
+    ) -> None:
+        self._keys = keys
+        self._seed = seed
+        self.sizes = sizes
+        self.epoch = epoch
+        # slicing a tensor costs ten times as much, and every batch is a slice
+        self._array = keys.numpy() if isinstance(keys, torch.Tensor) else None
+        self._runs: list[tuple[int, int, int]] = []
+        self._firsts: list[int] = []
+        batch = position = 0
+        for samples, count in sizes.runs:
+            self._runs.append((batch, position, samples))
+            self._firsts.append(batch)
+            batch += count
+            position += samples * count
+        self.num_batches = batch
+
+    @property
+    def key_range(self) -> tuple[int, int]:
+        """The smallest and the largest key, where they are integers."""
+        assert isinstance(self._keys, torch.Tensor)
+        return int(self._keys.min()), int(self._keys.max())
+
+    @property
+    def has_integer_keys(self) -> bool:
+        """Whether positions are indices, as of a sequence."""
+        return isinstance(self._keys, torch.Tensor)
+
+    def samples_of(self, batch: int) -> int:
+        """Samples of a batch."""
+        return self.sizes.run_of(batch)[0]
+
+    def index_batch(
+        self, batch: int, start: int = 0, stop: int | None = None
+    ) -> IndexBatch:
+        """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
+        run = bisect_right(self._firsts, batch) - 1
+        first, position, samples = self._runs[run]
+        begin = position + (batch - first) * samples
+        end = begin + (samples if stop is None else stop)
+        begin += start
+        if self._array is None:
+            plain = list(self._keys[begin:end])
+        else:
+            plain = self._array[begin:end].tolist()
+        if self._seed is None:
+            return IndexBatch(plain, None, self.epoch)
+        return IndexBatch(
+            plain,
+            [position_seed(self._seed, self.epoch, at) for at in range(begin, end)],
+            self.epoch,
+        )
+
+
+def enumerate_batches(
+    loader: DataLoader[Any], epoch: int
+) -> tuple[list[Any], BatchSizes]:
+    """Draws an epoch from the user's batch sampler (or sampler).
+
+    Draws the seed that a DataLoader draws first (but persistent workers only once), so
+    that the order is the one that a plain loop over this loader would see.
+
+    Raises:
+        ConfigError: the sampler yields nothing.
+    """
+    if epoch == 0 or not loader.persistent_workers:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if loader.batch_sampler is None:
+        batches = [[key] for key in loader.sampler]
+    else:
+        batches = [list(batch) for batch in loader.batch_sampler]
+    batches = [batch for batch in batches if batch]
+    if not batches:
+        raise ConfigError(
+            "the sampler yields no batch: the dataset is empty, or smaller than "
+            "batch_size with drop_last=True"
+        )
+    keys = list(chain.from_iterable(batches))
+    return keys, BatchSizes.of([len(batch) for batch in batches])
+
+
+def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
+    """Refuses an epoch that this rank's data set has not got.
+
+    Looks only at torch's own samplers, whose keys and lengths mean what they say.
+
+    Raises:
+        MismatchError: the data set has another length than rank 0's, whose sampler
+            drew the epoch.
+    """
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if batches is not None:
+        if type(batches) is not BatchSampler:
+            return
+        sampler = batches.sampler  # the loader's own is not drawn from
+    known = type(sampler) in (SequentialSampler, RandomSampler)
+    if not known or not positions.has_integer_keys:
+        return
+    samples, length = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if batches is not None and batches.drop_last:
+        samples -= samples % batches.batch_size
+    drawn, last = positions.sizes.num_samples, positions.key_range[1]
+    if samples != drawn or last >= length:
+        raise MismatchError(
+            f"the data set has {length} samples on this rank, which makes "
+            f"{samples} in an epoch, but epoch {positions.epoch} was drawn on rank 0 "
+            f"with {drawn}, up to number {last}; change the length of a data set "
+            "between epochs, and on every rank alike"
+        )
+
+
+def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]:
+    """Sends rank 0's keys to all ranks; ``keys`` is None elsewhere.
+
+    Raises:
+        ConfigError: a key is nothing that can travel without pickle.
+    """
+    payload, kind = torch.empty(0, dtype=torch.int64, device="cpu"), 0
+    if keys is not None:
+        payload, kind = _packed(keys)
+    header = torch.tensor([kind, payload.numel()], dtype=torch.int64, device="cpu")
+    group.broadcast(header, "sharing the positions of an epoch")
+    kind, numel = header.tolist()
+    dtype = torch.uint8 if kind else torch.int64
+    if keys is None:
+        payload = torch.empty(numel, dtype=dtype, device="cpu")
+    group.broadcast(payload, "sharing the positions of an epoch")
+    if not kind:
+        return payload
+    unpacked: list[Any] = msgpack.unpackb(payload.numpy().tobytes(), use_list=False)
+    return list(unpacked)
+
+
+def _packed(keys: list[Any]) -> tuple[torch.Tensor, int]:
+    try:
+        return torch.frombuffer(array("q", keys), dtype=torch.int64), 0
+    except (TypeError, OverflowError):
+        pass
+    try:
+        if any(isinstance(key, list) for key in keys):
+            raise TypeError("a list would come out as a tuple")
+        raw = msgpack.packb(keys)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the sampler yields keys like {keys[0]!r}; expected ints, strings, or "
+            "tuples of them, which other ranks can be told without pickle"
+        ) from error
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1

@@ -1,0 +1,199 @@
+"""Iterable data sets on several ranks: one stream, read by position.
+
+A stream cannot be indexed, so every process that loads (each rank, or each of its
+DataLoader workers) reads all of it from its own copy, forward, and keeps only the
+positions that it was leased; it begins again where one lies before the place it has
+come to (a lease that came back). Leases, balanced shares, exactly-once and tails are
+then those of any other data set.
+
+What is promised: every position contributes exactly once, *if* the stream yields the
+same samples in the same order in every process. Streams that draw from the global
+generators of Python, torch or numpy do: those are seeded anew at every position. The
+first samples of each epoch are compared between all ranks and all workers, so a stream
+that shuffles with a generator of its own, unseeded, or that divides itself among ranks,
+is refused by name. Division among workers is undone: while a stream is read,
+``torch.utils.data.get_worker_info()`` says that there are none.
+
+It costs what reading the whole stream costs in each process, and some 20 microseconds
+per sample for the seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from elche.comm.transport.process_group import Group
+from elche.errors import ConfigError
+from elche.runtime.data.stream_reader import Stamp, Stamped, StreamReader
+
+SEED_BITS = 62
+
+
+class StreamView(Dataset[Any]):
+    """An iterable data set that is read by epoch and position.
+
+    Other attributes are the data set's own. Made by :func:`stream_loader`.
+    """
+
+    def __init__(
+        self, stream: Any, length: int, loads_here: bool, seed: int | None
+    ) -> None:
+        reader = StreamReader(stream, length, loads_here, seed)
+        object.__setattr__(self, "_elche_reader", reader)
+
+    def join(self, group: Group, seed: int) -> None:
+        """Reads the same stream as all ranks of a group: with rank 0's seed.
+
+        Args:
+            group: the process group; epochs begin on all of its ranks together.
+            seed: of the global generators while the stream is read.
+        """
+        shared = torch.tensor([seed % 2**SEED_BITS], dtype=torch.int64, device="cpu")
+        group.broadcast(shared, "sharing the seed of a stream")
+        self._elche_reader.seed = int(shared)
+        self._elche_reader.group = group
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Opens an epoch in the training process, together with all ranks.
+
+        Raises:
+            MismatchError: the stream begins differently on another rank.
+            ConfigError: it ends at once.
+        """
+        self._elche_reader.begin_epoch(epoch)
+
+    def read(self, epoch: int, positions: Sequence[int]) -> Stamped:
+        """The items at these positions of an epoch, in whichever process loads.
+
+        Raises:
+            ConfigError: the stream ends before.
+        """
+        stamped: Stamped = self._elche_reader.read(epoch, positions)
+        return stamped
+
+    def check(self, stamp: Stamp) -> None:
+        """Looks at what came with loaded data, in the training process.
+
+        Raises:
+            MismatchError: the process that loaded it read another stream.
+        """
+        self._elche_reader.check(stamp)
+
+    def __len__(self) -> int:
+        length: int = self._elche_reader.length
+        return length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_elche_reader":
+            raise AttributeError(name)
+        return getattr(self._elche_reader.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._elche_reader.stream, name, value)
+
+    def __getstate__(self) -> Any:
+        return self._elche_reader
+
+    def __setstate__(self, state: Any) -> None:
+        object.__setattr__(self, "_elche_reader", state)
+
+
+def by_position(
+    loader: DataLoader[Any],
+    samples_per_epoch: int | None,
+    world_size: int,
+    seed: int | None,
+) -> DataLoader[Any]:
+    """The loader itself, or one that reads its stream by position.
+
+    On one device a stream is left alone, unless its samples are to be counted or drawn
+    by a seed.
+
+    Args:
+        loader: the user's.
+        samples_per_epoch: positions of an epoch of a stream; None for its length.
+        world_size: ranks.
+        seed: of the run; None for none.
+
+    Raises:
+        ConfigError: the length is none, is said of a data set that is no stream, or is
+            missing.
+    """
+    length = _stream_length(loader, samples_per_epoch)
+    if length is None and world_size > 1 and _is_stream(loader):
+        raise ConfigError(
+            f"how long is an epoch of the stream {type(loader.dataset).__name__}? On "
+            "several ranks its length must be known: give the dataset __len__, or "
+            "elche.setup(..., samples_per_epoch=N)"
+        )
+    alone = world_size == 1 and samples_per_epoch is None and seed is None
+    return loader if length is None or alone else stream_loader(loader, length, seed)
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _stream_length(
+    loader: DataLoader[Any], samples_per_epoch: int | None
+) -> int | None:
+    """Positions of an epoch of a stream; None if nobody knows, or it is no stream."""
+    if samples_per_epoch is not None:
+        whole = isinstance(samples_per_epoch, int)
+        if not whole or isinstance(samples_per_epoch, bool) or samples_per_epoch < 1:
+            raise ConfigError(
+                "expected samples_per_epoch to be an int >= 1, got "
+                f"{samples_per_epoch!r}"
+            )
+        if not _is_stream(loader):
+            raise ConfigError(
+                "samples_per_epoch says how long an epoch of an IterableDataset is; "
+                f"{type(loader.dataset).__name__} is none, its sampler says that"
+            )
+        return samples_per_epoch
+    if not _is_stream(loader):
+        return None
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def stream_loader(
+    loader: DataLoader[Any], length: int, seed: int | None = None
+) -> DataLoader[Any]:
+    """A loader of the positions of a stream; everything else as the user's.
+
+    Args:
+        loader: the user's, over an IterableDataset.
+        length: positions of an epoch: samples, or whole batches where the loader has
+            ``batch_size=None``.
+        seed: of the global generators while the stream is read; None leaves them alone.
+    """
+    return DataLoader(
+        StreamView(loader.dataset, length, loader.num_workers == 0, seed),
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        generator=loader.generator,
+        **loading_options(loader),
+    )
+
+
+def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader loads, as another one is told it."""
+    options = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+    }
+    if loader.num_workers > 0:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    return options

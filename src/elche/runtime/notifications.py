@@ -1,0 +1,119 @@
+"""What a rank is told beside its work: metrics, choices, updates discarded."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elche.coordination.accounts.batch_ranges import named
+from elche.coordination.protocol.instructions import MetricsReported, PolicyChosen
+from elche.coordination.accounts.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
+from elche.errors import NonFiniteError
+from elche.runtime.data.positions import EpochPositions
+from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.watch.scaler_skips import NAME as SCALER_SKIPS
+
+logger = logging.getLogger(__name__)
+
+KEYS_SHOWN = 64
+
+
+class RunNews:
+    """Keeps metrics for the user, and says what they should know.
+
+    Args:
+        rank: this rank.
+
+    Attributes:
+        scalars: what this rank logs.
+        window_metrics: of windows that have ended; always empty but on rank 0.
+        epoch_metrics: of epochs that have ended.
+        choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
+        say: told lines for people.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.scalars = ScalarLog()
+        self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
+        self.epoch_metrics: list[EpochMetrics] = []
+        self.choices: list[tuple[str, str]] = []
+        self.say: Callable[[str], None] = logger.info
+
+    def take(self, report: MetricsReported | PolicyChosen) -> None:
+        """Keeps what a window or an epoch brought; says what was chosen."""
+        if isinstance(report, PolicyChosen):
+            self.choices.append((report.policy, report.reason))
+            self.say(f"elche: policy {report.policy}: {report.reason}")
+            return
+        if report.window < 0:
+            metrics = EpochMetrics.from_json(report.values)
+            self.epoch_metrics.append(metrics)
+            skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
+            if skipped and self._rank == 0:
+                logger.info(
+                    "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
+                    "where gradients overflowed; their samples count as done",
+                    metrics.epoch,
+                    100 * skipped,
+                )
+        else:
+            self.window_metrics.append(WindowMetrics.from_json(report.values))
+
+
+def tell_discarded(
+    rank: int, batches: Sequence[tuple[int, int]], positions: EpochPositions
+) -> None:
+    """Warns that this rank's update is discarded, and says what it was learned from.
+
+    Args:
+        rank: this rank.
+        batches: of the update, as ranges.
+        positions: the epoch.
+    """
+    logger.warning(
+        "rank %d: what it learned in epoch %d from batches %s is not finite, so it is "
+        "discarded; these are not trained on again, and windows of this rank are of "
+        "one batch until its update is finite; samples %s",
+        rank,
+        positions.epoch,
+        named(batches),
+        _shown(samples_in(positions, batches)),
+    )
+
+
+def samples_in(
+    positions: EpochPositions, batches: Sequence[tuple[int, int]]
+) -> list[Any]:
+    """The dataset's keys of these batches (start, stop)."""
+    return [
+        key
+        for start, stop in batches
+        for batch in range(start, stop)
+        for key in positions.index_batch(batch).keys
+    ]
+
+
+def with_samples(error: NonFiniteError, positions: EpochPositions) -> NonFiniteError:
+    """The error with the samples of its batches; as it is, where it has them."""
+    if error.samples:
+        return error
+    keys = samples_in(positions, error.batches)
+    if error.part:
+        keys = keys[slice(*error.part)]
+    if not keys:
+        return error
+    return NonFiniteError(
+        f"{error}; samples {_shown(keys)}",
+        error.rank,
+        error.batches,
+        error.part,
+        keys,
+    )
+
+
+def _shown(keys: Sequence[Any]) -> str:
+    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    return f"{keys[:KEYS_SHOWN]}{more}"

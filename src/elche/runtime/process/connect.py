@@ -1,0 +1,157 @@
+"""How a rank finds or starts its coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+from torch import distributed as dist
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.errors import CommunicationError, ConfigError
+from elche.runtime.process.coordinator import KEY_BYTES
+from elche.runtime.process.environment import Placement
+
+logger = logging.getLogger(__name__)
+
+_started: list[subprocess.Popen[str]] = []
+_hosted: list[dist.TCPStore] = []
+_found: dict[str, tuple[tuple[str, int], bytes]] = {}
+
+
+def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlChannel]:
+    """Connects to the coordinator, starting it beside rank 0 if there is none.
+
+    Returns:
+        The placement, completed, and the channel.
+
+    Raises:
+        CommunicationError: the coordinator cannot be reached.
+        ConfigError: the launcher's environment is incomplete.
+    """
+    if placement.coordinator is None:
+        address, key = _find_under_torchrun(placement, timeout_s)
+        placement = replace(placement, coordinator=address, key=key)
+    assert placement.coordinator is not None
+    channel = ControlChannel.connect(
+        placement.coordinator, placement.key, placement.rank, timeout_s
+    )
+    return placement, channel
+
+
+def stop_coordinator() -> None:
+    """Ends the coordinator that this process started, if it did."""
+    while _started:
+        process = _started.pop()
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    _found.clear()
+    _hosted.clear()
+
+
+def _find_under_torchrun(
+    placement: Placement, timeout_s: float
+) -> tuple[tuple[str, int], bytes]:
+    """Rank 0 starts the coordinator and tells the others through torchrun's store."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        raise ConfigError(
+            f"WORLD_SIZE is {placement.world_size}, but neither ELCHE_COORDINATOR nor "
+            "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
+            "torchrun"
+        )
+    local = _number("LOCAL_WORLD_SIZE", placement.world_size)
+    if local < placement.world_size and "ELCHE_LISTEN" not in os.environ:
+        raise ConfigError(
+            f"{placement.world_size - local} ranks are on other hosts, but elche "
+            "listens on loopback; set ELCHE_LISTEN on every host to its own address "
+            "on a network that you trust (nothing is encrypted)"
+        )
+    number = _number("MASTER_PORT", 0)
+    name = f"{host}:{port}"
+    if name in _found:
+        return _found[name]
+    try:
+        hosted = _hosts_store(placement)
+        base = dist.TCPStore(
+            host,
+            number,
+            is_master=hosted,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=_listen(host, number) if hosted else None,
+        )
+        if hosted:
+            _hosted.append(base)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"elche/{restart}", base)
+        if placement.rank == 0:
+            address, key = _start_beside(placement)
+            store.set("coordinator", f"{address[0]}:{address[1]}/{key.hex()}")
+        told = store.get("coordinator").decode()
+    except (RuntimeError, OSError) as error:
+        raise CommunicationError(
+            f"rank {placement.rank}: the rendezvous at {name} failed: {error}"
+        ) from error
+    where, _, secret = told.partition("/")
+    found_host, _, found_port = where.rpartition(":")
+    _found[name] = (found_host, int(found_port)), bytes.fromhex(secret)
+    return _found[name]
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"expected {name} to be a number, got {text!r}")
+    return int(text)
+
+
+def _listen(host: str, port: int) -> int:
+    """A listening socket on that address alone; torch would take every interface."""
+    listener = socket.create_server((host, port))
+    return listener.detach()
+
+
+def _hosts_store(placement: Placement) -> bool:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return placement.rank == 0 and not agent
+
+
+def _start_beside(placement: Placement) -> tuple[tuple[str, int], bytes]:
+    key = secrets.token_bytes(KEY_BYTES)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "elche.runtime.process.coordinator",
+            str(placement.world_size),
+            placement.listen,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "ELCHE_KEY": key.hex()},
+    )
+    _started.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    host, _, port = line.rpartition(":")
+    if not port.isdigit():
+        raise CommunicationError(
+            f"the coordinator beside rank 0 did not start on {placement.listen}; is "
+            "ELCHE_LISTEN an address of this host? Its own output says more"
+        )
+    return (host, int(port)), key

@@ -1,0 +1,345 @@
+"""The coordinator's shell: one port, authenticated connections, the pure core inside.
+
+It reads frames, hands events to `elche.coordination.state.Coordinator`, and sends what
+that answers. It runs in the launcher's process, or beside rank 0 under torchrun
+(``python -m elche.runtime.process.coordinator``); never in a training process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.coordination.protocol.events import Disconnected, Event, Failed, Left, Tick
+from elche.coordination.protocol.field_checks import brief
+from elche.coordination.protocol.instructions import Abort, Instruction
+from elche.coordination.state import Coordinator
+from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
+from elche.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+KEY_BYTES = 32
+HELLO_WITHIN_S = 10.0
+HELLO_BYTES = 1 << 16
+STORY = "ELCHE_STORY"
+"""Beside rank 0: the file to which the story of the run is written at its end."""
+
+
+class CoordinatorServer:
+    """Serves one run.
+
+    Args:
+        world_size: ranks of the run.
+        key: the run's shared secret.
+    """
+
+    def __init__(self, world_size: int, key: bytes) -> None:
+        self.core = Coordinator(world_size)
+        self._world_size = world_size
+        self._strangers: dict[_Connection, float] = {}
+        self._key = key
+        self._connections: dict[int, _Connection] = {}
+        self._store: dict[str, bytes] = {}
+        self._waiting: dict[str, set[_Connection]] = defaultdict(set)
+        self._server: asyncio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._end: Abort | None = None
+        self.dropped = 0
+        self.told_to_end: set[int] = set()  # because of another rank, or of none
+
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        listener: socket.socket | None = None,
+    ) -> tuple[str, int]:
+        """Listens there, or with a socket that listens already; returns the address."""
+        loop = asyncio.get_running_loop()
+        if listener is None:
+            listener = socket.create_server((host, port))
+        self._server = await loop.create_server(
+            lambda: _Connection(self, self._key), sock=listener
+        )
+        self._ticker = loop.create_task(self._tick())
+        address = self._server.sockets[0].getsockname()
+        return str(address[0]), int(address[1])
+
+    async def stop(self) -> None:
+        """Closes every connection and the port."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        if self._server is not None:
+            self._server.close()
+        for connection in (*self._connections.values(), *self._strangers):
+            connection.close()
+        await asyncio.sleep(0)
+
+    def take(self, *events: Event) -> None:
+        """Hands events to the core and sends what it answers.
+
+        What one rank is told comes in one piece: it wakes up for it once.
+        """
+        now_s = asyncio.get_running_loop().time()
+        told: dict[int, list[Instruction]] = defaultdict(list)
+        for event in events:
+            for instruction in self.core.handle(event, now_s):
+                if isinstance(instruction, Abort) and self.core.aborted is not None:
+                    self._end = instruction
+                told[instruction.rank].append(instruction)
+        for rank, instructions in told.items():
+            self._deliver(rank, instructions)
+
+    def meet(self, connection: _Connection) -> None:
+        """A connection was made; it must say who it is within a few seconds."""
+        self._strangers[connection] = asyncio.get_running_loop().time()
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection has ended."""
+        self._strangers.pop(connection, None)
+
+    def admit(self, rank: int, connection: _Connection) -> bool:
+        """A connection says which rank it is.
+
+        Whoever comes after the end of the run is told why at once: it may only read
+        and wait, as a rank of a pipeline does until the group is there.
+        """
+        if not 0 <= rank < self._world_size or rank in self._connections:
+            return False
+        self._strangers.pop(connection, None)
+        self._connections[rank] = connection
+        if self._end is not None:
+            self._deliver(rank, [replace(self._end, rank=rank)])
+        return True
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether a rank hears what it is told."""
+        return rank in self._connections
+
+    def release(self, rank: int) -> None:
+        """A rank leaves; it may come back with another connection for another run."""
+        self._connections.pop(rank, None)
+
+    def lost(self, rank: int, connection: _Connection) -> None:
+        """A rank's connection has ended."""
+        if self._connections.get(rank) is connection:
+            del self._connections[rank]
+            self.take(Disconnected(rank=rank))
+
+    def rank_ended(self, rank: int, code: int) -> None:
+        """The launcher saw a rank's process end, whether or not it ever joined.
+
+        Args:
+            rank: which one.
+            code: its exit code; negative for a signal.
+        """
+        if code > 0:
+            error = f"its process ended with code {code}"
+            self.take(Failed(rank=rank, error=error, traceback=""))
+        else:
+            self.take(Disconnected(rank=rank))
+
+    def write_story(self, path: Path) -> None:
+        """Writes what was said and decided, as far as the core remembers it.
+
+        What cannot be written is logged: the run itself has ended by then.
+        """
+        text = "".join(f"{line}\n" for line in self.core.story())
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("cannot write the story of the run to %s: %s", path, error)
+
+    def store_set(self, key: str, value: bytes) -> None:
+        """Publishes a rendezvous value and answers who waits for it."""
+        self._store[key] = value
+        for connection in self._waiting.pop(key, set()):
+            connection.send({"type": "StoreValue", "key": key, "value": value})
+
+    def store_get(self, key: str, connection: _Connection) -> None:
+        """Answers with a value now or as soon as it is published."""
+        if key in self._store:
+            value = self._store[key]
+            connection.send({"type": "StoreValue", "key": key, "value": value})
+        else:
+            self._waiting[key].add(connection)
+
+    def _deliver(self, rank: int, instructions: Sequence[Instruction]) -> None:
+        connection = self._connections.get(rank)
+        if connection is None:
+            return
+        connection.send(*map(to_wire, instructions))
+        aborts = (i for i in instructions if isinstance(i, Abort))
+        if any(abort.failed_rank != rank for abort in aborts):
+            self.told_to_end.add(rank)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = asyncio.get_running_loop().time()
+            for stranger, since_s in list(self._strangers.items()):
+                if now_s - since_s > HELLO_WITHIN_S:
+                    stranger.drop("no Hello came")
+            self.take(Tick())
+
+
+class _Connection(asyncio.Protocol):
+    """One worker's connection, as the server sees it."""
+
+    def __init__(self, server: CoordinatorServer, key: bytes) -> None:
+        self._server = server
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._codec = FrameCodec(key, self._nonce, is_server=True)
+        self._transport: asyncio.Transport | None = None
+        self._rank: int | None = None
+        self._unknown_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.meet(self)
+        transport.write(MAGIC + self._nonce)
+
+    def data_received(self, data: bytes) -> None:
+        self._unknown_bytes += len(data) if self._rank is None else 0
+        if self._unknown_bytes > HELLO_BYTES:
+            self.drop("expected a Hello, got a flood")
+            return
+        events: list[Event] = []
+        try:
+            try:
+                for message in self._codec.feed(data):
+                    events += self._events(message)
+            finally:
+                self._server.take(*events)
+        except ProtocolError as error:
+            self.drop(str(error))
+
+    def drop(self, reason: str) -> None:
+        """Closes a connection that does not keep to the protocol, and counts it."""
+        self._server.dropped += 1
+        logger.warning("dropped a connection of rank %s: %s", self._rank, reason)
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.forget(self)
+        if self._rank is not None:
+            self._server.lost(self._rank, self)
+            self._rank = None
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(map(self._codec.encode, messages)))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _events(self, message: Any) -> list[Event]:
+        """The event that a message is, or none: what is no event is done here."""
+        kind = message.get("type") if isinstance(message, dict) else None
+        if self._rank is None:
+            rank = message.get("rank") if kind == "Hello" else None
+            if type(rank) is not int or not self._server.admit(rank, self):
+                raise ProtocolError(
+                    f"expected a Hello of a new rank, got {brief(message)}"
+                )
+            self._rank = rank
+        elif kind == "StoreSet":
+            key, value = message.get("key"), message.get("value")
+            if not isinstance(key, str) or not isinstance(value, bytes):
+                raise ProtocolError("expected StoreSet with a key and bytes")
+            self._server.store_set(key, value)
+        elif kind == "StoreGet":
+            self._server.store_get(str(message.get("key")), self)
+        else:
+            event = from_wire(message, FROM_WORKERS)
+            if event.rank != self._rank:
+                raise ProtocolError(f"rank {self._rank} speaks for rank {event.rank}")
+            if isinstance(event, Left):
+                self._server.release(self._rank)
+                self._rank = None
+            return [event]
+        return []
+
+
+def rank_environments(
+    world_size: int, address: tuple[str, int], key: bytes
+) -> list[dict[str, str]]:
+    """Who each rank is, in torchrun's words, and where the coordinator is."""
+    return [
+        {
+            "ELCHE_COORDINATOR": f"{address[0]}:{address[1]}",
+            "ELCHE_KEY": key.hex(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+        }
+        for rank in range(world_size)
+    ]
+
+
+@contextlib.contextmanager
+def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """Serves a run from a thread of a process that does not train (tests, notebooks).
+
+    Yields:
+        Each rank's environment.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    server = CoordinatorServer(world_size, key)
+    loop = asyncio.new_event_loop()
+    address = loop.run_until_complete(server.start())
+    thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")
+    thread.start()
+    try:
+        yield rank_environments(world_size, address, key)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10.0)
+        loop.close()
+
+
+async def _serve_beside_rank_0(world_size: int, host: str, key: bytes) -> None:
+    """Serves until standard input ends, that is until rank 0's process is gone."""
+    server = CoordinatorServer(world_size, key)
+    address = await server.start(host)
+    print(f"{address[0]}:{address[1]}", flush=True)
+    loop = asyncio.get_running_loop()
+    parent_gone = asyncio.Event()
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            parent_gone.set()
+
+    loop.add_reader(sys.stdin.fileno(), on_input)
+    await parent_gone.wait()
+    await server.stop()
+    if STORY in os.environ:
+        server.write_story(Path(os.environ[STORY]))
+
+
+if __name__ == "__main__":
+    asyncio.run(
+        _serve_beside_rank_0(
+            int(sys.argv[1]), sys.argv[2], bytes.fromhex(os.environ["ELCHE_KEY"])
+        )
+    )

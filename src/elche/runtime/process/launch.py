@@ -1,0 +1,224 @@
+"""Starting the ranks of a run on this machine, with the coordinator in this process.
+
+When a rank fails, or the launcher is sent a signal, all ranks are told through the
+coordinator and end by themselves; what is still there after a while is terminated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from elche.errors import ConfigError
+from elche.runtime.process.coordinator import KEY_BYTES, CoordinatorServer, rank_environments
+from elche.runtime.process.rank_processes import RankProcesses
+from elche.runtime.process.torch_store import TorchStore
+
+LINE_BYTES = 1 << 22
+
+
+class Network(Protocol):
+    """Where ranks and coordinator meet."""
+
+    def command(self, rank: int) -> tuple[str, ...]:
+        """What to put before a rank's command, so that it runs in its place."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables that a rank needs there."""
+
+    def listener(self) -> socket.socket:
+        """A socket that listens where all ranks can reach it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """What to start.
+
+    Attributes:
+        command: the program and its arguments, the same on every rank.
+        num_ranks: how many ranks, unless devices or speeds say it.
+        devices: a device per rank, such as ``("cuda:0", "cpu")``.
+        speeds: relative speeds of emulated devices, one per rank.
+        ms_per_sample: an emulated device's time per sample at speed 1.
+        environment: further variables for every rank.
+        on_line: called with rank and text of each line that a rank prints, instead
+            of passing the ranks' standard output on.
+        network: where ranks and coordinator meet, if not on this host's loopback.
+        story_path: file for what the ranks and the coordinator said and decided,
+            written when the run ends, however it ends.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int | None = None
+    devices: tuple[str, ...] | None = None
+    speeds: tuple[float, ...] | None = None
+    ms_per_sample: float = 1.25
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_line: Callable[[int, str], None] | None = None
+    network: Network | None = None
+    story_path: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name in ("num_ranks", "devices", "speeds")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ConfigError(
+                f"expected one of --nproc, --devices and --speeds, got {len(given)}"
+            )
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise ConfigError(f"expected --nproc of at least 1, got {self.num_ranks}")
+        for speed in self.speeds or ():
+            if not math.isfinite(speed) or speed <= 0:
+                raise ConfigError(f"expected positive --speeds, got {speed!r}")
+        if not math.isfinite(self.ms_per_sample) or self.ms_per_sample <= 0:
+            raise ConfigError(
+                f"expected a positive --ms-per-sample, got {self.ms_per_sample!r}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks to start; every CUDA device of the machine when nothing is said."""
+        if self.devices is not None:
+            return len(self.devices)
+        if self.speeds is not None:
+            return len(self.speeds)
+        return self.num_ranks if self.num_ranks is not None else _device_count()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """How a run ended.
+
+    Attributes:
+        exit_codes: each rank's exit code; a signal counts as 128 + its number.
+        reason: why the run was ended, "" if it was not.
+        terminated: ranks that had to be ended here.
+        failed_first: the rank that failed first, and not because of another.
+        signal: what the launcher was sent to end the run; 0 if it was not.
+    """
+
+    exit_codes: tuple[int, ...]
+    reason: str
+    terminated: tuple[int, ...]
+    failed_first: int | None
+    signal: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """Of the run: by the signal, or that of the rank that failed first."""
+        if self.signal:
+            return 128 + self.signal
+        return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
+
+
+def launch(config: LaunchConfig) -> LaunchResult:
+    """Starts the ranks, serves them, and waits for their end.
+
+    Raises:
+        ConfigError: a device does not exist.
+    """
+    if config.devices is not None:
+        _check_devices(config.devices)
+    return asyncio.run(_launch(config))
+
+
+async def _launch(config: LaunchConfig) -> LaunchResult:
+    key = secrets.token_bytes(KEY_BYTES)
+    server = CoordinatorServer(config.world_size, key)
+    network = config.network
+    listener = None if network is None else network.listener()
+    address = await server.start(listener=listener)
+    environments = rank_environments(config.world_size, address, key)
+    # A store is reached from loopback alone; where a network is given nobody needs it.
+    store = TorchStore() if network is None else None
+    processes = RankProcesses(server)
+    processes.handle_signals()
+    readers: list[asyncio.Future[None]] = []
+    try:
+        for rank, own in enumerate(environments):
+            process = await asyncio.create_subprocess_exec(
+                *(() if network is None else network.command(rank)),
+                *config.command,
+                env=_environment(
+                    config, rank, own | (store.environment() if store else {})
+                ),
+                stdout=asyncio.subprocess.PIPE if config.on_line else None,
+                limit=LINE_BYTES,
+            )
+            processes.add(process)
+            if config.on_line is not None:
+                reading = _read_lines(process, rank, config.on_line)
+                readers.append(asyncio.ensure_future(reading))
+        await processes.wait()
+        await asyncio.gather(*readers)
+    finally:
+        await processes.close()
+        await server.stop()
+        if config.story_path is not None:
+            server.write_story(config.story_path)
+        if store is not None:
+            await store.close()
+    return LaunchResult(
+        processes.exit_codes(),
+        server.core.aborted or "",
+        processes.terminated,
+        processes.failed_first(),
+        processes.signal or 0,
+    )
+
+
+async def _read_lines(
+    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
+) -> None:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        take(rank, line.decode(errors="replace").rstrip("\n"))
+
+
+def _environment(
+    config: LaunchConfig, rank: int, own: Mapping[str, str]
+) -> dict[str, str]:
+    """A rank's environment: one thread per core share, its device, its emulation."""
+    threads = max(1, (os.cpu_count() or 1) // config.world_size)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    for name in os.environ:  # of a launcher around this one
+        if name in ("ELCHE_SPEED", "ELCHE_DEVICE") or name.startswith("TORCHELASTIC_"):
+            del environment[name]
+    environment |= {**config.environment, **own}
+    if config.network is not None:
+        environment |= config.network.environment(rank)
+    if config.devices is not None:
+        environment["ELCHE_DEVICE"] = config.devices[rank]
+    if config.speeds is not None:
+        environment["ELCHE_SPEED"] = repr(config.speeds[rank])
+        environment["ELCHE_MS_PER_SAMPLE"] = repr(config.ms_per_sample)
+    return environment
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+
+
+def _check_devices(names: Sequence[str]) -> None:
+    from elche.runtime.process.environment import check_device
+
+    for name in names:
+        check_device(name)
+
+
+def python_command(*arguments: str) -> tuple[str, ...]:
+    """A command that runs this interpreter."""
+    return (sys.executable, *arguments)

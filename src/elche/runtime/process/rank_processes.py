@@ -1,0 +1,167 @@
+"""The processes of a run's ranks: signals to the launcher, and who ended first.
+
+Only processes that were handed over here are ever signalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import time
+from typing import Final, final
+
+from elche.coordination.protocol.events import Interrupted
+from elche.runtime.process.coordinator import CoordinatorServer
+
+GRACE_S = 10.0
+"""For the others after a rank has failed, and for all after Ctrl-C in a terminal."""
+HEED_S = 4.0
+"""For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
+KILL_AFTER_S = 5.0
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED: Final = -1
+
+
+@final
+class RankProcesses:
+    """The ranks' processes, on this host.
+
+    Args:
+        server: the run's coordinator, told of ends and of interruptions.
+
+    Attributes:
+        signal: the first signal that the launcher was sent, if any.
+        ended: ranks in the order in which their processes ended.
+        terminated: ranks that had to be ended here.
+    """
+
+    def __init__(self, server: CoordinatorServer) -> None:
+        self._server = server
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._news: asyncio.Queue[int] = asyncio.Queue()
+        self._heed_s = GRACE_S
+        self.signal: signal.Signals | None = None
+        self.ended: list[int] = []
+        self.terminated: tuple[int, ...] = ()
+
+    def add(self, process: asyncio.subprocess.Process) -> None:
+        """Takes the process of the next rank."""
+        rank = len(self._processes)
+        self._processes.append(process)
+        self._watchers.append(asyncio.ensure_future(self._watch(rank, process)))
+
+    def handle_signals(self) -> None:
+        """From here on SIGINT and SIGTERM to this process come to :meth:`interrupt`."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            with contextlib.suppress(NotImplementedError):
+                loop.add_signal_handler(number, self.interrupt, number)
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """The launcher was sent a signal: all ranks are told; the second kills them.
+
+        Ranks at the coordinator hear the reason from it, and end by an exception. The
+        others get the signal itself, unless the terminal has sent it to them already.
+        """
+        if self.signal is not None:
+            self._kill()
+            return
+        self.signal = number
+        self._server.take(Interrupted(by=number.name))
+        if number != signal.SIGINT or not _has_terminal():
+            self._heed_s = HEED_S
+            for rank, process in enumerate(self._processes):
+                if not self._server.is_connected(rank):
+                    _send(process, number)
+        self._news.put_nowait(_INTERRUPTED)
+
+    async def wait(self) -> None:
+        """Waits for all ranks; after a failure or a signal only for a while."""
+        deadline_s = math.inf
+        while len(self.ended) < len(self._processes):
+            left_s = None if math.isinf(deadline_s) else deadline_s - time.monotonic()
+            try:
+                rank = await asyncio.wait_for(self._news.get(), left_s)
+            except asyncio.TimeoutError:
+                break
+            patience_s = math.inf
+            if rank == _INTERRUPTED:
+                patience_s = self._heed_s
+            else:
+                code = self._processes[rank].returncode or 0
+                self.ended.append(rank)
+                self._server.rank_ended(rank, code)
+                if code:
+                    patience_s = GRACE_S
+            deadline_s = min(deadline_s, time.monotonic() + patience_s)
+        await self._terminate()
+
+    async def close(self) -> None:
+        """Kills what still runs, and waits for its end."""
+        self._kill()
+        await asyncio.gather(*self._watchers)
+
+    def exit_codes(self) -> tuple[int, ...]:
+        """Each rank's exit code; a signal counts as 128 + its number."""
+        codes = [process.returncode for process in self._processes]
+        return tuple(128 - code if code < 0 else code for code in map(_int, codes))
+
+    def failed_first(self) -> int | None:
+        """The rank whose failure came first; None if no rank has failed.
+
+        A rank that ends because it is told of another's failure, or is ended here, has
+        failed only if no other has.
+        """
+        codes = self.exit_codes()
+        failed = [rank for rank in (*self.ended, *self.terminated) if codes[rank]]
+        spared = self._server.told_to_end.union(self.terminated)
+        own = [rank for rank in failed if rank not in spared]
+        return next(iter(own or failed), None)
+
+    async def _terminate(self) -> None:
+        """Ends what still runs: asks first, then kills."""
+        running = {r for r, p in enumerate(self._processes) if p.returncode is None}
+        ranks = range(len(self._processes))
+        self.ended += [r for r in ranks if r not in running and r not in self.ended]
+        self.terminated = tuple(sorted(running))
+        for rank in running:
+            _send(self._processes[rank], signal.SIGTERM)
+        if running:
+            await asyncio.wait(self._watchers, timeout=KILL_AFTER_S)
+        await self.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            _send(process, signal.SIGKILL)
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        self._news.put_nowait(rank)
+
+
+def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _has_terminal() -> bool:
+    """Whether this process group is the one that a terminal sends Ctrl-C to."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _int(code: int | None) -> int:
+    return 1 if code is None else code

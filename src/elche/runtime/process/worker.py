@@ -1,0 +1,287 @@
+"""A worker's shell: carries out instructions, decides nothing.
+
+One per rank, in the training thread. Everything happens where the loop asks for the
+next batch; messages are sent one way and read without waiting, except in the named
+waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.comm.transport.device_group import open_device_group
+from elche.comm.transport.exchange import may_share
+from elche.comm.transport.process_group import Group, late_error
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import (
+    Abort,
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+    MetricsReported,
+    PolicyChosen,
+    Welcome,
+)
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    DeadlineError,
+    ElcheError,
+    MismatchError,
+    NonFiniteError,
+    ProtocolError,
+    RemoteRankError,
+)
+from elche.runtime.process.environment import Placement
+from elche.runtime.report.timeline import Timeline
+
+ABORT_WAIT_S = 5.0
+ROLL_CALL_S = 2.0
+HOST_AHEAD_BATCHES = 2
+VERDICT_S = 5.0
+"""The coordinator knows whom everybody waits for, and speaks before a rank gives up."""
+
+Wanted = TypeVar("Wanted")
+
+
+class Worker:
+    """This rank's connection to the run.
+
+    Args:
+        placement: this process's place in the run.
+        channel: the control channel.
+        timeout_s: deadline of every wait.
+
+    Attributes:
+        is_cold: the batch in hand is not timed.
+        max_samples: what the device turned out to hold at once; 0: no limit was met.
+        name_samples: adds to an error what its batches are, in the epoch under way.
+        timeline: what this rank did.
+    """
+
+    def __init__(
+        self, placement: Placement, channel: ControlChannel, timeout_s: float
+    ) -> None:
+        self.placement = placement
+        self.rank = placement.rank
+        self.world_size = placement.world_size
+        self.timeout_s = timeout_s + VERDICT_S
+        self.is_cold = True
+        self.max_samples = 0
+        self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
+        self.timeline = Timeline(self.rank)
+        self._channel = channel
+        self._group: Group | None = None
+        self._side_groups: list[Group] = []
+        self._generation = 0
+        self._aborted: ElcheError | None = None
+        self._events: deque[torch.cuda.Event] = deque()
+
+    @property
+    def group(self) -> Group:
+        """The process group of this generation."""
+        if self._group is None:
+            raise CommunicationError("the run has ended on this rank")
+        return self._group
+
+    def form_group(self, welcome: Welcome, transport: str) -> None:
+        """Forms the generation's process group."""
+        self._generation = welcome.generation
+        shares_host = transport == "auto" and may_share(welcome.devices)
+        self._group = group = self._formed(welcome.generation, shares_host)
+        on_cpu = any(name.startswith("CPU") for name in welcome.devices)
+        if transport == "auto" and not on_cpu:
+            device = self.placement.device
+            group.devices = open_device_group(group, device, self.timeout_s)
+
+    def side_group(self) -> Group:
+        """Forms another group of the same ranks, with all of them.
+
+        Its collectives are ordered for themselves: what runs in it may wait inside a
+        backward pass beside the gradients' own reductions.
+        """
+        name = f"{self._generation}/side/{len(self._side_groups)}"
+        group = self._formed(name, self.group.shares_host)
+        self._side_groups.append(group)
+        return group
+
+    def _formed(self, name: int | str, shares_host: bool) -> Group:
+        group = Group.form(
+            self._channel,
+            self.rank,
+            self.world_size,
+            name,
+            self.placement.listen,
+            self.timeout_s,
+        )
+        group.on_failure = self._why_failed
+        group.check = self._check
+        group.shares_host = shares_host
+        return group
+
+    def send(self, *events: Event) -> None:
+        """Sends events to the coordinator, at once; does not wait.
+
+        What sending costs is the system call, not what is sent.
+        """
+        self._channel.send(*events)
+
+    def take_all(self, handle: Callable[[Instruction], None]) -> None:
+        """Handles every instruction that has come, without waiting.
+
+        Raises:
+            RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
+        """
+        for instruction in self._channel.ready():
+            if not self._is_news(instruction):
+                handle(instruction)
+
+    def receive(
+        self,
+        handle: Callable[[Instruction], None],
+        waiting_for: str,
+        most_s: float | None = None,
+    ) -> None:
+        """Waits for one instruction, ``most_s`` if that is sooner, and handles it."""
+        timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
+        instruction = self._channel.receive(timeout_s, waiting_for)
+        if not self._is_news(instruction):
+            handle(instruction)
+
+    def sleep_until_told(self, timeout_s: float) -> None:
+        """Sleeps until an instruction comes, at most ``timeout_s``."""
+        self._channel.wait_readable(timeout_s)
+
+    def expect(self, kind: type[Wanted], waiting_for: str) -> Wanted:
+        """Waits for an instruction of one kind.
+
+        Grants of an epoch that the loop has left are passed over; nothing else may
+        come first.
+        """
+        while True:
+            instruction = self._channel.receive(self.timeout_s, waiting_for)
+            stale = isinstance(instruction, (GrantSteps, GrantBatches))
+            if not self._is_news(instruction) and not stale:
+                break
+        if not isinstance(instruction, kind):
+            raise ProtocolError(
+                f"rank {self.rank} waited for {waiting_for}, got {instruction!r}"
+            )
+        return instruction
+
+    def pace_device(self) -> None:
+        """Keeps the host at most two batches ahead of a CUDA device."""
+        if self.placement.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._events.append(event)
+        if len(self._events) > HOST_AHEAD_BATCHES:
+            self._events.popleft().synchronize()
+
+    def close(self, farewell: Event | None) -> None:
+        """Says farewell if asked, and ends group and channel."""
+        try:
+            if farewell is not None and self._aborted is None:
+                self._channel.send(farewell)
+        except CommunicationError:
+            pass
+        finally:
+            for group in (*self._side_groups, self._group):
+                if group is not None:
+                    group.close()
+            self._side_groups.clear()
+            self._group = None
+            self._channel.close()
+
+    def _check(self) -> None:
+        """Raises if the run was ended while this rank waits for others."""
+        abort = self._channel.find_abort()
+        if abort is not None:
+            self._raise_if_abort(abort)
+
+    def _is_news(self, instruction: Instruction) -> bool:
+        """Hands on what is no work; raises if the run was ended."""
+        self._raise_if_abort(instruction)
+        if isinstance(instruction, (MetricsReported, PolicyChosen)):
+            self.on_news(instruction)
+            return True
+        return False
+
+    def _raise_if_abort(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Abort):
+            self._aborted = self._error_of(instruction)
+            raise self._aborted
+
+    def _error_of(self, abort: Abort) -> ElcheError:
+        error = _error_of(abort)
+        return self.name_samples(error) if isinstance(error, NonFiniteError) else error
+
+    def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
+        """A collective failed: the coordinator knows who is gone, in a moment.
+
+        Args:
+            text: what failed.
+            missing: who did not come to it, if that was seen.
+        """
+        deadline_s = time.monotonic() + ABORT_WAIT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                instruction = self._channel.receive(left_s, "the reason of a failure")
+            except (DeadlineError, CommunicationError):
+                break
+            if isinstance(instruction, Abort):
+                self._aborted = self._error_of(instruction)
+                break
+        if not isinstance(self._aborted, DeadlineError | None):
+            return self._aborted
+        said = text if self._aborted is None else f"{self._aborted}; {text}"
+        missing = missing or self._missing()
+        if not missing:
+            return self._aborted or CommunicationError(text)
+        return late_error(said, missing)
+
+    def _missing(self) -> list[int]:
+        """Ranks that do not report the same failure soon after this one.
+
+        gloo names nobody. Ranks of a collective that fails fail together, and one that
+        hangs, or is elsewhere in its loop, does not.
+        """
+        keys = [f"failed/{self._generation}/{r}" for r in range(self.world_size)]
+        try:
+            self._channel.store_set(keys[self.rank], b"")
+            come = self._channel.store_published(keys, ROLL_CALL_S)
+        except CommunicationError:  # nobody can be asked
+            return []
+        return [rank for rank, key in enumerate(keys) if key not in come]
+
+
+def _as_it_is(error: NonFiniteError) -> NonFiniteError:
+    return error
+
+
+def _ignore(news: MetricsReported | PolicyChosen) -> None:
+    """Nobody reads it yet."""
+
+
+def _error_of(abort: Abort) -> ElcheError:
+    if abort.kind == "config":
+        return ConfigError(abort.reason)
+    if abort.kind == "mismatch":
+        return MismatchError(abort.reason)
+    if abort.kind == "non_finite":
+        return NonFiniteError(
+            abort.reason, abort.failed_rank, abort.batches, abort.part
+        )
+    if abort.kind == "protocol":
+        return ProtocolError(abort.reason)
+    if abort.kind == "deadline":
+        return DeadlineError(abort.reason)
+    return RemoteRankError(abort.reason, abort.failed_rank, abort.traceback)

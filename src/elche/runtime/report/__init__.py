@@ -1,0 +1,1 @@
+"""Scalars, metrics and the timeline."""

@@ -1,0 +1,168 @@
+"""What the user sees of a run's metrics, on one device or on several."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from elche.coordination.accounts.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
+from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.runtime.report.scalars import ScalarLog
+
+POLL_S = 0.02
+
+
+class MetricsSource(Protocol):
+    """A run, as far as metrics go."""
+
+    @property
+    def scalars(self) -> ScalarLog:
+        """What this rank logs."""
+
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand, 0 outside the loop."""
+
+    @property
+    def weight_in_hand(self) -> float:
+        """What it weighs in means, 0 outside the loop."""
+
+    @property
+    def window_metrics(self) -> deque[WindowMetrics]:
+        """Of windows that have ended; always empty on ranks other than 0."""
+
+    @property
+    def epoch_metrics(self) -> Sequence[EpochMetrics]:
+        """Of epochs that have ended, in their order."""
+
+    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
+        """Waits for what is to come of an epoch (the last one) that was left early."""
+
+
+class MetricsView:
+    """Logs scalars and hands out metrics; made in the training thread.
+
+    Args:
+        source: the run.
+
+    Attributes:
+        on_window: called in the training thread with each window that has ended.
+        reserved: names under which users may not log.
+        part: of the batch in hand that is run now, where it is run in micro-batches.
+    """
+
+    def __init__(self, source: MetricsSource) -> None:
+        self.on_window: Callable[[WindowMetrics], None] | None = None
+        self.reserved: frozenset[str] = frozenset()
+        self.part = 1.0
+        self._source: MetricsSource | None = source
+        self._windows = source.window_metrics
+        self._epochs = source.epoch_metrics
+        self._training = threading.current_thread()
+        self._unread: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
+        self._ended = threading.Event()
+
+    def log(self, name: str, value: float | torch.Tensor) -> None:
+        """Adds a value with the weight of the batch in hand."""
+        if self._source is not None:
+            weight = self._source.weight_in_hand * self.part
+            self._source.scalars.log(name, value, weight)
+
+    def run_part(self, part: float) -> None:
+        """What is logged now stands for this part of the batch in hand, 0 to 1."""
+        self.part = part
+
+    @property
+    def samples_in_hand(self) -> int:
+        """Samples of the batch in hand that count for this rank, 0 outside the loop."""
+        return 0 if self._source is None else self._source.samples_in_hand
+
+    @property
+    def weight_in_hand(self) -> float:
+        """What they weigh in means: their number, or as the user says."""
+        return 0.0 if self._source is None else self._source.weight_in_hand
+
+    def take_windows(self) -> None:
+        """Takes windows that have ended and calls `on_window`; cheap if there are none.
+
+        For the training thread, at batch boundaries.
+        """
+        for metrics in _taken(self._windows):
+            self._unread.append(metrics)
+            if self.on_window is not None:
+                self.on_window(metrics)
+
+    def windows(self) -> list[WindowMetrics]:
+        """Windows that have ended since the last call; for any thread."""
+        if self.on_window is None:
+            self.take_windows()
+        return list(_taken(self._unread))
+
+    def last_epoch(self) -> EpochMetrics:
+        """The last epoch that has ended; there must be one."""
+        return self._epochs[-1]
+
+    def epoch(self, epoch: int | None, timeout_s: float | None) -> EpochMetrics:
+        """An epoch's metrics, waiting for its end; the last one's for None.
+
+        Raises:
+            ConfigError: the training thread would wait for itself, or the epoch is
+                forgotten.
+            CommunicationError: the run ended before the epoch did.
+            DeadlineError: it did not end within ``timeout_s``.
+        """
+        what = "an epoch" if epoch is None else f"epoch {epoch}"
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        is_training = threading.current_thread() is self._training
+        if is_training and self._source is not None:
+            self._source.fetch_metrics(epoch, timeout_s)
+        while True:
+            is_over = self._ended.is_set() or not self._training.is_alive()
+            found = self._find(epoch)
+            if found is not None:
+                return found
+            if is_over:
+                raise CommunicationError(f"the run ended before {what} did")
+            if is_training:
+                raise ConfigError(
+                    f"the metrics of {what} are not there yet, and the training "
+                    "thread cannot wait for itself; ask after the loop over the "
+                    "epoch, or from another thread"
+                )
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise DeadlineError(f"{what} did not end within {timeout_s} s")
+            self._ended.wait(POLL_S)
+
+    def end(self) -> None:
+        """The run has ended: nobody need wait, and its model may be forgotten."""
+        self._ended.set()
+        self._source = None
+
+    def _find(self, epoch: int | None) -> EpochMetrics | None:
+        kept = list(self._epochs)
+        if epoch is None:
+            return kept[-1] if kept else None
+        for metrics in reversed(kept):
+            if metrics.epoch == epoch:
+                return metrics
+        if kept and kept[0].epoch > epoch:
+            raise ConfigError(
+                f"the metrics of epoch {epoch} are forgotten; kept are those of "
+                f"epochs {kept[0].epoch} to {kept[-1].epoch}"
+            )
+        return None
+
+
+def _taken(metrics: deque[WindowMetrics]) -> Iterator[WindowMetrics]:
+    """Empties a deque from its left, while others may fill or empty it as well."""
+    while metrics:
+        try:
+            taken = metrics.popleft()
+        except IndexError:
+            return
+        yield taken

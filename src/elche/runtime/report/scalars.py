@@ -1,0 +1,242 @@
+"""Scalars that users log, without waiting for the device.
+
+A tensor on an accelerator is copied into a buffer there. When a window closes, the
+buffer's copy to the host is enqueued behind it, and its values count once that is done,
+perhaps in a later window. The arithmetic is the host's, in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from elche.coordination.accounts.exact_mean import WeightedMean
+from elche.coordination.protocol.messages import Scalars
+from elche.errors import ConfigError
+
+MAX_NAME_CHARS = 200
+BUFFER_VALUES = 256
+
+
+class Readback(Protocol):
+    """A copy of a device buffer on its way to the host."""
+
+    def is_done(self) -> bool:
+        """Whether it has come; does not wait."""
+
+    def values(self) -> list[float]:
+        """The values, waiting for them."""
+
+
+ReadBack = Callable[[torch.Tensor], Readback]
+
+
+class ScalarLog:
+    """What this rank has logged since the last window closed.
+
+    Args:
+        read_back: begins the copy of a device buffer to the host; the default knows
+            CUDA, and waits for other accelerators. With one given, tensors on the CPU
+            take the same way, otherwise they are read at once.
+    """
+
+    def __init__(self, read_back: ReadBack | None = None) -> None:
+        self._read_back = read_back or begin_readback
+        self._defers_cpu = read_back is not None
+        self._means: dict[str, WeightedMean] = {}
+        self._filling: dict[tuple[torch.device, torch.cuda.Stream | None], _Buffer] = {}
+        self._under_way: list[tuple[_Buffer, Readback]] = []
+
+    def log(self, name: str, value: float | torch.Tensor, weight: float) -> None:
+        """Adds a value to the mean of its name.
+
+        Args:
+            name: of the scalar.
+            value: a real number, or a tensor that holds one; it may be overwritten
+                afterwards.
+            weight: of the value in the mean, such as the samples it stands for; with
+                zero nothing is added.
+
+        Raises:
+            ConfigError: the name is no name, the value no real scalar, or the weight
+                negative or not finite.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+            raise ConfigError(
+                f"expected the name of a scalar to be a string of 1 to "
+                f"{MAX_NAME_CHARS} characters, got {str(name)[:40]!r}"
+            )
+        if not _is_weight(weight):
+            raise ConfigError(
+                f"scalar {name!r}: expected a weight that is finite and not negative, "
+                f"got {weight!r}"
+            )
+        weight = float(weight)
+        if not isinstance(value, torch.Tensor):
+            number = _real(name, value)
+        elif value.numel() != 1 or value.is_complex():
+            raise ConfigError(
+                f"scalar {name!r}: expected one real number, got a tensor of shape "
+                f"{list(value.shape)} and {value.dtype}; log its mean, say"
+            )
+        elif value.device.type != "cpu" or self._defers_cpu:
+            if weight:
+                self._keep(name, value.detach(), weight)
+            return
+        else:
+            number = float(value.item())
+        if weight:
+            self._add(name, number, weight)
+
+    def drain(self, *, final: bool = False) -> Scalars:
+        """Takes out what has come from the devices since the last call.
+
+        Args:
+            final: wait for everything that was logged.
+
+        Returns:
+            (name, weighted sum, weight) in the order of names. An entry with an
+            infinite sum stands for as many values that were not finite as its weight
+            says.
+        """
+        for key in list(self._filling):
+            self._send(key)
+        waiting = []
+        for buffer, readback in self._under_way:
+            if not final and not readback.is_done():
+                waiting.append((buffer, readback))
+                continue
+            values = readback.values()
+            for (name, weight), value in zip(buffer.entries, values, strict=False):
+                self._add(name, value, weight)
+        self._under_way = waiting
+        means, self._means = self._means, {}
+        return tuple(entry for name in sorted(means) for entry in _entries(name, means))
+
+    def clear(self) -> None:
+        """Forgets what was logged, without waiting: of an epoch that was left early."""
+        self._means.clear()
+        self._filling.clear()
+        self._under_way.clear()
+
+    def _add(self, name: str, value: float, weight: float) -> None:
+        mean = self._means.get(name)
+        if mean is None:
+            mean = self._means[name] = WeightedMean()
+        product = value * weight
+        if math.isfinite(product):
+            mean.add(product, weight)
+        else:
+            mean.leave_out(1)
+
+    def _keep(self, name: str, value: torch.Tensor, weight: float) -> None:
+        """Copies a value on its device: one kernel, enqueued."""
+        device = value.device
+        stream = torch.cuda.current_stream(device) if value.is_cuda else None
+        buffer = self._filling.get((device, stream))
+        if buffer is None:
+            buffer = _Buffer(empty_buffer(device))
+            self._filling[device, stream] = buffer
+        buffer.values[len(buffer.entries)].copy_(value.reshape(()))
+        buffer.entries.append((name, weight))
+        if len(buffer.entries) == BUFFER_VALUES:
+            self._send((device, stream))
+
+    def _send(self, key: tuple[torch.device, torch.cuda.Stream | None]) -> None:
+        """Begins a buffer's copy, on the stream that has filled it."""
+        buffer = self._filling.pop(key)
+        stream = key[1]
+        if stream is None:
+            self._under_way.append((buffer, self._read_back(buffer.values)))
+            return
+        with torch.cuda.stream(stream):
+            self._under_way.append((buffer, self._read_back(buffer.values)))
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Values on a device, and (name, weight) of each."""
+
+    values: torch.Tensor
+    entries: list[tuple[str, float]] = field(default_factory=list)
+
+
+class _CudaReadback:
+    """A copy to pinned memory and the event behind it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = torch.empty(
+            values.shape, dtype=values.dtype, device="cpu", pin_memory=True
+        )
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def values(self) -> list[float]:
+        self._event.synchronize()
+        return _floats(self._host)
+
+
+class _BlockingReadback:
+    """A copy for which the host waits."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def is_done(self) -> bool:
+        return True
+
+    def values(self) -> list[float]:
+        return _floats(self._values)
+
+
+def begin_readback(values: torch.Tensor) -> Readback:
+    """Begins a copy to the host; only CUDA's leaves the host free meanwhile."""
+    return _CudaReadback(values) if values.is_cuda else _BlockingReadback(values)
+
+
+def _floats(values: torch.Tensor) -> list[float]:
+    floats: list[float] = values.tolist()
+    return floats
+
+
+def empty_buffer(device: torch.device) -> torch.Tensor:
+    """Doubles where the device has them; outside of inference mode, to be reused."""
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    with torch.inference_mode(False):
+        return torch.zeros(BUFFER_VALUES, dtype=dtype, device=device)
+
+
+def _entries(
+    name: str, means: dict[str, WeightedMean]
+) -> Iterator[tuple[str, float, float]]:
+    mean = means[name]
+    weighted_sum, weight = mean.parts
+    if weight and mean.value is not None:
+        yield name, weighted_sum, weight
+    if mean.left_out:
+        yield name, math.inf, float(mean.left_out)
+
+
+def _is_weight(weight: object) -> bool:
+    return isinstance(weight, numbers.Real) and 0.0 <= float(weight) < math.inf
+
+
+def _real(name: str, value: object) -> float:
+    try:
+        if isinstance(value, numbers.Real):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ConfigError(
+        f"scalar {name!r}: expected a real number or a tensor of one, got "
+        f"{str(value)[:40]!r} of type {type(value).__name__}"
+    )

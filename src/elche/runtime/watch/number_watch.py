@@ -1,0 +1,154 @@
+"""Looks at a rank's own gradients before they are reduced, and at the parameters.
+
+Where a loss is no number, nearly every gradient is none: small tensors tell. Looked at
+are the first and the last one that a backward pass brought: the last, near the model's
+input, shows also what went wrong on the way, and the first may be of another part of
+the model, as of actor and critic. On the CPU sums are read at once; on an accelerator
+they are kept there, and copied to the host behind what is computed when a report is
+due, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import torch
+
+from elche.coordination.protocol.messages import OwnPart
+from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.runtime.report.scalars import (
+    BUFFER_VALUES,
+    ReadBack,
+    Readback,
+    begin_readback,
+    empty_buffer,
+)
+
+SMALL_ELEMENTS = 4096
+"""A sum over so many costs no more than a sum of one."""
+HALVES = (torch.float16, torch.bfloat16)
+
+_Seen = tuple[OwnPart, int] | None
+"""What a value was read of: a part's gradient of a parameter, or (None) parameters."""
+
+
+@final
+class NumberWatch:
+    """Whether one rank's gradients and parameters are numbers, under ``sync``.
+
+    Args:
+        parameters: the trainable ones.
+        numbers: told what was seen, in order.
+        read_back: begins the copy of a device buffer to the host; with one given, CPU
+            tensors take the same way.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        numbers: OwnNumbers,
+        read_back: ReadBack | None = None,
+    ) -> None:
+        self._numbers = numbers
+        self._read_back = read_back or begin_readback
+        self._defers_cpu = read_back is not None
+        self._parameters = list(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        self._is_small = [0 < size <= SMALL_ELEMENTS for size in sizes]
+        self._looked_at: dict[int, None] = {}
+        self._part: OwnPart = ()
+        self._passes = 0
+        self._is_told = False
+        self._filling: list[_Seen] = []
+        self._buffer: torch.Tensor | None = None
+        self._under_way: list[tuple[list[_Seen], Readback]] = []
+
+    def begin_step(self, part: tuple[int, ...]) -> None:
+        """A step begins.
+
+        Args:
+            part: epoch and step, and which samples of its batch are this rank's (first,
+                one past the last); () where it has none.
+        """
+        self._part, self._passes = part, 0
+
+    def look(self, came: dict[int, int]) -> None:
+        """A backward pass of the step is complete, and its gradients not reduced.
+
+        Args:
+            came: how many gradients each parameter got in it, in order of the first.
+        """
+        if not self._part or not came:
+            return
+        epoch, step, *samples = self._part
+        part = epoch, step, self._passes, *samples
+        self._passes += 1
+        if self._is_told:
+            self._looked_at.clear()
+            self._is_told = False
+        for index in {self._first_small(came), self._first_small(reversed(came))}:
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                self._looked_at[index] = None
+                self._tell(self._sum(gradient), (part, index))
+
+    def _first_small(self, order: Iterable[int]) -> int:
+        """The first that is quickly read, or the last of all if none is."""
+        for index in order:
+            if self._is_small[index]:
+                break
+        return index
+
+    def report(self, *, final: bool) -> None:
+        """Looks at the parameters, and takes in what has come from the device.
+
+        Args:
+            final: wait for all of it.
+        """
+        looked_at = [self._parameters[index].detach() for index in self._looked_at]
+        if looked_at:
+            total, *others = map(self._sum, looked_at)
+            for other in others:  # NaN if one of them is
+                total = torch.maximum(total, other.to(total.device))
+            self._tell(total, None)
+            self._is_told = True
+        self._send()
+        while self._under_way and (final or self._under_way[0][1].is_done()):
+            seen, readback = self._under_way.pop(0)
+            for of, value in zip(seen, readback.values(), strict=False):
+                self._take(of, value)
+
+    @staticmethod
+    def _sum(tensor: torch.Tensor) -> torch.Tensor:
+        while tensor.numel() > SMALL_ELEMENTS and tensor.dim():
+            tensor = tensor[0]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        wide = torch.float32 if tensor.dtype in HALVES else None
+        return tensor.sum(dtype=wide)
+
+    def _tell(self, total: torch.Tensor, of: _Seen) -> None:
+        """Reads a value at once, or as soon as that waits for nothing."""
+        if total.device.type == "cpu" and not self._defers_cpu:
+            self._take(of, total.item())
+            return
+        if self._buffer is None:
+            self._buffer = empty_buffer(total.device)
+        self._buffer[len(self._filling)].copy_(total)
+        self._filling.append(of)
+        if len(self._filling) == BUFFER_VALUES:
+            self._send()
+
+    def _send(self) -> None:
+        if self._buffer is not None and self._filling:
+            self._under_way.append((self._filling, self._read_back(self._buffer)))
+            self._buffer, self._filling = None, []
+
+    def _take(self, of: _Seen, value: float) -> None:
+        if of is None:
+            self._numbers.parameters(is_finite=not math.isnan(value))
+        else:
+            part, parameter = of
+            self._numbers.gradients(part, parameter, is_finite=math.isfinite(value))

@@ -1,0 +1,130 @@
+"""Optimizer steps that a GradScaler skipped.
+
+A scaler leaves a step out where gradients overflow. Its batches count as done, so
+nothing else would show that nothing was learned from them. A scaler does not say so
+either: it asks the optimizer a flag, and then calls `step()` or not. Others may ask the
+flag, too. So a batch has a skipped step if the flag was asked, no step followed, and no
+finite gradient is left that waits for one. A fused optimizer is always called, and
+skips by itself where ``found_inf`` says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from elche.comm.tensors.nan_check import all_finite
+from elche.runtime.report.scalars import ScalarLog
+from elche.torch_internals import SCALER_FLAG
+
+NAME = "grad_scaler_skips"
+"""Of the scalar whose mean is the part of the steps that were skipped."""
+
+
+@final
+class ScalerSkips:
+    """Logs 1 for a step that a GradScaler skipped and 0 for one that was taken.
+
+    Waits for the device only where a step was left out, as the scaler itself does. Of
+    several steps in one batch, one that was skipped shows if it is the last.
+
+    Args:
+        optimizer: what the scaler steps.
+        scalars: where it is logged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scalars: ScalarLog) -> None:
+        self._optimizer = optimizer
+        self._scalars = scalars
+        self._is_asked = False
+        self._flag: _Flag | None = None
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Begins to watch the optimizer."""
+        if self._flag is not None:
+            return
+        held = vars(self._optimizer).get(SCALER_FLAG)
+        flag = _Flag(self, getattr(self._optimizer, SCALER_FLAG, False), held)
+        try:
+            setattr(self._optimizer, SCALER_FLAG, flag)
+        except AttributeError:  # an optimizer that computes the flag
+            return
+        self._flag = flag
+        me = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (watcher := me()) is not None:
+                watcher._stepped(optimizer)
+
+        self._handle = self._optimizer.register_step_post_hook(stepped)
+
+    def detach(self) -> None:
+        """Leaves the optimizer as it was, unless somebody else has changed it since."""
+        flag, handle = self._flag, self._handle
+        if flag is None or handle is None:
+            return
+        handle.remove()
+        held, is_ours = flag.held, vars(self._optimizer).get(SCALER_FLAG) is flag
+        if is_ours and held is None:
+            delattr(self._optimizer, SCALER_FLAG)
+        elif is_ours:
+            setattr(self._optimizer, SCALER_FLAG, held)
+        self._flag = self._handle = None
+
+    def settle(self) -> None:
+        """A loop body is over: counts a step that was asked for and has not come."""
+        if self._is_asked:
+            self._is_asked = False
+            if not _has_pending(self._optimizer):
+                self._scalars.log(NAME, 1.0, 1.0)
+
+    def asked(self) -> None:
+        """A scaler is about to step, or not; or somebody else has asked the flag."""
+        self._is_asked = True
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._is_asked or self._flag is None:
+            return
+        self._is_asked = False
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, torch.Tensor):
+            self._scalars.log(NAME, (found.detach() > 0).to(torch.float32), 1.0)
+        elif not self._flag.is_true:  # a scaler would have brought found_inf
+            self._scalars.log(NAME, 0.0, 1.0)
+
+
+@final
+class _Flag:
+    """Stands where a scaler looks, and is as true as what stood there before.
+
+    Args:
+        watcher: told when a scaler looks.
+        value: what the optimizer answered.
+        held: what it held itself; None where its class answered.
+    """
+
+    def __init__(self, watcher: ScalerSkips, value: Any, held: Any) -> None:
+        self._watcher = weakref.ref(watcher)
+        self.is_true = bool(value)
+        self.held = held
+
+    def __bool__(self) -> bool:
+        if (watcher := self._watcher()) is not None:
+            watcher.asked()
+        return self.is_true
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (bool, (self.is_true,))
+
+
+def _has_pending(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether finite gradients wait for a step, and are not only zeros."""
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    gradients = [
+        g.coalesce().values() if g.is_sparse else g for g in held if g is not None
+    ]
+    return all_finite(gradients) and any(bool(g.any()) for g in gradients)

@@ -1,0 +1,1 @@
+"""What a rank does at the ends of steps and windows."""

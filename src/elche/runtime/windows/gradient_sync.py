@@ -1,0 +1,222 @@
+"""Windows that end in one common step on the gradients summed over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from elche.comm.gradients.backward_end import at_backward_end
+from elche.comm.gradients.gradient_hooks import GradientHooks
+from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ConfigError
+from elche.runtime.watch.loop_guard import LoopGuard
+from elche.runtime.windows.window_sync import WindowSync
+from elche.torch_internals import foreach_mul_, graph_task_id
+
+
+@final
+class GradientSync(WindowSync):
+    """Gradients summed over the window; one common optimizer step at its end.
+
+    Gradients are taken away at the end of every backward pass, so that the loop's own
+    ``optimizer.step()`` finds none and does nothing. A batch that no backward pass went
+    through to its end has no part in the mean.
+
+    Args:
+        parameters: the trainable parameters.
+        optimizer: steps them at the window's end.
+        window: sums the gradients.
+        buffers: averages what changed of the model's buffers.
+        max_grad_norm: clip the reduced gradient to this norm.
+        is_sum: the loss is a sum over the samples of a batch, and the gradient to be
+            that of the sum over all samples of the window; else both are means.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        window: GradientWindow,
+        buffers: WindowBuffers,
+        *,
+        max_grad_norm: float | None = None,
+        is_sum: bool = False,
+    ) -> None:
+        self._is_sum = is_sum
+        self._parameters = list(parameters)
+        self._optimizer = optimizer
+        self._window = window
+        self._buffers = buffers
+        self._max_grad_norm = max_grad_norm
+        self._weight = 0.0
+        self._was_finite = True
+        self._pass: int | None = None
+        self._touched: list[torch.Tensor] = []
+        self._index = {id(p): at for at, p in enumerate(self._parameters)}
+        self._holds = False
+        self._has_seen = self._has_ended = False
+        self._hooks = GradientHooks(self._parameters)
+        self._guard = LoopGuard(optimizer, parameters)
+
+    def attach(self) -> None:
+        """Watches for gradients."""
+        self._hooks.attach(self._on_gradient)
+        self._guard.attach()
+
+    def detach(self) -> None:
+        """See :meth:`WindowSync.detach`."""
+        self._hooks.detach()
+        self._guard.detach()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._has_seen = True
+        if self._holds:
+            return
+        index = self._index.get(id(parameter))
+        if index is None:
+            return  # what a hook before returned, which torch refuses after all of them
+        if parameter.grad is not None or self._hooks.was_taken(index):
+            self._touched.append(parameter)  # others came without: there is none to add
+        number = graph_task_id()
+        if self._pass != number:  # the first of a pass, or of a nested one
+            refuse_capture()
+            self._pass = number
+            at_backward_end(self._end_backward)
+
+    def hold(self, holds: bool) -> None:
+        """See :meth:`WindowSync.hold`."""
+        self._holds = holds
+
+    def rewind(self) -> None:
+        """See :meth:`WindowSync.rewind`; nothing was added of a pass without an end."""
+        self._pass = None
+        self._touched.clear()
+
+    def _end_backward(self) -> None:
+        self._pass, touched = None, list(self._touched)
+        self._touched.clear()
+        self._has_ended = True
+        taken = next((p for p in touched if p.grad is None), None)
+        if taken is not None:
+            raise ConfigError(
+                f"a hook took the gradient of a parameter of shape {list(taken.shape)} "
+                "away before the window's step; leave it to the optimizer given to "
+                "elche.setup, or leave update='gradients' out"
+            )
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """Adds ``p.grad``, a sum over samples as it is, a mean times what it weighs."""
+        weight = float(self._weight > 0) if self._is_sum else self._weight
+        self._window.add(weight, is_whole=False)
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._window.extra_bytes
+
+    def rebase(self) -> None:
+        """Parameters only change by common steps; buffers start from here."""
+        self._buffers.rebase()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._buffers.changed()
+
+    def begin_batch(self, weight: float) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._hooks.keep_last()
+        self._weight = weight
+        self._pass = None
+        self._touched.clear()
+        self._holds = self._has_seen = self._has_ended = False
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        if not self._has_seen:
+            refuse_stray_gradients(self._parameters)
+        elif self._pass is not None:  # broken off, and the loop caught the error
+            self._window.clear()
+        if self._is_sum:  # before the batch is counted
+            self._add_gradients()
+        self._window.add(self._weight if self._has_ended else 0.0)
+        self._weight = 0.0
+
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
+        self._was_finite = self._window.is_finite
+        return self._was_finite
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`."""
+        weight = self._window.samples if self._was_finite else 0.0
+        total = self._window.reduce(counts=self._was_finite)
+        self._buffers.average(plan)
+        if self._is_sum:
+            self._multiply(total)
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        own = self._share_rates(weight)
+        self._optimizer.step()
+        self._set_rates(own)
+        self._window.clear()  # also of what this optimizer does not hold
+        return SyncResult(divergence=0.0, parameter_norm=None)
+
+    @torch.no_grad()
+    def _multiply(self, total: float) -> None:
+        """Makes the sum over the window of its mean."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            foreach_mul_(gradients, total)
+
+    def _share_rates(self, weight: float) -> list[float]:
+        """Sets every rate to its mean over the window's batches; returns this rank's.
+
+        A schedule in the loop has brought each rank as far as its own batches, and a
+        common step needs a common rate.
+        """
+        own = [float(group["lr"]) for group in self._optimizer.param_groups]
+        message = torch.tensor(
+            [weight, *(rate * weight for rate in own)],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        self._window.group.all_reduce(message, "sharing learning rates")
+        total, *sums = message.tolist()
+        if total > 0:
+            self._set_rates([each / total for each in sums])
+        return own
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def refuse_stray_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuses gradients that came without a backward pass, and were not reduced.
+
+    Where such a gradient is, the loop's optimizer has stepped along it on this rank
+    alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    stray = next((p for p in parameters if p.grad is not None), None)
+    if stray is not None:
+        raise ConfigError(
+            f"a parameter of shape {list(stray.shape)} has a gradient, but no backward "
+            "pass of this loop produced one: gradients that are assigned "
+            "(torch.autograd.grad), or that a replayed CUDA graph writes, are not "
+            "reduced; call loss.backward(), or choose policy 'async' or 'cadence', "
+            "which average parameters"
+        )

@@ -1,0 +1,309 @@
+"""A batch run in micro-batches where the device does not hold it at once.
+
+For a loop that the library owns: what it runs forward and backward it can run again.
+When the device runs out of memory the attempt is taken back (gradients, statistics,
+random numbers) and the batch is run again in more micro-batches (2, 3, 4, then half as
+many again), whose gradients add up to that of the whole. The size that fits is the
+device's cap from then on; it is more than half of what there is room for.
+The ranks then reduce once, as ever: the others notice nothing but the time it takes.
+
+Statistics and random numbers are kept for that at batches that are larger than any
+before, and not at every step: where a size fails that had fitted (longer samples, a
+fragmented memory), statistics keep what the attempt has added.
+
+Where the failed backward pass had already sent buckets of gradients, these stay sent:
+a bucket goes when all its gradients are complete, and those of the same samples are
+the same, however they are divided. (With dropout they are those of the first masks.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+
+from elche.cadence.split import passes_of
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.errors import ConfigError
+from elche.runtime.data.batch_parts import cut_batch
+from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.data.transfer import batch_length
+from elche.torch_internals import NormBase
+
+logger = logging.getLogger(__name__)
+
+LARGE_BUFFER_ELEMENTS = 65_536
+"""A larger buffer (a mask, a table) is not copied before every batch."""
+
+
+class Host(Protocol):
+    """The run on several ranks, as far as a batch in parts concerns it."""
+
+    def hold(self, holds: bool) -> None:
+        """Gradients that appear now are kept for the last micro-batch, or not."""
+
+    def rewind(self) -> None:
+        """The forward or backward pass was broken off, and the batch is run again."""
+
+    def limited(self, samples: int) -> None:
+        """This rank's device holds no more samples at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsConfig:
+    """How batches are divided.
+
+    Attributes:
+        max_samples: samples that the device holds at once; None if that is not known
+            to be limited.
+        least_samples: of a micro-batch: BatchNorm cannot train on one sample.
+        is_sum: the loss is a sum over samples; else their mean.
+        weights: what a part of a batch weighs in that mean; None: its samples.
+    """
+
+    max_samples: int | None = None
+    least_samples: int = 1
+    is_sum: bool = False
+    weights: BatchWeights | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_samples is not None and self.max_samples < self.least_cap:
+            raise ConfigError(
+                f"expected max_samples of at least {self.least_cap} for a model that "
+                f"trains on {self.least_samples} samples and more, got "
+                f"{self.max_samples}"
+            )
+
+    @property
+    def least_cap(self) -> int:
+        """The smallest cap with which every larger batch can be divided."""
+        return 2 * self.least_samples - 1
+
+
+@final
+class MicroBatches:
+    """Runs batches forward and backward, in as few parts as the device needs.
+
+    Args:
+        model: the model, in training.
+        device: where it is.
+        config: the cap known so far, and how losses add up.
+        host: the run on several ranks; None on one.
+        on_part: told before each micro-batch which part of the batch it is, 0 to 1.
+
+    Attributes:
+        max_samples: samples that the device holds at once, None if not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        config: PartsConfig,
+        host: Host | None,
+        on_part: Callable[[float], None],
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._config = config
+        self._host = host
+        self._on_part = on_part
+        self._buffers = _written_buffers(model)
+        self._proven = 0
+        self.max_samples = config.max_samples
+
+    def backward(
+        self, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
+    ) -> torch.Tensor:
+        """Adds the gradient of a batch's loss to ``p.grad``, which must be None before.
+
+        Args:
+            batch: on the device.
+            samples: of it; 0 where nobody knows.
+            loss_of: the scalar loss of a batch, or of a part of it.
+
+        Returns:
+            The loss of the whole batch, detached.
+
+        Raises:
+            ConfigError: the device runs out of memory and the batch cannot be divided
+                (further); says why.
+        """
+        before: _Moment | None = None
+        while True:
+            parts = self._divide(batch, samples)
+            if parts[0][1] > self._proven and before is None:
+                before = _Moment(self._device, self._buffers)
+            try:
+                loss = self._run(parts, loss_of)
+            except torch.cuda.OutOfMemoryError as error:
+                self._learn(parts, batch, samples, error)
+            else:
+                self._proven = max(self._proven, parts[0][1])
+                return loss
+            # out of the handler, which holds what the attempt has allocated
+            self._take_back(before)
+
+    def _divide(self, batch: Any, samples: int) -> list[tuple[Any, int]]:
+        """Micro-batches of about one size, the larger first, and their samples."""
+        length = batch_length(batch)
+        count = passes_of(length, self.max_samples)
+        if count == 1 or self._why_whole(length, batch, samples):
+            return [(batch, length)]
+        edges = [-(-length * index // count) for index in range(count + 1)]
+        return [
+            (cut_batch(batch, start, stop, length), stop - start)
+            for start, stop in itertools.pairwise(edges)
+        ]
+
+    def _run(
+        self, parts: Sequence[tuple[Any, int]], loss_of: Callable[[Any], torch.Tensor]
+    ) -> torch.Tensor:
+        if len(parts) == 1:
+            loss = loss_of(parts[0][0])
+            loss.backward()
+            return loss.detach()
+        weighed = self._weighed(parts)
+        total: torch.Tensor | None = None
+        try:
+            for index, (part, share) in enumerate(weighed):
+                if self._host is not None:
+                    self._host.hold(index < len(weighed) - 1)
+                self._on_part(share)
+                loss = loss_of(part) * (1.0 if self._config.is_sum else share)
+                loss.backward()
+                loss = loss.detach()
+                total = loss if total is None else total + loss
+        finally:
+            self._on_part(1.0)
+            if self._host is not None:
+                self._host.hold(False)
+        assert total is not None
+        return total
+
+    def _weighed(self, parts: Sequence[tuple[Any, int]]) -> list[tuple[Any, float]]:
+        """Micro-batches and their shares of the whole; without those of no weight.
+
+        A mean over no token is no number, and times 0 neither.
+        """
+        counts = [float(samples) for _, samples in parts]
+        weights = self._config.weights
+        if weights is not None:
+            said = [weights.of(part, f"a micro-batch of {n}") for part, n in parts]
+            counts = said if any(said) else counts
+        total = sum(counts)
+        pairs = zip(parts, counts, strict=True)
+        return [(part, count / total) for (part, _), count in pairs if count]
+
+    def _learn(
+        self,
+        parts: Sequence[tuple[Any, int]],
+        batch: Any,
+        samples: int,
+        error: BaseException,
+    ) -> None:
+        """Lowers the cap to the size of more micro-batches."""
+        size = parts[0][1]
+        why_not = self._why_whole(size, batch, samples)
+        if why_not:
+            raise ConfigError(
+                f"{size} samples do not fit the device ({error}), and {why_not}"
+            ) from error
+        count = len(parts) + max(1, len(parts) // 2)
+        cap = min(-(-batch_length(batch) // count), size - 1)
+        cap = max(cap, self._config.least_cap)
+        logger.warning(
+            "%d samples do not fit %s; it gets at most %d at once from now on (%s)",
+            size,
+            self._device,
+            cap,
+            error,
+        )
+        self.max_samples = cap
+        if self._host is not None:
+            self._host.limited(cap)
+
+    def _why_whole(self, size: int, batch: Any, samples: int) -> str:
+        """Why ``size`` samples of a batch cannot be divided; "" if they can."""
+        layers = sync_batchnorm_layers(self._model).values()
+        if any(layer.spans_ranks for layer in layers):
+            return (
+                "a batch in micro-batches would have several statistics in its "
+                "SyncBatchNorm layers; give each rank's limit as max_samples={rank: "
+                "samples}, or a smaller batch_size"
+            )
+        length = batch_length(batch)
+        if samples and length != samples:
+            return (
+                f"a batch of {samples} samples whose first tensor has {length} in "
+                "dimension 0 cannot be divided; lower batch_size"
+            )
+        try:
+            cut_batch(batch, 0, 1, length)
+        except ConfigError as error:
+            return f"its batch cannot be divided ({error}); lower batch_size"
+        if size <= self._config.least_cap:
+            return (
+                f"fewer than {self._config.least_cap} at once are not possible: it has "
+                "too little memory for this model"
+            )
+        return ""
+
+    def _take_back(self, before: _Moment | None) -> None:
+        """Makes everything as it was before the attempt."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        if self._host is not None:
+            self._host.rewind()
+        if before is not None:
+            before.restore()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@final
+class _Moment:
+    """Random numbers and statistics at the beginning of a batch."""
+
+    def __init__(self, device: torch.device, buffers: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._buffers = buffers
+        self._values = [buffer.detach().clone() for buffer in buffers]
+        self._host_state = torch.get_rng_state()
+        self._device_state = (
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Makes them so again."""
+        for buffer, value in zip(self._buffers, self._values, strict=True):
+            buffer.copy_(value)
+        torch.set_rng_state(self._host_state)
+        if self._device_state is not None:
+            torch.cuda.set_rng_state(self._device_state, self._device)
+
+
+def meets_in_batches(model: nn.Module) -> bool:
+    """Whether ranks of a run meet in its forward pass, which has no parts then."""
+    return bool(sync_batchnorm_layers(model))
+
+
+def _written_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers that a forward pass may write: small ones, and those of norm layers."""
+    norms = {
+        id(buffer)
+        for module in model.modules()
+        if isinstance(module, NormBase)
+        for buffer in module.buffers(recurse=False)
+    }
+    return [
+        buffer
+        for buffer in model.buffers()
+        if id(buffer) in norms or buffer.numel() <= LARGE_BUFFER_ELEMENTS
+    ]

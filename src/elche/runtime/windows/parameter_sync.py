@@ -1,0 +1,196 @@
+"""Windows that end in averaged parameters, at their end or while the next one runs."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from typing import Any, final
+
+from elche.comm.averaging.averaging import Averager, ParameterAverager
+from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.averaging.consensus_distance import SyncResult
+from elche.coordination.protocol.instructions import Reduce
+from elche.coordination.windows.reductions import drift_weight
+from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.window_sync import WindowSync
+
+logger = logging.getLogger(__name__)
+
+
+class AveragedSync(WindowSync):
+    """Counts what this rank's drift weighs; how it is averaged is a subclass'.
+
+    Args:
+        averager: averages parameters.
+        steps: this rank's own; optimizers lose their state if it went astray.
+        own_factor: of the gradients of a batch, where each says what it weighs: one
+            that weighs nothing adds none.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        steps: LocalSteps,
+        own_factor: GradientFactor | None,
+    ) -> None:
+        self._own_factor = own_factor
+        self._averager = averager
+        self._steps = steps
+        self._was_finite = True
+        self._is_astray = False
+        self._weight = self._in_hand = 0.0
+
+    @property
+    def extra_bytes(self) -> int:
+        """See :meth:`WindowSync.extra_bytes`."""
+        return self._averager.extra_bytes
+
+    def rebase(self) -> None:
+        """See :meth:`WindowSync.rebase`."""
+        self._averager.rebase()
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """See :meth:`WindowSync.changed_buffers`."""
+        return self._averager.changed_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`WindowSync.state_dict`."""
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See :meth:`WindowSync.load_state_dict`."""
+        self._averager.load_state_dict(state)
+
+    def begin_batch(self, weight: float) -> None:
+        """See :meth:`WindowSync.begin_batch`."""
+        self._in_hand = weight
+        if self._own_factor is not None:
+            self._own_factor.value = float(weight > 0.0)
+
+    def batch_done(self) -> None:
+        """See :meth:`WindowSync.batch_done`."""
+        self._weight += self._in_hand
+        self._in_hand = 0.0
+        if self._own_factor is not None:
+            self._own_factor.value = 1.0
+
+    def detach(self) -> None:
+        """See :meth:`WindowSync.detach`."""
+        if self._own_factor is not None:
+            self._own_factor.detach()
+
+    def retire(self) -> None:
+        """See :meth:`WindowSync.retire`."""
+        self._averager.retire()
+
+    def close(self, *, begins: bool) -> bool:
+        """See :meth:`WindowSync.close`; gradients of an update that is lost go too."""
+        self.has_moved = not self._is_astray or self._averager.has_moved
+        self._was_finite = self._take(self._weight, begins=begins)
+        self._weight = 0.0
+        if not self._was_finite:
+            self._steps.drop_gradients()
+        self._is_astray = not (self._was_finite and self.has_moved)
+        return self._was_finite
+
+    @abstractmethod
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        """The window has ended; True if the parameters are all finite.
+
+        Args:
+            weight: of the window's batches.
+            begins: see :meth:`WindowSync.close`.
+        """
+
+
+@final
+class ParameterSync(AveragedSync):
+    """Parameters averaged at the end of the window.
+
+    Args:
+        averager: averages them.
+        steps: this rank's own; optimizers lose their state if it went astray, where
+            that is not averaged.
+        own_factor: see `AveragedSync`.
+    """
+
+    _averager: ParameterAverager
+
+    def __init__(
+        self,
+        averager: ParameterAverager,
+        steps: LocalSteps,
+        own_factor: GradientFactor | None,
+    ) -> None:
+        super().__init__(averager, steps, own_factor)
+        self._has_told = False
+
+    def state_layout(self) -> str:
+        """See :meth:`WindowSync.state_layout`."""
+        return self._averager.state_layout()
+
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        return self._averager.is_finite
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
+        if plan.state_apart and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "rank %d: no optimizer state is averaged while ranks %s hold other "
+                "state than most (where an optimizer has not stepped yet, say); here "
+                "%s",
+                plan.rank,
+                list(plan.state_apart),
+                self._steps.states_in_words(),
+            )
+        result = self._averager.synchronise(plan)
+        if not self._was_finite:
+            self._steps.forget_states(only_lost=plan.include_state)
+        return result
+
+
+@final
+class OverlappedSync(AveragedSync):
+    """Parameters averaged while the next window runs.
+
+    Args:
+        averager: averages them.
+        steps: this rank's own; optimizers lose their state if it went astray.
+        own_factor: see `AveragedSync`.
+        drift_weights: how drifts are weighted; see `drift_weight`.
+    """
+
+    is_overlapped = True
+    _averager: OverlappedAverager
+
+    def __init__(
+        self,
+        averager: OverlappedAverager,
+        steps: LocalSteps,
+        own_factor: GradientFactor | None,
+        drift_weights: str,
+    ) -> None:
+        super().__init__(averager, steps, own_factor)
+        self._drift_weights = drift_weights
+
+    def _take(self, weight: float, *, begins: bool) -> bool:
+        """A rank that trained begins to reduce."""
+        drift = drift_weight(self._drift_weights, weight)
+        return self._averager.snapshot(drift, begins=begins)
+
+    def begin(self, plan: Reduce) -> None:
+        """See :meth:`WindowSync.begin`."""
+        self._averager.begin(plan)
+
+    def poll(self) -> bool:
+        """See :meth:`WindowSync.poll`."""
+        return self._averager.poll()
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        """See :meth:`WindowSync.finish`."""
+        result = self._averager.adopt(plan, drained=is_drained)
+        if not self._was_finite:
+            self._steps.forget_states()
+        return result

@@ -1,0 +1,253 @@
+"""What this rank trains, and what brings it together with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.model_buffers.buffers import BufferAverager
+from elche.comm.codec.codec_choice import measured_codec
+from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.gradients.gradient_window import GradientWindow
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.transport.process_group import Group
+from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.config import RunConfig
+from elche.errors import ConfigError, NonFiniteError
+from elche.runtime.windows.gradient_sync import GradientSync
+from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
+from elche.runtime.watch.parameter_watch import ParameterWatch
+from elche.runtime.windows.summed_loss import SummedReducer
+from elche.runtime.windows.window_sync import WindowSync
+
+
+class Synchroniser:
+    """Built for the parameters that are trained now, and the policy in force.
+
+    Args:
+        config: the agreed settings.
+        model: the model.
+        optimizer: its optimizer.
+        group: the process group.
+        side_group: forms another one, for SyncBatchNorm inside the backward pass.
+        steps: this rank's own, between two reductions.
+        is_weighed: each rank says what its part of a step weighs.
+
+    Attributes:
+        policy: the one in force; under ``auto`` at first ``"sync"``.
+        reducer: of gradients, under ``sync``.
+        windows: of windows, under the other policies.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        side_group: Callable[[], Group],
+        *,
+        steps: LocalSteps,
+        is_weighed: bool = False,
+    ) -> None:
+        self._steps = steps
+        self._is_weighed = is_weighed
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._group = group
+        self._side_group = side_group
+        self._norm_group: Group | None = None
+        self._signature: list[tuple[int, bool, torch.dtype | None]] = []
+        self._watch = ParameterWatch(model)
+        self.policy = "sync" if config.policy == "auto" else config.policy
+        self.reducer: GradientReducer | SummedReducer | None = None
+        self.windows: WindowSync | None = None
+        self._is_nan_from_start = math.isnan(self._norm())
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's, as it was when this was built last."""
+        return self._watch.parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of what is trained."""
+        return sum(parameter.numel() for parameter in self._trainable)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory held beside the model."""
+        held = self.windows or self.reducer
+        return held.extra_bytes if held is not None else 0
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen or added since it was built."""
+        return self._signature != self._current_signature()
+
+    def build(self, policy: str | None = None) -> None:
+        """Builds what a policy needs, together with all ranks; None keeps it."""
+        self.detach()
+        if self.windows is not None:
+            self.windows.retire()
+        self.policy = policy or self.policy
+        self.reducer = self.windows = None
+        self._signature = self._current_signature()
+        self._watch = ParameterWatch(self._model)
+        if self.policy == "sync":
+            if self._norm_group is None and sync_batchnorm_layers(self._model):
+                self._norm_group = self._side_group()
+            norms = bind_sync_batchnorm(self._model, self._norm_group)
+            reducer = GradientReducer(
+                self._trainable,
+                self._group,
+                int(self._config.bucket_cap_mb * 2**20),
+                BufferAverager.for_model(self._model, self._group),
+                norms,
+                [name for name, p in self._model.named_parameters() if p.requires_grad],
+            )
+            self.reducer = reducer
+            if self._config.loss_reduction == "sum":
+                self.reducer = SummedReducer(reducer, self._trainable)
+            elif self._is_weighed:
+                reducer.weigh_by_user()
+            self.reducer.attach()
+        else:
+            config = replace(self._config, policy=self.policy)
+            self.windows = make_window_sync(
+                config,
+                self._trainable,
+                self._model,
+                self._optimizer,
+                self._group,
+                steps=self._steps,
+                is_weighed=self._is_weighed,
+            )
+
+    def detach(self) -> None:
+        """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
+        bind_sync_batchnorm(self._model, None)
+        if self.reducer is not None:
+            self.reducer.detach()
+        if self.windows is not None:
+            self.windows.detach()
+
+    def check(self) -> None:
+        """Refuses a change of what is trained inside an epoch.
+
+        Raises:
+            ConfigError: parameters were frozen, unfrozen or added since it began.
+        """
+        if not self._watch.is_same and self.is_changed:
+            raise ConfigError(
+                "parameters were frozen, unfrozen or added inside an epoch; do it "
+                "between epochs, on every rank"
+            )
+
+    def parameter_norm(self) -> float:
+        """The L2 norm of what is trained; waits for the device.
+
+        0.0, not measured, where parameters were no numbers from the start (memory that
+        nothing has initialised, in a parameter that is not used).
+        """
+        return 0.0 if self._is_nan_from_start else self._norm()
+
+    def refuse_nan(self, epoch: int) -> None:
+        """Refuses to begin windows in which every batch would seem to be at fault.
+
+        So it is where steps under ``sync``, or the loop, have spoilt the model before.
+
+        Raises:
+            NonFiniteError: parameters are NaN that were numbers at the start.
+        """
+        if math.isnan(self.parameter_norm()):
+            raise NonFiniteError(
+                "the model's parameters were no numbers before windows began in epoch "
+                f"{epoch}, so no batch could be trained on: what spoilt them came "
+                "before (under policy 'sync', of which nothing can be left out, or "
+                "outside the loop); look at the data, the loss and the learning rate, "
+                "take a GradScaler, or name a policy of windows, which discards "
+                "updates that are not finite"
+            )
+
+    def _norm(self) -> float:
+        return float(get_total_norm([p.detach() for p in self._trainable]))
+
+    def layout(self) -> str:
+        """What is trained now, and whether that has changed since the last epoch."""
+        named = [
+            f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}"
+            for name, p in self._model.named_parameters()
+        ]
+        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+        return f"{digest} {'changed' if self.is_changed else 'same'}"
+
+    @property
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _current_signature(self) -> list[tuple[int, bool, torch.dtype | None]]:
+        """Of a converted model buckets are made anew, averages are not."""
+        is_sync = self.policy == "sync"
+        return [
+            (id(p), p.requires_grad, p.dtype if is_sync else None)
+            for p in self._model.parameters()
+        ]
+
+
+def make_window_sync(
+    config: RunConfig,
+    parameters: Sequence[nn.Parameter],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    *,
+    steps: LocalSteps,
+    is_weighed: bool,
+) -> WindowSync:
+    """What the settings ask for, built with all ranks of the group."""
+    if config.sums_gradients:
+        window = GradientWindow(parameters, group)
+        window.build()
+        buffers = WindowBuffers(model, group)
+        buffers.agree()
+        sync = GradientSync(
+            parameters,
+            optimizer,
+            window,
+            buffers,
+            max_grad_norm=config.max_grad_norm,
+            is_sum=config.loss_reduction == "sum",
+        )
+        sync.attach()
+        return sync
+    codec = config.codec
+    if codec == "auto":
+        codec = measured_codec(group, sum(p.numel() for p in parameters))
+    form = OverlappedAverager if config.policy == "async" else ParameterAverager
+    averager = form(
+        parameters,
+        model,
+        steps.optimizers,
+        group,
+        reset_state=config.optimizer_state == "reset",
+        codec=codec,
+    )
+    averager.build()
+    own_factor = GradientFactor(parameters) if is_weighed else None
+    if own_factor is not None:
+        own_factor.attach()
+    if isinstance(averager, OverlappedAverager):
+        return OverlappedSync(averager, steps, own_factor, config.drift_weights)
+    return ParameterSync(averager, steps, own_factor)

@@ -1,0 +1,107 @@
+"""What a window reduces: what every way of it has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from elche.comm.averaging.consensus_distance import SyncResult
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ConfigError, ProtocolError
+
+
+class WindowSync(ABC):
+    """How one rank takes part in the reductions of its windows."""
+
+    is_overlapped = False
+    has_moved = True
+    """False where the last window's update is known to be none, as gradients wait for a
+    step; looked at only after one that was not finite."""
+
+    @property
+    @abstractmethod
+    def extra_bytes(self) -> int:
+        """Host memory held beside the model."""
+
+    @abstractmethod
+    def rebase(self) -> None:
+        """Takes the present model as the common one."""
+
+    def begin_batch(self, weight: float) -> None:  # noqa: B027
+        """A loop body begins on so many samples, or on what the user says it weighs."""
+
+    def batch_done(self) -> None:  # noqa: B027
+        """The loop body has run."""
+
+    def hold(self, holds: bool) -> None:  # noqa: B027
+        """Gradients that appear now are kept for a later pass through the batch."""
+
+    def rewind(self) -> None:  # noqa: B027
+        """A pass through the batch was broken off, and all of it will be run again."""
+
+    def detach(self) -> None:  # noqa: B027
+        """Takes every hook off the parameters."""
+
+    def retire(self) -> None:  # noqa: B027
+        """What takes its place is made in the same group; nothing is under way.
+
+        Raises:
+            CommunicationError: what was sent has not left, and will not.
+        """
+
+    def state_layout(self) -> str:
+        """Names what of the optimizer's state can be averaged."""
+        return ""
+
+    def changed_buffers(self) -> tuple[int, ...]:
+        """Indices of buffers written since the last reduction."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What averaging holds beside the model; None where nothing is averaged."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Goes on from what :meth:`state_dict` returned; with all ranks.
+
+        Raises:
+            ConfigError: there is a state, but nothing is averaged here.
+        """
+        refuse_state(state)
+
+    def close(self, *, begins: bool) -> bool:
+        """The window ends; True if its update is finite, and has a weight.
+
+        Args:
+            begins: overlapped, the reduction may begin before its plan is there.
+        """
+        return True
+
+    def reduce(self, plan: Reduce) -> SyncResult:
+        """Reduces now, waiting for the others."""
+        raise ProtocolError(f"window {plan.window} is only reduced overlapped")
+
+    def begin(self, plan: Reduce) -> None:
+        """The plan is there: begins what :meth:`close` has not begun."""
+        raise ProtocolError(f"window {plan.window} is not reduced overlapped")
+
+    def poll(self) -> bool:
+        """Whether the overlapped reduction's result is there."""
+        return False
+
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        """Adopts the overlapped reduction, waiting if need be."""
+        raise ProtocolError(f"window {plan.window} is not reduced overlapped")
+
+
+def refuse_state(state: dict[str, Any] | None) -> None:
+    """Refuses a state of averaging where gradients are reduced.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if state is not None:
+        raise ConfigError(
+            "the state is of averaged parameters, and this run reduces gradients; "
+            "expected the policy and update that it was saved under"
+        )

@@ -1,0 +1,309 @@
+"""`auto`: the schedule of least makespan for measured costs and memory limits.
+
+It times every published schedule that is defined for the placement and fits the memory;
+neighbouring stages of one rank also as if they were one stage; then list schedules;
+then orders of 1F1B with other numbers of warm-up forwards, with every W put where the
+costs leave a gap; short schedules also with random departures from the rules; with B in
+place of I and W on stages where the split costs more than it gains; and improves the
+best of them along its critical path. How much is tried depends on the number of
+actions, never on a clock, so that all ranks find the same schedule. What a lower bound
+shows to be no better than the best so far is not tried, or given up half-way; and all
+ends where the best reaches it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.bounds import MakespanBounds
+from elche.schedule.codes import B, F, I, Rows, W, decode, spread, unfused
+from elche.schedule.costs import (
+    PipelineCosts,
+    RankTimes,
+    equal_costs,
+    fused,
+    renumbered,
+)
+from elche.schedule.generators.critical_path import improve
+from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
+from elche.schedule.generators.one_chunk import warmup_rows
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    check_microbatches,
+    fits_placement,
+    fixed_orders,
+)
+from elche.schedule.generators.shaking import shaken_schedule
+from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
+from elche.schedule.generators.v_shape import V_HALF_STEPS, V_TWO_THIRDS_STEPS, block_rows
+
+EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
+MAX_EVALUATIONS = 60
+IMPROVED_ACTIONS = 10_000  # actions in all schedules that the improvement tries
+SHAKEN_ACTIONS = 8_000  # in all random schedules; none where they would be few
+FEWEST_TRIES, MOST_TRIES = 20, 300
+_TOLERANCE = 1e-9
+
+
+def auto_schedule(costs: PipelineCosts, num_microbatches: int) -> Schedule:
+    """The schedule of least makespan that fits the memory, compute only.
+
+    Args:
+        costs: of the stages, in any placement.
+        num_microbatches: of one step.
+
+    Raises:
+        ConfigError: no microbatches, or a rank's memory does not hold one microbatch of
+            its stages.
+    """
+    check_microbatches(num_microbatches)
+    search = _Search(costs, num_microbatches)
+    search.run(math.inf)
+    return search.result()
+
+
+def auto_placed(
+    times: RankTimes,
+    num_ranks: int,
+    num_microbatches: int,
+    memory: float | None = None,
+    most_stages: int = 2,
+) -> tuple[Schedule, PipelineCosts]:
+    """The schedule of least makespan over equal ranks, with some stages on each.
+
+    Args:
+        times: of one rank.
+        num_ranks: ranks.
+        num_microbatches: of one step.
+        memory: units that each rank may hold, None without a limit.
+        most_stages: of a rank. Two, in a loop or in V placement, are always tried; more
+            of them leave shorter bubbles, and send more messages.
+
+    Returns:
+        The schedule and the costs in its placement.
+
+    Raises:
+        ConfigError: no microbatches, no ranks, or too little memory for one microbatch.
+    """
+    check_microbatches(num_microbatches)
+    if num_ranks < 1:
+        raise ConfigError(f"expected at least one rank, got {num_ranks}")
+    best: _Search | None = None
+    for placement in (
+        v_placement(num_ranks),
+        *(
+            loop_placement(num_ranks, each)
+            for each in range(2, max(2, most_stages) + 1)
+        ),
+        loop_placement(num_ranks),
+    ):
+        search = _Search(
+            equal_costs(times, placement, num_ranks, memory), num_microbatches
+        )
+        search.run(best.makespan if best else math.inf)
+        if best is None or search.makespan < best.makespan:
+            best = search
+    assert best is not None
+    return best.result(), best.given
+
+
+class _Search:
+    """Keeps the best of all schedules tried for one placement."""
+
+    def __init__(self, given: PipelineCosts, count: int) -> None:
+        self.given, self.count = given, count
+        self.costs, self.order = renumbered(given)
+        self.table = CostTable(self.costs)
+        self.limits = self.costs.limits
+        self.bounds = MakespanBounds(self.table, count, self.limits)
+        self.bound = self.bounds.least
+        names = [name for name in FIXED_SCHEDULES if fits_placement(name, self.costs)]
+        self.published = sorted(names, key=_promise)
+        self.makespan = math.inf
+        self.name = ""
+        self.rows: Rows = []
+        self.left = EXTRA_ACTIONS
+        self._check_memory()
+
+    def run(self, known: float) -> None:
+        """Searches, unless a makespan that is known already cannot be beaten."""
+        if self.bound >= known:
+            return
+        for name in self.published:
+            if self._is_optimal():
+                return
+            try:
+                orders = fixed_orders(name, self.table, self.count)
+            except ConfigError:
+                continue  # not defined for this number of microbatches
+            for rows, held in orders:
+                if held is None:
+                    self._offer(name, rows)
+                else:
+                    self._place(name, rows, held)
+        self.left = EXTRA_ACTIONS
+        for attempt in self._variants():
+            attempt()
+            if self.left < 0 or self._is_optimal():
+                break
+        self._shake()
+        self._merge()
+        evaluations = IMPROVED_ACTIONS // sum(map(len, self.rows))
+        if not self._is_optimal() and evaluations:
+            most = min(evaluations, MAX_EVALUATIONS)
+            rows = improve(self.rows, self.table, self.count, self.limits, most)
+            self._offer(self.name, rows)
+
+    def result(self) -> Schedule:
+        """The best schedule."""
+        rows = spread(self.rows, self.order, self.given.num_ranks)
+        return decode(f"auto ({self.name})", rows, self.given.placement, self.count)
+
+    def _check_memory(self) -> None:
+        needed = [0.0] * self.costs.num_ranks
+        for one, rank in zip(self.costs.stages, self.costs.placement, strict=True):
+            needed[rank] += one.activation
+        for rank, limit in enumerate(self.limits):
+            if needed[rank] > limit + _TOLERANCE:
+                raise ConfigError(
+                    f"rank {self.order[rank]} needs {needed[rank]:g} units of "
+                    "activation memory for one microbatch of its stages, its limit is "
+                    f"{limit:g}; give it fewer or smaller stages, or smaller "
+                    "microbatches"
+                )
+
+    def _offer(self, name: str, rows: Rows) -> None:
+        """Takes a schedule if it fits the memory and is the shortest so far."""
+        if not rows or self.bounds.of_rows(rows) >= self.makespan:
+            return
+        held = peaks(rows, self.table, self.count)
+        if any(
+            peak > limit + _TOLERANCE
+            for peak, limit in zip(held, self.limits, strict=True)
+        ):
+            return
+        starts = run_rows(rows, self.table, self.count)
+        time = makespan_of(rows, starts, self.table, self.count)
+        if time < self.makespan * (1 - _TOLERANCE):
+            self.makespan, self.name, self.rows = time, name, rows
+
+    def _place(
+        self, name: str, orders: Rows, limits: Sequence[float] | None = None
+    ) -> None:
+        """Offers an order with every W where the costs leave gaps."""
+        if self.bounds.of_rows(orders, may_move_weights=True) >= self.makespan:
+            return
+        self.left -= sum(map(len, orders))
+        held = limits or self.limits
+        rows = place_weights(orders, self.table, self.count, held, self.makespan)
+        self._offer(name, rows)
+
+    def _list(self, rule: Rule) -> None:
+        """Offers a list schedule."""
+        self.left -= 3 * self.table.num_stages * self.count
+        rows = list_schedule(self.table, self.count, self.limits, rule, self.makespan)
+        self._offer("list", rows)
+
+    def _is_optimal(self) -> bool:
+        return self.makespan <= self.bound * (1 + _TOLERANCE)
+
+    def _variants(self) -> Iterator[Callable[[], None]]:
+        table, count, limits = self.table, self.count, self.limits
+        if self.published == ["gpipe"]:
+            yield self._fuse
+        for rule in (Rule(), Rule(oldest_first=True), Rule(patience=0.5)):
+            yield partial(self._list, rule)
+        if self.costs.placement == loop_placement(table.num_ranks):
+            for stretch in (1.0, 1.5, 2.0):
+                orders = warmup_rows(_warmups(table, limits, stretch), count)
+                yield partial(self._place, "1f1b order", orders)
+        if self.costs.placement == v_placement(table.num_ranks):
+            for steps in (V_HALF_STEPS, V_TWO_THIRDS_STEPS):
+                orders = block_rows(table.num_ranks, count, steps)
+                yield partial(self._place, "v block", orders)
+        if self.rows:
+            yield partial(self._place, self.name, self.rows)
+        yield partial(self._list, Rule(deep_first=False))
+
+    def _shake(self) -> None:
+        """Offers random departures from the rules, where schedules are short."""
+        tries = SHAKEN_ACTIONS // (3 * self.table.num_stages * self.count)
+        if tries < FEWEST_TRIES:
+            return
+        random = Random(0)
+        for _ in range(min(tries, MOST_TRIES)):
+            if self._is_optimal():
+                return
+            rows = shaken_schedule(
+                self.table, self.count, self.limits, random, self.makespan
+            )
+            self._offer("list", rows)
+
+    def _fuse(self) -> None:
+        """Offers the best schedule of neighbouring stages as one."""
+        whole, groups = fused(self.costs)
+        if len(groups) < len(self.costs.stages):
+            search = _Search(whole, self.count)
+            search.run(math.inf)
+            self._offer(search.name, unfused(search.rows, groups, self.count))
+
+    def _merge(self) -> None:
+        """Tries B in place of I and W on the stages where B is cheaper."""
+        cheaper = [
+            stage
+            for stage, one in enumerate(self.costs.stages)
+            if one.full_backward < one.input_gradient + one.weight_gradient
+        ]
+        if not cheaper:
+            return
+        everywhere = frozenset(cheaper)
+        self._offer(self.name, merged(self.rows, everywhere, self.count))
+        self._list(Rule(merged=everywhere))
+        tries = EXTRA_ACTIONS // sum(map(len, self.rows))
+        for stage in cheaper[:tries]:
+            self._offer(self.name, merged(self.rows, {stage}, self.count))
+
+
+def merged(rows: Rows, stages: frozenset[int] | set[int], count: int) -> Rows:
+    """Replaces I by B, and drops W, on some stages.
+
+    Args:
+        rows: codes of each rank.
+        stages: to merge.
+        count: microbatches.
+    """
+    result: Rows = []
+    for row in rows:
+        kept = []
+        for code in row:
+            kind = code & 7
+            if kind in (I, W) and (code >> 3) // count in stages:
+                if kind == I:
+                    kept.append(code - I + B)
+            else:
+                kept.append(code)
+        result.append(kept)
+    return result
+
+
+def _promise(name: str) -> int:
+    order = ("zb-v", "interleaved-zb", "zb-h1", "zb-h2")
+    return order.index(name) if name in order else len(order)
+
+
+def _warmups(table: CostTable, limits: Sequence[float], stretch: float) -> list[int]:
+    """Forwards before the first backward, for one stage per rank: as memory allows."""
+    warmups: list[int] = []
+    for rank in range(table.num_ranks):
+        wanted = 1 + math.ceil(stretch * (table.num_ranks - 1 - rank))
+        activation = -table.releases[rank * 8 + F]
+        if activation > 0 and limits[rank] < math.inf:
+            wanted = min(wanted, int(limits[rank] / activation + _TOLERANCE))
+        # More than the rank before would wait for a forward that never comes.
+        warmups.append(max(1, min([wanted, *warmups[-1:]])))
+    return warmups

@@ -1,0 +1,221 @@
+"""The published schedules by name, for the costs that they will run under."""
+
+from __future__ import annotations
+
+from elche.errors import ConfigError
+from elche.schedule.actions import Schedule, loop_placement, v_placement
+from elche.schedule.codes import Rows, decode, spread
+from elche.schedule.costs import PipelineCosts, renumbered
+from elche.schedule.generators.interleaved import interleaved_rows
+from elche.schedule.generators.list_scheduling import place_weights
+from elche.schedule.generators.one_chunk import (
+    gpipe_rows,
+    one_f_one_b_rows,
+    zb_h1_rows,
+    zb_h2_rows,
+)
+from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
+from elche.schedule.generators.v_shape import V_HALF_STEPS, V_MIN_STEPS, block_rows, zb_v_rows
+
+ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")
+LOOPED = ("interleaved-1f1b", "interleaved-zb")
+V_SHAPED = ("zb-v", "v-half", "v-min")
+FIXED_SCHEDULES = ("gpipe", *ONE_STAGE, *LOOPED, *V_SHAPED)
+
+
+def placement_for(
+    name: str, num_ranks: int, stages_per_rank: int | None = None
+) -> tuple[int, ...]:
+    """The rank of each stage in a published schedule.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        num_ranks: ranks.
+        stages_per_rank: None takes 2 where the schedule interleaves, or is in V
+            placement, else 1.
+
+    Raises:
+        ConfigError: the schedule does not exist, or not with so many stages.
+    """
+    _check_name(name)
+    if num_ranks < 1:
+        raise ConfigError(f"expected at least one rank, got {num_ranks}")
+    several = name in LOOPED + V_SHAPED
+    each = stages_per_rank or (2 if several else 1)
+    if name in ONE_STAGE and each != 1:
+        raise ConfigError(f"{name} has one stage per rank, got {each}")
+    if name in V_SHAPED and each != 2:
+        raise ConfigError(f"{name} has two stages per rank, got {each}")
+    if name in V_SHAPED:
+        return v_placement(num_ranks)
+    return loop_placement(num_ranks, each)
+
+
+def fits_placement(name: str, costs: PipelineCosts) -> bool:
+    """Whether a published schedule is defined for the placement of the costs.
+
+    Ranks may come in any order, and some may have no stage: only who shares a rank, and
+    who follows whom, counts.
+    """
+    if name == "gpipe":
+        return True
+    costs, _ = renumbered(costs)
+    per_rank, rest = divmod(len(costs.stages), costs.num_ranks)
+    if rest or (name in ONE_STAGE and per_rank != 1):
+        return False
+    if name in V_SHAPED and per_rank != 2:
+        return False
+    return costs.placement == placement_for(name, costs.num_ranks, per_rank)
+
+
+def make_schedule(name: str, costs: PipelineCosts, num_microbatches: int) -> Schedule:
+    """Makes a published schedule, compute only.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        costs: of the stages in the schedule's placement (`placement_for`), with the
+            ranks in any order. The order of actions depends on them only in zb-v,
+            v-half and v-min, whose W fill gaps.
+        num_microbatches: of one step.
+
+    Raises:
+        ConfigError: no such schedule, another placement, a number of microbatches that
+            it does not allow, or more memory than the costs' limits.
+    """
+    _check_name(name)
+    check_microbatches(num_microbatches)
+    if not fits_placement(name, costs):
+        raise ConfigError(
+            f"{name} is not defined for {len(costs.stages)} stages on ranks "
+            f"{list(costs.placement)}; see placement_for, or use auto"
+        )
+    ordered, order = renumbered(costs)
+    table = CostTable(ordered)
+    rows = fixed_rows(name, table, num_microbatches)
+    for rank, peak, limit in zip(
+        order, peaks(rows, table, num_microbatches), ordered.limits, strict=True
+    ):
+        if peak > limit + 1e-9:
+            raise ConfigError(
+                f"{name} holds up to {peak:g} units of activations on rank {rank}, "
+                f"above its memory limit of {limit:g}; use auto, which finds the best "
+                "schedule within the limit, or larger memory or smaller microbatches"
+            )
+    rows = spread(rows, order, costs.num_ranks)
+    return decode(name, rows, costs.placement, num_microbatches)
+
+
+def memory_bound(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
+) -> float:
+    """Most activations that any rank holds, in microbatches of one (equal) rank.
+
+    The bounds of the papers: p for 1F1B, ZB-H1 and ZB-V, 2p - 1 for ZB-H2, about half
+    and a third of p for V-Half and V-Min.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        num_ranks: ranks, p.
+        num_microbatches: of one step.
+        stages_per_rank: of the interleaved schedules.
+
+    Raises:
+        ConfigError: no such schedule.
+    """
+    _check_name(name)
+    length = num_microbatches // max(1, num_microbatches // num_ranks)
+    looped = (stages_per_rank - 1) * length
+    bounds: dict[str, float] = {
+        "gpipe": num_microbatches,
+        "1f1b": num_ranks,
+        "zb-h1": num_ranks,
+        "zb-h2": 2 * num_ranks - 1,
+        "interleaved-1f1b": (looped + 2 * num_ranks - 1) / stages_per_rank,
+        "interleaved-zb": (looped + num_ranks) / stages_per_rank,
+        "zb-v": num_ranks,
+        "v-half": (num_ranks + 2) // 2,
+        "v-min": (num_ranks + 4) // 3,
+    }
+    return min(bounds[name], num_microbatches)
+
+
+def fixed_rows(name: str, table: CostTable, count: int) -> Rows:
+    """Codes of a published schedule, of its versions the one of least makespan.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        table: of renumbered costs.
+        count: microbatches.
+
+    Raises:
+        ConfigError: a number of microbatches that it does not allow.
+    """
+    versions = [
+        rows if held is None else place_weights(rows, table, count, held)
+        for rows, held in fixed_orders(name, table, count)
+    ]
+    if len(versions) == 1:
+        return versions[0]
+    return min(
+        versions,
+        key=lambda rows: makespan_of(rows, run_rows(rows, table, count), table, count),
+    )
+
+
+def fixed_orders(
+    name: str, table: CostTable, count: int
+) -> list[tuple[Rows, list[float] | None]]:
+    """The orders of which a published schedule is the shortest.
+
+    Each with None, or with the memory of each rank within which `place_weights` puts
+    every W where the costs leave gaps; zb-v exists both ways.
+
+    Args:
+        name: of `FIXED_SCHEDULES`.
+        table: of renumbered costs.
+        count: microbatches.
+
+    Raises:
+        ConfigError: a number of microbatches that it does not allow.
+    """
+    ranks = table.num_ranks
+    if name == "gpipe":
+        return [(gpipe_rows(table.rank_of, ranks, count), None)]
+    if name == "1f1b":
+        return [(one_f_one_b_rows(ranks, count), None)]
+    if name == "zb-h1":
+        return [(zb_h1_rows(ranks, count), None)]
+    if name == "zb-h2":
+        return [(zb_h2_rows(ranks, count), None)]
+    if name in LOOPED:
+        chunks = table.num_stages // ranks
+        is_split = name == "interleaved-zb"
+        return [(interleaved_rows(ranks, chunks, count, is_split), None)]
+    if name == "zb-v":
+        rows = zb_v_rows(ranks, count)
+        return [(rows, None), (rows, peaks(rows, table, count))]
+    steps = V_HALF_STEPS if name == "v-half" else V_MIN_STEPS
+    bound = memory_bound(name, ranks, count)
+    held = [0.0] * ranks
+    for stage, rank in enumerate(table.rank_of):
+        held[rank] -= bound * table.releases[stage * 8]
+    return [(block_rows(ranks, count, steps), held)]
+
+
+def check_microbatches(num_microbatches: int) -> None:
+    """Raises unless there is work.
+
+    Raises:
+        ConfigError: there are no microbatches.
+    """
+    if num_microbatches < 1:
+        raise ConfigError(
+            f"a schedule needs at least one microbatch, got {num_microbatches}"
+        )
+
+
+def _check_name(name: str) -> None:
+    if name not in FIXED_SCHEDULES:
+        raise ConfigError(
+            f"expected a schedule among {', '.join(FIXED_SCHEDULES)}, got {name!r}"
+        )

@@ -1,0 +1,1 @@
+"""Partitions and plans over unequal devices."""

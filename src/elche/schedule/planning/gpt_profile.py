@@ -1,0 +1,139 @@
+"""Layers of a GPT from its size, by counting operations and bytes.
+
+For planning before anything has been measured. Per token and block of width h, at
+sequence length s: 24 h^2 operations in the matmuls with parameters (forward; as many
+for the input gradients and for the weight gradients) and 4 s h in attention (8 s h
+backward, all of it in I). Activations as Korthikanti et al. (Reducing Activation
+Recomputation in Large Transformer Models, 2022) count them: 34 h bytes per token in 16
+bits, and 5 a s for the attention scores of a heads where they are kept; W needs 32 h of
+them (Qi et al., Zero Bubble Pipeline Parallelism, 2024). Operations outside matmuls are
+not counted, nor how far a device stays below its peak: give the rate that its matmuls
+reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from elche.errors import ConfigError
+from elche.schedule.planning.profile import LayerProfile, LayerTimes
+
+_STATE_BYTES = 4  # parameters are held in 32 bits, whatever computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptSize:
+    """A GPT and its microbatch.
+
+    Attributes:
+        blocks: transformer blocks.
+        hidden: width, h.
+        heads: of attention.
+        vocabulary: tokens that there are.
+        sequence: tokens of a sample, s.
+        samples: of a microbatch.
+        bytes_per_value: of activations; 2 in 16 bits, 4 in 32.
+        keeps_scores: whether attention keeps its scores for the backward; flash
+            attention does not.
+    """
+
+    blocks: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    samples: int = 1
+    bytes_per_value: int = 2
+    keeps_scores: bool = False
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "keeps_scores" and value < 1:
+                raise ConfigError(
+                    f"expected {item.name} of a GPT of at least 1, got {value}"
+                )
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"expected hidden to be a multiple of heads ({self.heads}), got "
+                f"{self.hidden}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.samples * self.sequence
+
+
+def gpt_layers(
+    size: GptSize, flops_per_s: Mapping[str, float]
+) -> tuple[LayerProfile, ...]:
+    """The embedding, the blocks and the head.
+
+    Args:
+        size: of model and microbatch.
+        flops_per_s: floating-point operations per second that matmuls reach, by kind of
+            device.
+
+    Raises:
+        ConfigError: a rate is not above 0.
+    """
+    for kind, rate in flops_per_s.items():
+        if not rate > 0:
+            raise ConfigError(
+                f"expected flops_per_s above 0 for devices of kind {kind!r}, got {rate}"
+            )
+    hidden, tokens = size.hidden, size.tokens
+    message = tokens * hidden * size.bytes_per_value
+    matmuls, attention = 24 * hidden**2, 4 * size.sequence * hidden
+    scores = 5 * size.heads * size.sequence if size.keeps_scores else 0
+    scale = tokens * size.bytes_per_value / 2
+    block = _layer(
+        "block",
+        (matmuls + attention, matmuls + 2 * attention, matmuls),
+        size,
+        flops_per_s,
+        activation_bytes=scale * (34 * hidden + scores),
+        kept_for_weight_bytes=scale * 32 * hidden,
+        output_bytes=message,
+        parameter_bytes=_STATE_BYTES * (12 * hidden**2 + 13 * hidden),
+    )
+    embedding = _layer(
+        "embedding",
+        (0, 0, 0),
+        size,
+        flops_per_s,
+        activation_bytes=8 * tokens,  # the tokens themselves
+        output_bytes=message,
+        parameter_bytes=_STATE_BYTES * hidden * (size.vocabulary + size.sequence),
+    )
+    logits = 2 * hidden * size.vocabulary
+    head = _layer(
+        "head",
+        (logits, logits, logits),
+        size,
+        flops_per_s,
+        activation_bytes=4 * tokens * size.vocabulary + message,
+        output_bytes=4,
+        parameter_bytes=_STATE_BYTES * hidden * (size.vocabulary + 2),
+    )
+    return (embedding, *(block,) * size.blocks, head)
+
+
+def _layer(
+    name: str,
+    flops_per_token: tuple[float, float, float],
+    size: GptSize,
+    flops_per_s: Mapping[str, float],
+    **sizes: float,
+) -> LayerProfile:
+    times = {}
+    for kind, rate in flops_per_s.items():
+        forward, inputs, weights = (
+            size.tokens * each / rate for each in flops_per_token
+        )
+        times[kind] = LayerTimes(
+            forward_s=forward, input_gradient_s=inputs, weight_gradient_s=weights
+        )
+    return LayerProfile(times=times, name=name, **sizes)

@@ -1,0 +1,319 @@
+"""Contiguous layers to devices: the partition of least sum-bound, exactly.
+
+The objective is a makespan that no schedule beats where each device has one stage: the
+time until the first microbatch reaches a device, messages included, plus all its work;
+the largest of the devices. (`bounds` has tighter ones, which no sum gives.) The link
+before a device counts like one: its messages pass one after another, each direction for
+itself.
+
+The dynamic program runs from the model's end to its beginning. What the earlier devices
+do only delays the later ones, so that the best end for a device and its first layer is
+the same whatever came before. It costs O(k L^2 + k^2 L) for L layers and k places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from elche.errors import ConfigError
+from elche.schedule.planning.profile import PipelineProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Which layers stand where.
+
+    Attributes:
+        devices: index of the device of each stage, in the model's order.
+        sizes: number of layers of each stage, at least one.
+    """
+
+    devices: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Devices by rank in the pipeline: in the order of their first stages."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        ranks = self.ranks
+        return tuple(ranks.index(device) for device in self.devices)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """First layer of each stage, and the number of layers."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    def layers_of(self, device: int) -> tuple[tuple[int, int], ...]:
+        """First and last layer of each stage of a device; empty if it has none."""
+        bounds = self.boundaries
+        return tuple(
+            (bounds[stage], bounds[stage + 1] - 1)
+            for stage, holder in enumerate(self.devices)
+            if holder == device
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where stages may stand, in the model's order.
+
+    Attributes:
+        devices: device of each place; a device may have several.
+        held: microbatches whose activations each place must have room for.
+        may_be_empty: whether a place may get no layers.
+    """
+
+    devices: tuple[int, ...]
+    held: tuple[int, ...]
+    may_be_empty: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConfigError("there are no devices to divide the layers among")
+        if len(self.held) != len(self.devices) or min(self.held) < 1:
+            raise ConfigError(
+                f"expected room for at least one microbatch in each of "
+                f"{len(self.devices)} places, got {list(self.held)}"
+            )
+
+
+class ProfileTable:
+    """Sums over the layers of a profile, for the inner loops.
+
+    Args:
+        profile: of model and devices.
+        num_microbatches: of one step.
+
+    Attributes:
+        split_work: per device, seconds of F, I and W of all microbatches in the layers
+            before each index.
+        whole_work: of F and B, likewise.
+        forward: of F of one microbatch, likewise.
+        backward_input: of I, likewise.
+        weight, backward: of W and B, likewise.
+        state: bytes of parameters and their state, likewise.
+        activation, kept: bytes of one microbatch, likewise; in whole bytes, so that
+            sums are exact.
+        memory: per device, whole bytes.
+        has_whole_backward: whether any layer has a time of its own for B.
+    """
+
+    def __init__(self, profile: PipelineProfile, num_microbatches: int) -> None:
+        if num_microbatches < 1:
+            raise ConfigError(
+                f"a step needs at least one microbatch, got {num_microbatches}"
+            )
+        self.profile, self.count = profile, num_microbatches
+        self.split_work: list[list[float]] = []
+        self.whole_work: list[list[float]] = []
+        self.forward: list[list[float]] = []
+        self.backward_input: list[list[float]] = []
+        self.weight: list[list[float]] = []
+        self.backward: list[list[float]] = []
+        layers = profile.layers
+        for device in profile.devices:
+            times = [layer.times_on(device.kind) for layer in layers]
+            speed = device.speed
+            forward = _sums(one.forward_s / speed for one in times)
+            inputs = _sums(one.input_gradient_s / speed for one in times)
+            weight = _sums(one.weight_gradient_s / speed for one in times)
+            whole = _sums(one.full_backward_s / speed for one in times)
+            self.forward.append(forward)
+            self.backward_input.append(inputs)
+            self.weight.append(weight)
+            self.backward.append(whole)
+            self.split_work.append(
+                [
+                    num_microbatches * (one + two + three)
+                    for one, two, three in zip(forward, inputs, weight, strict=True)
+                ]
+            )
+            self.whole_work.append(
+                [
+                    num_microbatches * (one + two)
+                    for one, two in zip(forward, whole, strict=True)
+                ]
+            )
+        self.has_whole_backward = any(
+            times.backward_s is not None
+            for layer in layers
+            for times in layer.times.values()
+        )
+        self.memory = [
+            each if each == math.inf else float(math.floor(each))
+            for each in (device.memory_bytes for device in profile.devices)
+        ]
+        factor = profile.state_factor
+        self.state = _sums(math.ceil(factor * one.parameter_bytes) for one in layers)
+        self.activation = _sums(math.ceil(one.activation_bytes) for one in layers)
+        self.kept = _sums(
+            math.ceil(
+                one.activation_bytes
+                if one.kept_for_weight_bytes is None
+                else one.kept_for_weight_bytes
+            )
+            for one in layers
+        )
+
+    def work(self, device: int, begin: int, end: int) -> float:
+        """Seconds of a stage in a step: F, and the cheaper of B and I + W."""
+        split, whole = self.split_work[device], self.whole_work[device]
+        return min(split[end] - split[begin], whole[end] - whole[begin])
+
+    def message_s(self, boundary: int, one: int, other: int) -> tuple[float, float]:
+        """Time of a message, and the part for which it occupies the link.
+
+        Args:
+            boundary: index of the layer that receives it.
+            one: index of the device that sends.
+            other: of the one that receives.
+        """
+        if one == other:
+            return 0.0, 0.0
+        link = self.profile.link_between(one, other)
+        transfer = link.transfer_s(self.profile.layers[boundary - 1].output_bytes)
+        return link.latency_s + transfer, transfer
+
+    def state_bytes(self, partition: Partition) -> list[float]:
+        """Bytes of parameters and their state of each rank."""
+        bounds, ranks = partition.boundaries, partition.ranks
+        held = [0.0] * len(ranks)
+        for stage, rank in enumerate(partition.placement):
+            held[rank] += self.state[bounds[stage + 1]] - self.state[bounds[stage]]
+        return held
+
+
+def best_partition(table: ProfileTable, places: Places) -> Partition | None:
+    """The partition of least sum-bound for places in a given order.
+
+    Args:
+        table: of model and devices.
+        places: the stages that there may be. A device's memory is divided evenly among
+            its places.
+
+    Returns:
+        None if none fits the memory.
+
+    Raises:
+        ConfigError: more stages than layers, where none may be empty.
+    """
+    num_layers, devices = len(table.profile.layers), places.devices
+    if not places.may_be_empty and len(devices) > num_layers:
+        raise ConfigError(
+            f"expected at most as many stages as layers, got {len(devices)} stages for "
+            f"{num_layers} layers; take fewer devices or fewer stages per device, or "
+            "cut the model finer"
+        )
+    best = [[math.inf] * (num_layers + 1) for _ in devices]
+    ends = [[0] * (num_layers + 1) for _ in devices]
+    nexts: list[list[int]] = []
+    for place in reversed(range(len(devices))):
+        rest, following = _continuations(table, places, best, place)
+        nexts.append(following)
+        _fill(table, places, place, rest, best[place], ends[place])
+    nexts.reverse()
+    starts = range(len(devices)) if places.may_be_empty else range(1)
+    place = min(starts, key=lambda each: best[each][0])
+    if best[place][0] == math.inf:
+        return None
+    chosen, sizes, at = [], [], 0
+    while at < num_layers:
+        end = ends[place][at]
+        chosen.append(devices[place])
+        sizes.append(end - at)
+        place, at = nexts[place][end], end
+    return Partition(tuple(chosen), tuple(sizes))
+
+
+def sum_bound(table: ProfileTable, partition: Partition) -> float:
+    """The objective of `best_partition`, in seconds.
+
+    A makespan that no schedule beats where each device has one stage. With several
+    stages on a device each stage counts for itself.
+
+    Args:
+        table: of model and devices.
+        partition: of its layers.
+    """
+    bounds, devices = partition.boundaries, partition.devices
+    reached = most = 0.0
+    for stage, device in enumerate(devices):
+        begin, end = bounds[stage], bounds[stage + 1]
+        if stage:
+            message, transfer = table.message_s(begin, devices[stage - 1], device)
+            most = max(most, reached + table.count * transfer)
+            reached += message
+        most = max(most, reached + table.work(device, begin, end))
+        reached += table.forward[device][end] - table.forward[device][begin]
+    return most
+
+
+def _continuations(
+    table: ProfileTable, places: Places, best: list[list[float]], place: int
+) -> tuple[list[float], list[int]]:
+    """By the layer at which a place ends: the least bound of the rest, and its place.
+
+    The bound counts from when the first microbatch leaves the place.
+    """
+    num_layers, devices = len(table.profile.layers), places.devices
+    rest = [math.inf] * (num_layers + 1)
+    following = [-1] * (num_layers + 1)
+    last = len(devices) if places.may_be_empty else min(place + 2, len(devices))
+    for other in range(place + 1, last):
+        bounds = best[other]
+        for at in range(1, num_layers):
+            if bounds[at] < rest[at]:
+                message, transfer = table.message_s(at, devices[place], devices[other])
+                bound = max(table.count * transfer, message + bounds[at])
+                if bound < rest[at]:
+                    rest[at], following[at] = bound, other
+    if places.may_be_empty or place == len(devices) - 1:
+        rest[num_layers] = 0.0
+    return rest, following
+
+
+def _fill(
+    table: ProfileTable,
+    places: Places,
+    place: int,
+    rest: list[float],
+    best: list[float],
+    ends: list[int],
+) -> None:
+    """By the layer at which a place begins: the least bound, and where it ends."""
+    device, held = places.devices[place], places.held[place]
+    split, whole = table.split_work[device], table.whole_work[device]
+    forward = table.forward[device]
+    room = table.memory[device] / places.devices.count(device)
+    needed = [
+        state + held * activation
+        for state, activation in zip(table.state, table.activation, strict=True)
+    ]
+    num_layers = len(forward) - 1
+    for begin in range(num_layers):
+        found = math.inf
+        before, before_whole, leaves = split[begin], whole[begin], forward[begin]
+        most = room + needed[begin]
+        for end in range(begin + 1, num_layers + 1):
+            own = split[end] - before
+            if whole[end] - before_whole < own:
+                own = whole[end] - before_whole
+            if own >= found or needed[end] > most:
+                break
+            bound = forward[end] - leaves + rest[end]
+            if own > bound:
+                bound = own
+            if bound < found:
+                found, ends[begin] = bound, end
+        best[begin] = found
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))

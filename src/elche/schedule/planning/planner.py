@@ -1,0 +1,349 @@
+"""From layers and devices to partition, schedule and what a step will cost.
+
+1. For one stage per device, two in V placement and several interleaved: the exact
+   partition (`partition`) for the best orders of the devices, with room for one, some
+   or many microbatches.
+2. All are timed; the best are refined by moving layers while the simulated step gets
+   shorter, and by leaving devices out.
+3. Every published schedule, and `auto`, on the best of them; for `auto`, layers move
+   once more. The shortest step that fits the memory is the plan; the others are told as
+   its alternatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, islice, zip_longest
+
+from elche.errors import ConfigError
+from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.planning.device_orders import device_orders
+from elche.schedule.planning.partition import (
+    Partition,
+    Places,
+    ProfileTable,
+    best_partition,
+    sum_bound,
+)
+from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
+from elche.schedule.planning.partition_search import (
+    Evaluator,
+    balanced,
+    fits,
+    polish,
+    refine,
+)
+from elche.schedule.planning.plan import (
+    Alternative,
+    Candidate,
+    Plan,
+    PlanConfig,
+    ideal_step_s,
+)
+from elche.schedule.planning.profile import PipelineProfile
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    LOOPED,
+    V_SHAPED,
+    make_schedule,
+    placement_for,
+)
+from elche.schedule.timing import simulate
+
+REFINED_ACTIONS = 100_000  # timed while one partition is refined
+KEPT_ORDERS = 4
+REFINED_STARTS = 2
+TRIES = 12  # partitions for each published schedule...
+TRIED_ACTIONS = 40_000  # ...with about so many actions in all of them
+AUTO_PLACEMENTS = 4
+AUTO_PARTITIONS = 2  # in each placement
+POLISHED_ACTIONS = 12_000  # in schedules of `auto` on partitions around the best
+_TOLERANCE = 1e-9
+
+
+def plan_pipeline(profile: PipelineProfile, config: PlanConfig) -> Plan:
+    """Chooses partition and schedule of least step time that fit the memory.
+
+    Args:
+        profile: of model and devices.
+        config: what is asked.
+
+    Raises:
+        ConfigError: more devices than layers where all must be used, no partition fits
+            the memory, or the schedule that was asked for cannot run.
+    """
+    search = _PlanSearch(profile, config)
+    search.find_partitions()
+    names = (*FIXED_SCHEDULES, "auto")
+    alternatives = {name: search.alternative(name) for name in names}
+    wanted = names if config.schedule == "auto" else (config.schedule,)
+    able = [
+        each.candidate
+        for each in map(alternatives.__getitem__, wanted)
+        if each.candidate is not None and not each.reason
+    ]
+    if not able:
+        reason = alternatives[config.schedule].reason
+        raise ConfigError(f"the schedule {config.schedule} cannot run here: {reason}")
+    shortest = min(each.step_s for each in able) * (1 + _TOLERANCE)
+    chosen = min(
+        (each for each in able if each.step_s <= shortest),
+        key=lambda each: sum(each.memory_bytes),
+    )
+    used = set(chosen.partition.devices)
+    return Plan(
+        chosen=chosen,
+        alternatives=tuple(alternatives.values()),
+        equal_split=search.equal_split(),
+        unused=tuple(sorted(set(range(len(profile.devices))) - used)),
+        ideal_s=ideal_step_s(profile, config.num_microbatches),
+        bound_s=search.bound_s,
+    )
+
+
+class _PlanSearch:
+    """Partitions that are worth a schedule, and schedules on them."""
+
+    def __init__(self, profile: PipelineProfile, config: PlanConfig) -> None:
+        self.profile, self.config = profile, config
+        self.table = ProfileTable(profile, config.num_microbatches)
+        self.count = config.num_microbatches
+        self.evaluator = Evaluator(self.table)
+        self.exact: dict[Partition, None] = {}
+        self.starts: list[Partition] = []  # the best of each shape before refinement
+        self.bound_s = math.inf
+
+    def find_partitions(self) -> None:
+        """Times good partitions of every shape.
+
+        Raises:
+            ConfigError: too few layers for all devices, or too little memory.
+        """
+        num_devices, num_layers = len(self.profile.devices), len(self.profile.layers)
+        if self.config.use_all_devices and num_devices > num_layers:
+            raise ConfigError(
+                f"expected a layer for each of {num_devices} devices, got {num_layers} "
+                "layers; cut the model finer, or let devices go unused"
+            )
+        orders = device_orders(self.table, min(self.count, num_devices))
+        found = self._partitions(orders[:KEPT_ORDERS], 1)
+        if not found:
+            found = self._partitions(orders, 1)
+        if not found:
+            raise ConfigError(self._shortage(orders))
+        self.bound_s = min(sum_bound(self.table, each) for each in found)
+        best = self._leave_devices_out(self._refined(found))
+        used = set(best.ranks)
+        orders = [best.ranks] + [
+            tuple(device for device in order if device in used) for order in orders
+        ]
+        orders = list(dict.fromkeys(orders))[:KEPT_ORDERS]
+        if len(used) > 1:
+            self._refined(self._partitions(orders, 2, is_v=True))
+            if self.config.stages_per_device > 1:
+                self._refined(self._partitions(orders, self.config.stages_per_device))
+
+    def alternative(self, name: str) -> Alternative:
+        """A schedule on the partition that suits it best."""
+        if name == "auto":
+            return Alternative(name=name, candidate=self._auto())
+        best: Partition | None = None
+        least, reason = (math.inf, math.inf), ""
+        for partition in self._affordable(self._suiting(name), TRIES):
+            try:
+                found = self.evaluator.measure(name, partition)
+            except ConfigError as error:
+                reason = str(error)
+                break
+            if found < least:
+                best, least = partition, found
+        if best is None:
+            reason = reason or self._why_not(name)
+            return Alternative(name=name, candidate=None, reason=reason)
+        candidate = self._candidate(name, best)
+        if candidate.missing_bytes == 0:
+            return Alternative(name=name, candidate=candidate)
+        lacks = self._lacks(candidate)
+        device = self.profile.devices[best.ranks[lacks.index(max(lacks))]]
+        return Alternative(
+            name=name,
+            candidate=candidate,
+            reason=f"device {device.name} lacks {max(lacks):,.0f} bytes",
+        )
+
+    def _auto(self) -> Candidate:
+        """The best of `auto`, with layers moved while that makes it better."""
+        made = {each: self._candidate("auto", each) for each in self._for_auto()}
+
+        def step_s(partition: Partition) -> float:
+            if partition not in made:
+                made[partition] = self._candidate("auto", partition)
+            return made[partition].step_s
+
+        best = polish(self.table, min(made, key=step_s), step_s, POLISHED_ACTIONS)
+        return made[best]
+
+    def equal_split(self) -> Candidate | None:
+        """1F1B with as many layers on each device, in the order of the profile."""
+        devices, layers = len(self.profile.devices), len(self.profile.layers)
+        if devices > layers:
+            return None
+        each, rest = divmod(layers, devices)
+        sizes = tuple(each + (stage < rest) for stage in range(devices))
+        partition = Partition(tuple(range(devices)), sizes)
+        return (
+            self._candidate("1f1b", partition) if fits(self.table, partition) else None
+        )
+
+    def _partitions(
+        self, orders: Iterable[tuple[int, ...]], stages: int, is_v: bool = False
+    ) -> list[Partition]:
+        """Exact partitions for several stages per device."""
+        found: dict[Partition, None] = {}
+        may_be_empty = [False] if self.config.use_all_devices else [True, False]
+        for order in orders:
+            devices = (*order, *reversed(order)) if is_v else order * stages
+            for held in self._rooms(len(order), stages):
+                for empty in may_be_empty:
+                    if empty or len(devices) <= len(self.profile.layers):
+                        places = Places(devices=devices, held=held, may_be_empty=empty)
+                        partition = best_partition(self.table, places)
+                        if partition is not None:
+                            found[partition] = None
+        self.exact.update(found)
+        return list(found)
+
+    def _rooms(self, ranks: int, stages: int) -> list[tuple[int, ...]]:
+        """Numbers of microbatches that each place has room for."""
+        places, most = ranks * stages, min(self.count, ranks)
+        if all(each.memory_bytes == math.inf for each in self.profile.devices):
+            return [(1,) * places]
+        falling = (min(self.count, ranks - place % ranks) for place in range(places))
+        rooms = [(most,) * places, tuple(falling), (1,) * places]
+        return list(dict.fromkeys(rooms))
+
+    def _refined(self, starts: list[Partition]) -> Partition:
+        """The best of all partitions so far, once the best starts are refined."""
+        fitting = [one for one in starts if self.evaluator.step_s(one) < math.inf]
+        fitting += [
+            balanced(self.table, each)
+            for each in sorted(fitting, key=self.evaluator.step_s)[:REFINED_STARTS]
+            if len(each.sizes) > len(each.ranks)
+        ]
+        ranked = sorted(dict.fromkeys(fitting), key=self.evaluator.step_s)
+        self.starts += ranked[:1]
+        for start in ranked[:REFINED_STARTS]:
+            refine(self.evaluator, start, REFINED_ACTIONS)
+        return self.evaluator.ranked()[0]
+
+    def _leave_devices_out(self, best: Partition) -> Partition:
+        """Leaves out devices one by one while the simulated step gets shorter."""
+        improved = not self.config.use_all_devices
+        while improved and len(best.ranks) > 1:
+            orders = [
+                tuple(device for device in best.ranks if device != left_out)
+                for left_out in best.ranks
+            ]
+            found = self._partitions(orders, 1)
+            fewer = min(found, key=self.evaluator.step_s, default=best)
+            fewer_s = self.evaluator.step_s(fewer)
+            improved = fewer_s < self.evaluator.step_s(best) * (1 - _TOLERANCE)
+            if improved:
+                best = refine(self.evaluator, fewer, REFINED_ACTIONS)
+        return best
+
+    def _suiting(self, name: str) -> Iterator[Partition]:
+        """Partitions with the stages of a schedule, half of them before refinement."""
+        stages = self.config.stages_per_device if name in LOOPED else None
+        ranked = self.evaluator.ranked()
+        exact = [each for each in ranked if each in self.exact]
+        suiting = [
+            [
+                each
+                for each in some
+                if each.placement == placement_for(name, len(each.ranks), stages)
+            ]
+            for some in (ranked, exact)
+        ]
+        mixed = chain.from_iterable(zip_longest(*suiting))
+        yield from dict.fromkeys(each for each in mixed if each is not None)
+
+    def _for_auto(self) -> list[Partition]:
+        """The best partitions of each placement, and the best before refinement."""
+        by_placement: dict[tuple[int, ...], list[Partition]] = {}
+        for each in self.evaluator.ranked():
+            by_placement.setdefault(each.placement, []).append(each)
+        chosen = [
+            each
+            for some in islice(by_placement.values(), AUTO_PLACEMENTS)
+            for each in some[:AUTO_PARTITIONS]
+        ]
+        return list(self._affordable(dict.fromkeys(self.starts + chosen), None))
+
+    def _affordable(
+        self, partitions: Iterable[Partition], most: int | None
+    ) -> Iterator[Partition]:
+        """The first ones, as many as `TRIED_ACTIONS` allow; at least one."""
+        left = TRIED_ACTIONS
+        for each in islice(partitions, most):
+            yield each
+            left -= 3 * len(each.sizes) * self.count
+            if left <= 0:
+                return
+
+    def _candidate(self, name: str, partition: Partition) -> Candidate:
+        costs = costs_of(self.table, partition)
+        if name == "auto":
+            schedule = auto_schedule(costs, self.count)
+        else:
+            schedule = make_schedule(name, replace(costs, memory=()), self.count)
+        timing = simulate(schedule, costs)
+        found = Candidate(
+            name=name,
+            partition=partition,
+            schedule=schedule,
+            costs=costs,
+            timing=timing,
+            step_s=max(timing.makespan, link_bound(self.table, partition)),
+            state_bytes=tuple(self.table.state_bytes(partition)),
+        )
+        return replace(found, missing_bytes=max(0.0, *self._lacks(found)))
+
+    def _lacks(self, candidate: Candidate) -> list[float]:
+        """Bytes by which each rank misses its device's memory; negative where not."""
+        return [
+            needed - self.table.memory[device]
+            for needed, device in zip(
+                candidate.memory_bytes, candidate.partition.ranks, strict=True
+            )
+        ]
+
+    def _why_not(self, name: str) -> str:
+        each = self.config.stages_per_device if name in LOOPED else 2
+        ranks = len(self.evaluator.ranked()[0].ranks)
+        if ranks == 1:
+            return "one device is enough, where several stages gain nothing"
+        layers = len(self.profile.layers)
+        if (name in V_SHAPED or name in LOOPED) and each * ranks > layers:
+            return f"{each} stages on each of {ranks} devices exceed {layers} layers"
+        return "no partition into its stages fits the memory"
+
+    def _shortage(self, orders: list[tuple[int, ...]]) -> str:
+        lack = shortage(self.table, orders)
+        if lack is None:
+            return (
+                "the devices' memory holds the model only if some get no layers; let "
+                "devices go unused"
+            )
+        missing, index, (first, last) = lack
+        device, layers = self.profile.devices[index], self.profile.layers
+        return (
+            "no partition fits the memory: the one that comes nearest puts layers "
+            f"{first} ({layers[first].name}) to {last} ({layers[last].name}) on device "
+            f"{device.name}, whose {device.memory_bytes:,.0f} bytes are "
+            f"{missing:,.0f} too few for their parameters, their state and one "
+            "microbatch of activations; add devices, cut large layers, or take smaller "
+            "microbatches"
+        )

@@ -19,7 +19,7 @@ from elche.coordination.sync import sync_policy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
-from tests.distributed.cases import Task, build, identical
+from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -15,9 +15,9 @@ from elche.errors import NonFiniteError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
 from elche.session import failing_together
-from tests.distributed.cases import Task, Trace, build, identical, plain, shared
+from tests.distributed.cases.tasks import Task, Trace, build, identical, plain, shared
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
-from tests.distributed.window_cases import shared_by_virtual_speeds
+from tests.distributed.cases.window_cases import shared_by_virtual_speeds
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -191,7 +191,7 @@ def test_one_window_of_plain_averaging_is_the_mean(ranks2: RankPool) -> None:
 
 def _train_on(task: Task, order: list[int]) -> dict[str, torch.Tensor]:
     """One plain SGD step on the given samples."""
-    from tests.distributed.cases import Numbered, build
+    from tests.distributed.cases.tasks import Numbered, build
 
     model, optimizer, _ = build(task)
     data = Numbered(task.samples, dtype=task.dtype)

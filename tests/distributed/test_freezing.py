@@ -15,7 +15,7 @@ from elche import session
 from elche.comm.codec import codec_peers
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases import Task, build, identical
+from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

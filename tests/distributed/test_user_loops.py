@@ -7,8 +7,8 @@ import re
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases import difference, identical
-from tests.distributed.user_loop_cases import BATCH, SAMPLES, Job, alone, on_ranks
+from tests.distributed.cases.tasks import difference, identical
+from tests.distributed.cases.user_loop_cases import BATCH, SAMPLES, Job, alone, on_ranks
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from elche.runtime import run_epochs
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.window_epoch import WindowEpoch
-from tests.distributed.cases import Task, build
+from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

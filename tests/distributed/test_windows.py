@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases import (
+from tests.distributed.cases.tasks import (
     Task,
     Trace,
     difference,
@@ -19,7 +19,7 @@ from tests.distributed.cases import (
     shared,
 )
 from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
-from tests.distributed.window_cases import (
+from tests.distributed.cases.window_cases import (
     follow_progress_with_gradient_windows,
     share_with_slow_loader,
     shared_by_virtual_speeds,

@@ -1,0 +1,181 @@
+"""Manual control between processes, against one process on the union batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.by_hand.cases import replica_cases as cases
+from tests.distributed.cases.tasks import identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = str(Path(__file__).with_name("replica_scripts.py"))
+ELCHE = [sys.executable, "-m", "elche.cli.main", "run", "--nproc", "2"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+    "--nproc-per-node=2",
+]
+
+
+@pytest.mark.parametrize("counts", [(5, 3), (7, 1), (4, 3, 1)], ids=str)
+def test_two_models_train_as_in_one_process(
+    ranks2: RankPool, ranks3: RankPool, counts: tuple[int, ...]
+) -> None:
+    pool = ranks2 if len(counts) == 2 else ranks3
+    states = pool.run(cases.gan_on_this_rank, counts, 10, case_setup=serve_in_thread)
+    whole = cases.gan(0, counts, 10, replicated=False)
+    assert identical(states)
+    for name, value in whole.items():
+        torch.testing.assert_close(states[0][name], value, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "complex128"])
+def test_means(ranks3: RankPool, dtype: str, transport: str) -> None:
+    found = ranks3.run(
+        cases.plain_and_weighted_means, dtype, transport, case_setup=serve_in_thread
+    )
+    # Gradients are rank + 1: (1 + 2 + 3) / 3, then (3 * 1 + 1 * 2) / 4 twice; only
+    # rank 0 has gradients of "sometimes": 1 / 3, then 3 / 4.
+    for states in found:
+        for state, mean, part in zip(
+            states, (2.0, 1.25, 1.25), (1 / 3, 0.75, 0.75), strict=True
+        ):
+            kind = getattr(torch, dtype)
+            for name, value in (("0.weight", mean), ("sometimes.bias", part)):
+                expected = torch.full_like(state[name], value, dtype=kind)
+                torch.testing.assert_close(state[name], expected)
+            assert state["unused.weight"].numel() == 0
+    assert all(identical([states[call] for states in found]) for call in range(3))
+
+
+def test_buffers(ranks3: RankPool) -> None:
+    found = ranks3.run(cases.sync_all_buffers, case_setup=serve_in_thread)
+    first = cases.state_of(cases.WithBuffers(0))
+    for wrapped, averaged, copied in found:
+        assert identical([wrapped, first])
+        assert identical([copied, first])
+        assert averaged["0.mean"].tolist() == [1.0] * 3
+        assert averaged["0.fine"].flatten().tolist() == [1.5] * 4
+        assert averaged["0.mask"].tolist() == [0.0, float("-inf")]
+        assert int(averaged["0.count"]) == 10
+        assert averaged["0.flags"].tolist() == [True, True]
+
+
+def test_models_that_grow_and_freeze(ranks2: RankPool) -> None:
+    found = ranks2.run(cases.grow_and_freeze, case_setup=serve_in_thread)
+    for stages in zip(*found, strict=True):
+        assert identical(list(stages))
+    before, replaced, grown, frozen = found[0]
+    assert (len(before), len(replaced)) == (2, 2)
+    assert not torch.equal(replaced["0.0.weight"], before["0.0.weight"])
+    assert len(grown) == 4
+    assert torch.equal(frozen["0.0.weight"], grown["0.0.weight"])
+    assert not torch.equal(frozen["0.1.weight"], grown["0.1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("shape", r"0.weight: rank 0 has [4, 3] float64, rank {last} has [5, 3]"),
+        ("dtype", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float32"),
+        ("missing", r"rank {last} has (absent)"),
+        ("frozen", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float64 (fro"),
+        ("converted", r"0.bias: rank 0 has [4] float64, rank {last} has [4] float32"),
+        ("converted buffer", r"mean: rank 0 has [4] float32 (buffer), rank {last} has"),
+        (
+            "order",
+            "rank 0 calls all_reduce_gradients of 'one', rank {last} calls "
+            "all_reduce_gradients of 'other'",
+        ),
+        (
+            "call",
+            "rank 0 calls sync_params of 'one', rank {last} calls "
+            "sync_buffers('mean') of 'one'",
+        ),
+        ("counts", "rank 0 gives the counts ["),
+        ("no sum", "1.7e+308], whose sum is inf"),
+        ("own zero", "expected a count above 0 on at least one rank, got [0.0, 0.0"),
+        ("values", "rank {last} holds other values than rank 0 in 2.bias;"),
+        ("second name", "RuntimeError: passed"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_mistakes_are_named_on_every_rank(
+    ranks2: RankPool, ranks3: RankPool, world_size: int, wrong: str, says: str
+) -> None:
+    pool = {2: ranks2, 3: ranks3}[world_size]
+    said = pool.run(cases.said_by, wrong, case_setup=serve_in_thread)
+    for text in said:
+        assert says.format(last=world_size - 1) in text
+    assert len(set(said)) == 1
+
+
+def test_ranks_with_other_settings_are_refused(ranks2: RankPool) -> None:
+    said = ranks2.run(cases.join_with_other_settings, case_setup=serve_in_thread)
+    for text in said:
+        assert text.startswith("MismatchError")
+        assert "config.timeout_s: rank 0 has 100.0, rank 1 has 101.0" in text
+
+
+def test_one_run_after_the_other(ranks2: RankPool) -> None:
+    found = ranks2.run(cases.twice_in_a_row, case_setup=serve_in_thread)
+    assert found == [[0.0, 10.0], [0.0, 10.0]]
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        own.pop(name, None)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=own, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(ELCHE, marks=pytest.mark.slow, id="elche"),
+        pytest.param(TORCHRUN, id="torchrun"),
+    ],
+)
+def test_launchers(launcher: list[str]) -> None:
+    ended = _run(*launcher, SCRIPT, "ok")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("of 2") == 2
+    assert "terminate called" not in ended.stderr
+
+
+def test_a_plain_script_is_one_rank_without_sockets() -> None:
+    ended = _run(sys.executable, SCRIPT, "ok")
+    assert (ended.returncode, ended.stdout) == (0, "done 0 of 1\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("raise", "rank 1 failed: ValueError: a fault in user code"),
+        pytest.param(
+            "kill", "rank 1 is gone: its connection ended", marks=pytest.mark.slow
+        ),
+        ("leave", "check_equal of 'model'"),
+        pytest.param(
+            "quit",
+            "all_reduce_gradients of 'model' failed on rank 0",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_ends_early_ends_the_others(case: str, says: str) -> None:
+    ended = _run(*ELCHE, SCRIPT, case)
+    assert ended.returncode != 0
+    assert says in ended.stderr, ended.stderr
+    assert "done" not in ended.stdout

@@ -1,0 +1,113 @@
+"""What averaging moves: the model once, a weight, and hardly anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_routes import sent_bytes
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.codec.residual_exchange import ResidualExchange
+from tests.comm.plans import plan
+from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from tests.harness.rank_main import this_place
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+WINDOWS = 3
+ALLOWED = 1.10
+"""Of what a raw all-reduce of one flat tensor would move (issue 4)."""
+
+
+def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int], int]:
+    """Bytes that a window hands to the transport, and those of the model."""
+    torch.manual_seed(0)
+    place, moved = this_place(), []
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(30)), nn.BatchNorm1d(20))
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with joined("gloo") as group:
+        handed = [0]
+        begin = group.all_reduce_async
+
+        def counting(tensor: torch.Tensor) -> Any:
+            handed[0] += tensor.numel() * tensor.element_size()
+            return begin(tensor)
+
+        group.all_reduce_async = counting  # type: ignore[method-assign]
+        kind = OverlappedAverager if is_overlapped else ParameterAverager
+        averager: Any = kind(
+            list(model.parameters()), model, lambda: [optimizer], group, codec=codec
+        )
+        averager.build()
+        for window in range(WINDOWS):
+            model(torch.randn(8, 20)).square().mean().backward()
+            optimizer.step()
+            before = handed[0] + _sent(averager)
+            reduction = plan(
+                place.rank,
+                window=window,
+                weight=1 / place.world_size,
+                active_ranks=place.world_size,
+                include_state=with_state,
+            )
+            if is_overlapped:
+                averager.snapshot(1 / place.world_size)
+                averager.begin(reduction)
+                averager.adopt(reduction)
+            else:
+                averager.synchronise(reduction)
+            moved.append(handed[0] + _sent(averager) - before)
+        _leave(averager, group)
+    return moved, 4 * numel
+
+
+def _sent(averager: Any) -> int:
+    exchanges = [group.exchange for group in averager._groups]
+    return sum(e.sent_bytes for e in exchanges if isinstance(e, ResidualExchange))
+
+
+def _leave(averager: Any, group: Any) -> None:
+    for each in averager._groups:
+        if isinstance(each.exchange, ResidualExchange):
+            each.exchange.flush("a test")
+    group.all_reduce(torch.zeros(1), "all ranks to be through")
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_window_moves_the_model_once(ranks2: RankPool, is_overlapped: bool) -> None:
+    """Counted as handed to all-reduce, which moves 2 (n - 1) / n times as much."""
+    for moved, model_bytes in ranks2.run(
+        _moved, is_overlapped, "fp32", False, case_setup=meeting
+    ):
+        for each in moved:
+            assert model_bytes < each <= ALLOWED * model_bytes
+
+
+def test_averaged_state_is_what_it_is_more(ranks2: RankPool) -> None:
+    """One moment of SGD: the model twice."""
+    for moved, model_bytes in ranks2.run(
+        _moved, False, "fp32", True, case_setup=meeting
+    ):
+        assert all(
+            2 * model_bytes < each <= 2 * ALLOWED * model_bytes for each in moved
+        )
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_a_codec_moves_what_it_promises(ranks2: RankPool, codec: str) -> None:
+    """Buffers aside, which travel as they are: the running statistics of one layer."""
+    buffers = 4 * 2 * 20 + 8
+    for moved, model_bytes in ranks2.run(
+        _moved, False, codec, False, case_setup=meeting
+    ):
+        encoded = sent_bytes(CODECS[codec], model_bytes // 4, 2, 0)
+        for each in moved:
+            assert encoded <= each <= encoded + 2 * buffers
+        assert moved[0] < 0.6 * model_bytes

@@ -1,0 +1,240 @@
+"""Codecs: exact sizes, bounded errors, known bytes, nothing hidden."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.comm.codec.codec import CODECS, LIMIT, BlockCodec, Codec, Encoded, codec_named
+from elche.comm.codec.codec_message import CodedMessage, parts_of
+from elche.errors import ConfigError
+from tests.comm.codec.codec_bounds import error_bound
+
+NAMES = tuple(CODECS)
+QUANTISED = ("int8", "int4")
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, Encoded]:
+    memory = torch.full(
+        (codec.encoded_bytes(values.numel()),),
+        255,
+        dtype=torch.uint8,
+        device=values.device,
+    )
+    body = codec.over(memory, values.numel())
+    body.write(0, values)
+    return memory, body
+
+
+def round_trip(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(values, 123.0)
+    encoded(codec, values)[1].read(0, out)
+    return out
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> torch.Tensor:
+    """Values of very different magnitudes, some blocks of them and a remainder."""
+    some = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    listed = draw(st.lists(some.filter(lambda x: abs(x) < LIMIT), max_size=20))
+    size = draw(st.integers(0, 300))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    exponents = torch.rand(size, generator=generator) * draw(st.integers(0, 60)) - 30
+    noise = torch.randn(size, generator=generator) * 2.0**exponents
+    return torch.cat([noise, torch.tensor(listed, dtype=torch.float32)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(values=numbers())
+def test_no_element_is_further_off_than_its_block_allows(
+    name: str, values: torch.Tensor
+) -> None:
+    codec = CODECS[name]
+    found = round_trip(codec, values)
+    for begin in range(0, values.numel(), codec.block):
+        block = values[begin : begin + codec.block].double()
+        bound = error_bound(codec, float(block.abs().max()))
+        errors = (found[begin : begin + codec.block].double() - block).abs()
+        assert float(errors.max()) <= bound
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    values=numbers(),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_pieces_of_blocks_are_encoded_as_the_whole_is(
+    name: str, values: torch.Tensor, cuts: list[int]
+) -> None:
+    codec = CODECS[name]
+    memory, _ = encoded(codec, values)
+    size = values.numel()
+    edges = sorted({0, size, *(min(size, cut * codec.block) for cut in cuts)})
+    pieces = list(itertools.pairwise(edges))
+    again = torch.zeros_like(memory)
+    body = codec.over(again, size)
+    out = torch.zeros_like(values)
+    for begin, end in pieces:
+        body.write(begin, values[begin:end])
+    for begin, end in pieces:
+        body.read(begin, out[begin:end])
+    assert torch.equal(again, memory)
+    assert torch.equal(out, round_trip(codec, values))
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "size_bytes"),
+    [
+        ("fp32", 1000, 4000),
+        ("bf16", 1000, 2000),
+        ("int8", 128, 130),
+        ("int8", 129, 260),
+        ("int8", 1_000_064, 1_015_690),
+        ("int4", 32, 18),
+        ("int4", 33, 36),
+        ("int4", 1_000_000, 562_500),
+        ("int4", 0, 0),
+    ],
+)
+def test_encoded_sizes_are_the_documented_ones(
+    name: str, numel: int, size_bytes: int
+) -> None:
+    codec = codec_named(name)
+    assert codec.encoded_bytes(numel) == size_bytes
+    message = CodedMessage(codec, range(numel))
+    assert message.memory.numel() == CodedMessage.size_bytes(codec, numel)
+    assert 8 <= message.memory.numel() - size_bytes < 16
+
+
+def test_bytes_of_an_element() -> None:
+    sizes = [CODECS[name].encoded_bytes(128) / 128 for name in NAMES]
+    assert sizes == [4.0, 2.0, 1.015625, 0.5625]
+
+
+def test_the_bytes_of_int8() -> None:
+    values = torch.zeros(128)
+    values[:5] = torch.tensor([127.0, -127.0, 1.4, -2.6, 0.5])
+    memory, _ = encoded(CODECS["int8"], values)
+    assert memory[:6].view(torch.int8).tolist() == [127, -127, 1, -3, 0, 0]
+    assert memory[128:].view(torch.bfloat16).tolist() == [1.0]
+
+
+def test_the_bytes_of_int4() -> None:
+    values = torch.zeros(32)
+    values[0], values[16] = 7.0, -7.0
+    values[1], values[17] = -2.6, 3.4
+    memory, _ = encoded(CODECS["int4"], values)
+    # Low half of a byte: the block's first half; each code plus 8.
+    assert memory[:3].tolist() == [15 + 16 * 1, 5 + 16 * 11, 8 + 16 * 8]
+    assert memory[16:].view(torch.bfloat16).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_scale_is_rounded_up_so_that_the_largest_code_is_not_exceeded(
+    name: str,
+) -> None:
+    codec = CODECS[name]
+    assert isinstance(codec, BlockCodec)
+    for exponent in range(-20, 20):
+        for step in range(64):
+            values = torch.zeros(codec.block)
+            values[0] = largest = 2.0**exponent * (1 + step / 64)
+            memory, _ = encoded(codec, values)
+            scale = float(memory[-2:].view(torch.bfloat16)[0])
+            assert scale * codec.largest_code >= largest * (1 - 2**-22)
+            assert scale * codec.largest_code <= largest * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0.0, 1e-45, -1e-38, 1e-37])
+def test_next_to_nothing_becomes_nothing_worse(name: str, value: float) -> None:
+    codec = CODECS[name]
+    values = torch.full((40,), value)
+    found = round_trip(codec, values)
+    assert bool(found.isfinite().all())
+    bound = error_bound(codec, float(values[0].abs()))  # 1e-45 is not a float32
+    assert float((found - values).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**127])
+def test_what_is_no_number_spoils_its_block_and_no_other(name: str, bad: float) -> None:
+    codec = CODECS[name]
+    values = torch.ones(3 * codec.block)
+    memory = torch.zeros(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+    body = codec.over(memory, values.numel())
+    assert body.write(0, values)
+    values[codec.block + 3] = bad
+    assert not body.write(0, values)
+    out = torch.zeros_like(values)
+    body.read(0, out)
+    first, spoilt, last = out.split(codec.block)
+    assert bool(spoilt.isnan().all())
+    assert bool(torch.cat([first, last]).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_floating_point_codecs_keep_what_is_no_number(name: str, bad: float) -> None:
+    codec = CODECS[name]
+    values = torch.tensor([1.0, bad, 2.0])
+    memory = torch.zeros(codec.encoded_bytes(3), dtype=torch.uint8)
+    body = codec.over(memory, 3)
+    assert not body.write(0, values)
+    assert torch.equal(round_trip(codec, values).isfinite(), values.isfinite())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encoding_leaves_its_input_alone(name: str) -> None:
+    values = torch.randn(1000)
+    before = values.clone()
+    round_trip(CODECS[name], values)
+    assert torch.equal(values, before)
+
+
+@given(
+    numel=st.integers(0, 2000),
+    world_size=st.integers(2, 9),
+    block=st.sampled_from([1, 32, 128]),
+)
+def test_parts_cover_all_elements_in_order(
+    numel: int, world_size: int, block: int
+) -> None:
+    parts = parts_of(numel, world_size, block)
+    assert len(parts) == world_size
+    assert [index for part in parts for index in part] == list(range(numel))
+    assert all(part.start % block == 0 for part in parts if part)
+    assert all(0 <= part.start <= part.stop <= numel for part in parts)
+    blocks = [-(-len(part) // block) for part in parts]
+    assert max(blocks) - min(blocks) <= 1
+
+
+def test_unknown_codecs_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown codec 'int3'; expected one of: fp32, bf16, int8"
+    ):
+        codec_named("int3")
+
+
+@pytest.mark.parametrize(("bits", "block"), [(5, 32), (4, 0), (8, 48), (8, 524_288)])
+def test_blocks_that_do_not_divide_are_refused(bits: int, block: int) -> None:
+    with pytest.raises(ConfigError, match=r"expected 4 or 8 bits and a block of 2, 4"):
+        BlockCodec("own", bits, block)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_device_encodes_to_the_same_bytes(name: str) -> None:
+    codec = CODECS[name]
+    values = torch.randn(100_001, generator=torch.Generator().manual_seed(5))
+    here, _ = encoded(codec, values)
+    there, body = encoded(codec, values.cuda())
+    assert torch.equal(there.cpu(), here)
+    out = torch.zeros_like(values).cuda()
+    body.read(0, out)
+    assert torch.equal(out.cpu(), round_trip(codec, values))

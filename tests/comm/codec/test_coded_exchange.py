@@ -1,0 +1,344 @@
+"""Sums in encoded form: equal on all ranks, and what they leave out comes later."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.comm.codec.codec import CHUNK_ELEMENTS, CODECS, Codec
+from elche.comm.codec.codec_routes import sent_bytes
+from elche.errors import ProtocolError
+from tests.comm.codec.codec_bounds import error_bound
+from tests.comm.peers import (
+    Peer,
+    exchanges,
+    left_out,
+    message,
+    poll_all,
+    same_state,
+    summed,
+)
+
+NAMES = tuple(CODECS)
+
+
+def one_error(codec: Codec, world_size: int, weights: float) -> float:
+    """How far a sum of any number of rounds may be off, elements being at most 1.
+
+    A residual e of a rank's messages is at most f (1 + e) per unit of weight, f being
+    the error of an element that is the largest of its block. The mean that an owner
+    encodes is at most 1 + 2 e and its own residual.
+    """
+    factor = error_bound(codec, 1.0)
+    sent = factor / (1 - factor)
+    mean = factor * (1 + 2 * sent) / (1 - factor) if world_size > 2 else 0.0
+    return weights * (sent + mean + 1e-4)
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.0]), min_size=2, max_size=5),
+    name=st.sampled_from(NAMES),
+    numel=st.integers(0, 700),
+    rounds=st.integers(1, 6),
+    repeats=st.booleans(),
+)
+def test_sums_are_equal_and_all_that_was_sent_arrives_in_the_end(
+    weights: list[float], name: str, numel: int, rounds: int, repeats: bool
+) -> None:
+    codec, world_size = CODECS[name], len(weights)
+    _, ends = exchanges(world_size, codec, numel + 1)
+    true = torch.zeros(numel + 1, dtype=torch.float64)
+    found = torch.zeros_like(true)
+    for number in range(rounds):
+        seed = 0 if repeats else 100 * number
+        sent = [message(seed + r, numel, weight) for r, weight in enumerate(weights)]
+        sums = summed(ends, sent)
+        assert all(torch.equal(each, sums[0]) for each in sums)
+        assert float(sums[0][-1]) == sum(weights)
+        true += sum(each.double() for each in sent)
+        found += sums[0].double()
+    off = (true - found)[:-1]
+    rounding = 1e-5 * sum(weights)
+    torch.testing.assert_close(off, left_out(ends, weights), rtol=0, atol=rounding)
+    assert not numel or float(off.abs().max()) <= one_error(
+        codec, world_size, sum(weights)
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_its_residual_the_error_would_grow(world_size: int) -> None:
+    """The bound above means something: it is passed when residuals are dropped."""
+    codec, rounds = CODECS["int4"], 30
+    _, ends = exchanges(world_size, codec, 65)
+    nothing = [end.state_dict() for end in ends]
+    off = torch.zeros(65)
+    for _ in range(rounds):
+        sent = [message(rank, 64) for rank in range(world_size)]
+        off += torch.stack(sent).sum(0) - summed(ends, sent)[0]
+        for end, state in zip(ends, nothing, strict=True):
+            end.load_state_dict(state)
+    assert float(off.abs().max()) > one_error(codec, world_size, world_size)
+
+
+@given(
+    world_size=st.integers(2, 4),
+    name=st.sampled_from(NAMES),
+    edges=st.lists(st.integers(0, 301), max_size=5).map(sorted),
+)
+def test_the_sum_in_parts_is_the_sum(
+    world_size: int, name: str, edges: list[int]
+) -> None:
+    _, ends = exchanges(world_size, CODECS[name], 301)
+    for rank, end in enumerate(ends):
+        end.contribution(0).copy_(message(rank, 300))
+        assert rank == 0 or not ends[0].poll()
+        end.begin(0)
+    poll_all(ends)
+    for end in ends:
+        found = torch.full((301,), 9.0)
+        for start, stop in itertools.pairwise([0, *edges, 301]):
+            end.sum_into(start, stop, found[start:stop])
+        assert torch.equal(found, end.finish("a test"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_else_is_made_has_another_dtype_than_messages(
+    name: str, dtype: torch.dtype
+) -> None:
+    """A script makes a model in bfloat16, say; its averages are float32 even so."""
+    sent = [message(rank, 300) for rank in range(4)]
+    hosts = ("a", "a", "b", "b")
+    wanted, got = [], []
+    for sums, default in ((wanted, torch.float32), (got, dtype)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            for world_size, names in ((2, ()), (3, ()), (4, hosts)):
+                _, ends = exchanges(world_size, CODECS[name], 301, hosts=names)
+                for _ in range(2):
+                    sums += summed(ends, sent[:world_size])
+        finally:
+            torch.set_default_dtype(before)
+    for one, other in zip(wanted, got, strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_long_message_is_summed_in_pieces(world_size: int) -> None:
+    _, ends = exchanges(world_size, CODECS["int8"], 150_001)
+    sent = [message(rank, 150_000) for rank in range(world_size)]
+    sums = summed(ends, sent)
+    assert all(torch.equal(each, sums[0]) for each in sums)
+    off = (torch.stack(sent).sum(0) - sums[0]).abs().max()
+    assert float(off) <= one_error(CODECS["int8"], world_size, world_size)
+
+
+def test_contributions_outlive_their_sum_on_both_sides() -> None:
+    _, ends = exchanges(2, CODECS["int4"], 11, sides=2)
+    for side in (0, 1):
+        for rank, end in enumerate(ends):
+            end.contribution(side).copy_(message(rank + side, 10))
+            end.begin(side)
+        poll_all(ends)
+        for end in ends:
+            assert end.finish("a test") is end.result(side)
+    assert ends[0].keeps_contribution
+    for side, (rank, end) in itertools.product((0, 1), enumerate(ends)):
+        assert torch.equal(end.contribution(side), message(rank + side, 10))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 2, 129, 5000])
+def test_bytes_sent_are_those_predicted(name: str, world_size: int, numel: int) -> None:
+    codec = CODECS[name]
+    _, ends = exchanges(world_size, codec, numel + 1)
+    for _ in range(2):
+        summed(ends, [message(rank, numel) for rank in range(world_size)])
+    for rank, end in enumerate(ends):
+        assert end.sent_bytes == 2 * sent_bytes(codec, numel, world_size, rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_memory_beside_the_message(world_size: int) -> None:
+    """In int8, in copies of a message: the residual, and what travels."""
+    _, ends = exchanges(world_size, CODECS["int8"], 1_280_001)
+    route = 2 * CHUNK_ELEMENTS + 128  # two pieces, and a block that is cut
+    found = (ends[0].extra_bytes - 4 * route) / (4 * 1_280_000)
+    # Two ranks: two to send and one to receive. Four: three parts to offer, three
+    # gathered, three sums received, two own sums; and what the own sum left out.
+    encoded = 1.015625 / 4
+    parts = 3 * encoded if world_size == 2 else 11 / 4 * encoded + 1 / 4
+    assert found == pytest.approx(1 + parts, rel=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_memory_is_all_that_is_held(world_size: int, codec: str) -> None:
+    """Counted before anything was sent, as what there is after some sums."""
+    _, ends = exchanges(world_size, CODECS[codec], 300_001)
+    for seed in range(2):
+        summed(ends, [message(seed + r, 300_000) for r in range(world_size)])
+    for end in ends:
+        messages = [*end._contributions, *(r for r in end._results if r is not None)]
+        own = {each.untyped_storage().data_ptr() for each in messages}
+        held = _storages(end, set())
+        beside = sum(size for at, size in held.items() if at not in own)
+        assert end.extra_bytes == beside
+
+
+def _storages(value: Any, seen: set[int]) -> dict[int, int]:
+    """Bytes of all tensors that an object holds, by address."""
+    if id(value) in seen or isinstance(value, (str, type, Peer)):
+        return {}
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    elif type(value).__module__.startswith("elche"):
+        parts = list(getattr(value, "__dict__", {}).values())
+        parts += [getattr(value, n, None) for n in getattr(value, "__slots__", ())]
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= _storages(part, seen)
+    return found
+
+
+def test_two_ranks_send_one_message_and_more_send_less_than_two() -> None:
+    codec = CODECS["int8"]
+    whole = codec.encoded_bytes(1_280_000)
+    assert sent_bytes(codec, 1_280_000, 2, 0) == whole + 4 * 8  # in four pieces
+    for world_size in (3, 4, 8):
+        parts = 2 * (world_size - 1) / world_size
+        sent = sent_bytes(codec, 1_280_000, world_size, 0)
+        assert sent == pytest.approx(parts * whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_of_weight_zero_sends_zeros_and_keeps_its_residual(
+    world_size: int,
+) -> None:
+    _, ends = exchanges(world_size, CODECS["int4"], 301)
+    summed(ends, [message(rank, 300) for rank in range(world_size)])
+    before = ends[0].state_dict()
+    silent = torch.cat([torch.full((300,), math.nan), torch.zeros(1)])
+    sent = [silent, *(message(rank, 300) for rank in range(1, world_size))]
+    sums = summed(ends, sent)
+    assert all(torch.equal(each, sums[0]) for each in sums)
+    assert bool(sums[0].isfinite().all())
+    assert float(sums[0][-1]) == world_size - 1
+    after = ends[0].state_dict()
+    begin, end = after["own"]  # of the sum, which others did send something to
+    for kept in (before, after):
+        kept["residual"][begin:end] = 0.0
+    assert same_state(before, after)
+    assert float(after["residual"].abs().max()) > 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_when_nobody_weighs_anything_nothing_moves(world_size: int) -> None:
+    _, ends = exchanges(world_size, CODECS["int4"], 301)
+    summed(ends, [message(rank, 300) for rank in range(world_size)])
+    before = [end.state_dict() for end in ends]
+    for each in summed(ends, [torch.zeros(301)] * world_size):
+        assert torch.equal(each, torch.zeros(301))
+    for end, state in zip(ends, before, strict=True):
+        assert same_state(end.state_dict(), state)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_light_message_does_not_blow_up_the_error_of_a_heavy_one(
+    world_size: int,
+) -> None:
+    codec = CODECS["int4"]
+    _, ends = exchanges(world_size, codec, 301)
+    summed(ends, [message(rank, 300, 1000.0) for rank in range(world_size)])
+    light = [message(rank, 300, 1.0) for rank in range(world_size)]
+    mean = summed(ends, light)[0] / world_size
+    off = (mean - torch.stack(light).mean(0)).abs().max()
+    # This mean's own error and the last one's; a sum's error would be 1000 times that.
+    assert float(off) <= 2 * one_error(codec, world_size, 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("place", "bad"),
+    [
+        (0, math.nan),
+        (150, math.inf),
+        (299, -math.inf),
+        (300, math.nan),
+        (300, math.inf),
+    ],
+)
+def test_what_is_no_number_makes_the_sum_none_on_every_rank(
+    name: str, world_size: int, place: int, bad: float
+) -> None:
+    _, ends = exchanges(world_size, CODECS[name], 301)
+    good = [message(rank, 300) for rank in range(world_size)]
+    summed(ends, good)
+    before = [end.state_dict() for end in ends]
+    spoilt = [each.clone() for each in good]
+    spoilt[1][place] = bad
+    for each in summed(ends, spoilt):
+        assert bool(each.isnan().all())
+    for end, state in zip(ends, before, strict=True):
+        assert same_state(end.state_dict(), state)
+    sums = summed(ends, good)
+    assert bool(sums[0].isfinite().all())
+    assert all(torch.equal(each, sums[0]) for each in sums)
+
+
+def test_a_sum_that_leaves_float32_is_none_on_every_rank() -> None:
+    _, ends = exchanges(3, CODECS["int8"], 301)
+    huge = torch.cat([torch.full((300,), 1.5e38), torch.ones(1)])
+    for each in summed(ends, [huge] * 3):
+        assert bool(each.isnan().all())
+
+
+def test_a_negative_weight_is_refused() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 3)
+    ends[0].contribution(0)[-1] = -1.0
+    with pytest.raises(
+        ProtocolError, match=r"a weight that is not negative, got -1\.0"
+    ):
+        ends[0].begin(0)
+
+
+@pytest.mark.parametrize("at", [0, 70_000, 262_143])
+def test_one_piece_that_is_not_finite_spoils_the_whole_sum(at: int) -> None:
+    _, ends = exchanges(2, CODECS["int8"], 262_144 + 1)
+    summed(ends, [message(rank, 262_144) for rank in range(2)])
+    before = [end.state_dict() for end in ends]
+    sent = [message(10 + rank, 262_144) for rank in range(2)]
+    sent[1][at] = math.inf
+    for found in summed(ends, sent):
+        assert found.isnan().all()
+    for end, state in zip(ends, before, strict=True):
+        assert same_state(end.state_dict(), state)
+
+
+def test_a_message_in_pieces_is_the_sum_of_one_in_none() -> None:
+    _, ends = exchanges(2, CODECS["int8"], 262_144 + 1)
+    sent = [message(rank, 262_144) for rank in range(2)]
+    found = summed(ends, sent)
+    for piece in range(4):
+        part = slice(65_536 * piece, 65_536 * (piece + 1))
+        _, alone = exchanges(2, CODECS["int8"], 65_536 + 1)
+        parts = [torch.cat([each[part], each[-1:]]) for each in sent]
+        assert torch.equal(summed(alone, parts)[0][:-1], found[0][part])

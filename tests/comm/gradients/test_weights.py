@@ -1,0 +1,222 @@
+"""Batches weigh what the user says: one process on the union batch, at any shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elche.coordination.auto import auto_policy
+from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, difference, identical, shared
+from tests.distributed.cases.one_process import replay
+from tests.runtime.test_resume_sync_ranks import Scripted
+from tests.distributed.test_sync import FOUR_TO_ONE
+from tests.comm.gradients.cases.weight_cases import (
+    Ended,
+    Job,
+    alone,
+    fitted,
+    on_ranks,
+    weigh_by,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+EXACT = 1e-13
+SYNC = Job(samples=16 * 12 + 5, options={"policy": "sync", "speed_hints": (1.0, 0.25)})
+
+
+def check(pool: RankPool, job: Job, reference: Ended, **pool_options: Any) -> None:
+    """Ranks hold what one process does, counted samples, and logged by tokens."""
+    ends = pool.run(on_ranks, job, case_setup=serve_in_thread, **pool_options)
+    assert identical([end.state for end in ends])
+    assert difference(ends[0].state, reference.state) <= EXACT
+    for end in ends:
+        assert end.logged == pytest.approx(reference.logged, rel=1e-12)
+        assert end.samples == reference.samples
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_steps_of_unequal_shares(ranks2: RankPool, loss: str, passes: int) -> None:
+    job = dataclasses.replace(SYNC, loss=loss, passes=passes)
+    check(ranks2, job, alone(job), env=FOUR_TO_ONE)
+
+
+@pytest.mark.parametrize(("is_stream", "workers"), [(True, 0), (True, 2), (False, 2)])
+def test_streams_and_samples_that_other_processes_load(
+    ranks2: RankPool, is_stream: bool, workers: int
+) -> None:
+    job = dataclasses.replace(SYNC, samples=85, is_stream=is_stream, workers=workers)
+    check(ranks2, job, alone(job))
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_ranks_without_samples_and_steps_without_a_token(
+    ranks3: RankPool, loss: str, transport: str
+) -> None:
+    """What was accumulated before a step of padding alone is still there after it."""
+    job = Job(
+        samples=43,
+        batch_size=2,
+        epochs=2,
+        loss=loss,
+        passes=3,
+        shuffle=False,
+        options={"policy": "sync", "transport": transport, "bucket_cap_mb": 1e-4},
+    )
+    check(ranks3, job, alone(job))
+
+
+def test_batch_norm_over_the_union(ranks2: RankPool) -> None:
+    job = dataclasses.replace(SYNC, samples=64, model="norm")
+    ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread, env=FOUR_TO_ONE)
+    assert identical([end.state for end in ends])
+    assert difference(ends[0].state, alone(job).state) <= 1e-11
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None:
+    """Windows of two batches and one: every step is one on three batches' tokens."""
+    job = Job(
+        samples=16 * 3 * 6 + 20,
+        epochs=2,
+        loss=loss,
+        shuffle=False,
+        options={
+            "policy": "cadence",
+            "update": "gradients",
+            "deterministic": True,
+            "speed_hints": (1.0, 0.5),
+        },
+    )
+    check(ranks2, job, alone(dataclasses.replace(job, batch_size=48)))
+
+
+def test_a_window_without_a_token_changes_nothing(ranks2: RankPool) -> None:
+    """Where a window of a batch from each rank is padding alone there is no step."""
+    options = {"policy": "cadence", "update": "gradients", "deterministic": True}
+    job = Job(samples=43, batch_size=1, shuffle=False, options=options)
+    reference = dataclasses.replace(job, batch_size=2)
+    check(ranks2, job, alone(reference, steps_on_padding=False))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_drifts_of_unequal_windows(
+    ranks3: RankPool, policy: str, tmp_path: Path
+) -> None:
+    """Each batch weighs the sum of its labels, in windows of two batches and one."""
+    record = tmp_path / "plan.json"
+    options = {
+        "policy": policy,
+        "drift_weights": "samples",
+        "deterministic": True,
+        "speed_hints": (1.0, 0.5, 0.5),
+        "record": str(record),
+    }
+    task = Task(
+        samples=100, batch_size=6, dtype="float64", weighs=True, options=options
+    )
+    traces = ranks3.run(shared, task, case_setup=serve_in_thread)
+    epochs = json.loads(record.read_text())
+    windows = [[WindowPlan(**each) for each in e["windows"]] for e in epochs]
+    by_samples = dataclasses.replace(task, weighs=False)
+    assert identical([trace.state for trace in traces])
+    assert difference(traces[0].state, replay(task, windows, 3)) <= EXACT
+    assert difference(traces[0].state, replay(by_samples, windows, 3)) > 1e-4
+
+
+def test_auto_switches_between_policies(
+    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step, then rank 1 alone in windows, then in step again."""
+    monkeypatch.setattr(auto_policy, "Chooser", Scripted)
+    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
+    options = {"policy": "auto", "drift_weights": "samples", "max_anchor": 20}
+    job = Job(samples=960, batch_size=8, epochs=4, options=options)
+    ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
+    reference = alone(job)
+    assert identical([end.state for end in ends])
+    assert difference(ends[0].state, reference.state) <= 1e-12
+    assert ends[0].logged == pytest.approx(reference.logged, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_replay_gives_the_same_bits(
+    ranks2: RankPool, policy: str, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "plan.json")
+    options = {"policy": policy, "drift_weights": "samples"}
+    if policy != "sync":
+        options["max_anchor"] = 2
+    states = []
+    for speeds, more in (
+        (("1", "0.5"), {"record": record}),
+        (
+            ("0.4", "1"),
+            {"replay": record},
+        ),
+    ):
+        env = [{"ELCHE_SPEED": s, "ELCHE_MS_PER_SAMPLE": "0.2"} for s in speeds]
+        job = Job(samples=200, options={**options, **more})
+        ends = ranks2.run(on_ranks, job, case_setup=serve_in_thread, env=env)
+        states += [end.state for end in ends]
+    assert identical(states)
+    assert all(torch.isfinite(value).all() for value in states[0].values())
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_micro_batches_weigh_their_tokens(ranks2: RankPool, loss: str) -> None:
+    """A device that holds four samples runs its share in parts, some of no token."""
+    env = [
+        {"ELCHE_MEMORY_SAMPLES": "4", "ELCHE_SPEED": "1"},
+        {"ELCHE_MEMORY_SAMPLES": None, "ELCHE_SPEED": "0.25"},
+    ]
+    for each in env:
+        each["ELCHE_MS_PER_SAMPLE"] = "0.2"
+    options = {"loss_reduction": loss, "speed_hints": (1.0, 0.25)}
+    ends = ranks2.run(fitted, options, case_setup=serve_in_thread, env=env)
+    state, trained, evaluated = fitted({"loss_reduction": loss})
+    assert identical([end[0] for end in ends])
+    assert difference(ends[0][0], state) <= 1e-12
+    for end in ends:
+        assert end[1] == pytest.approx(trained, rel=1e-9)
+        assert end[2] == pytest.approx(evaluated, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("negative", "-1"), ("nan", "tensor(nan)"), ("text", "'4'")],
+)
+def test_what_is_no_weight_is_refused_at_once(
+    ranks2: RankPool, kind: str, said: str, policy: str
+) -> None:
+    options = {"policy": policy, "deterministic": True}
+    first, second = ranks2.run(
+        weigh_by, kind, options, case_setup=serve_in_thread, expect_failure=True
+    )
+    number = 1 if policy == "sync" else 3
+    expected = f"rank 1: weight_of gave {said} for batch {number} of epoch 0; expected"
+    assert expected in str(second.error)
+    assert expected in str(first.error)
+
+
+def test_ranks_that_weigh_in_different_ways_are_told(ranks2: RankPool) -> None:
+    ends = ranks2.run(
+        weigh_by,
+        "one-sided",
+        {"policy": "sync"},
+        case_setup=serve_in_thread,
+        expect_failure=True,
+    )
+    for end in ends:
+        assert "loader.weight_of: rank 0 has true, rank 1 has false" in str(end.error)

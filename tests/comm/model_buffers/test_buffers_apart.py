@@ -1,0 +1,199 @@
+"""Ranks whose buffers have grown apart, where messages are laid out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import elche
+from elche import session
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import Cluster, predict
+from elche.coordination.auto import auto_calibration
+from elche.coordination.auto import auto_policy
+from elche.errors import ElcheError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.comm.model_buffers.cases.buffer_cases import (
+    Cached,
+    Script,
+    Seen,
+    Vectors,
+    regrouped,
+    train,
+)
+from tests.distributed.cases.tasks import identical
+from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+CHANGES = (
+    ("grows", 0),
+    ("appears", 0),
+    ("appears", 1),
+    ("appear in another order", 0),
+    ("vanishes", 0),
+    ("vanishes", 1),
+    ("is wider", 0),
+    ("is of another kind", 1),
+)
+WINDOWS = ("cadence", "async")
+EVERY: tuple[dict[str, Any], ...] = (
+    {"policy": "sync"},
+    {"policy": "cadence", "max_anchor": 2},
+    {"policy": "cadence", "update": "gradients", "max_anchor": 2},
+    {"policy": "async", "max_anchor": 2},
+)
+changes = pytest.mark.parametrize(("change", "rank"), CHANGES)
+
+
+def crossed(others: Sequence[Any]) -> list[Any]:
+    """Every change with each of some settings; all but one of them are slow tests."""
+    return [
+        pytest.param(
+            *(other, *change),
+            id=f"{change[0]}-{change[1]}-{other}",
+            marks=[] if at == number % len(others) else pytest.mark.slow,
+        )
+        for number, change in enumerate(CHANGES)
+        for at, other in enumerate(others)
+    ]
+
+
+def chooser_of(*script: tuple[str, tuple[int, ...]]) -> type[Any]:
+    """In place of a chooser: these policies, on these ranks, one per observation."""
+
+    class Scripted:
+        def __init__(self, **_: Any) -> None:
+            self._left = list(script)
+
+        def fix_update(self, update: str) -> None:
+            """Whatever it is, it is as the test wants."""
+
+        def observe(self, cluster: Cluster) -> Choice:
+            """The next of them; the last one stays."""
+            policy, ranks = self._left[0]
+            if len(self._left) > 1:
+                del self._left[0]
+            return Choice(
+                policy=policy,
+                anchor=1,
+                left_out=tuple({0, 1}.difference(ranks)),
+                prediction=predict(policy, cluster, ranks),
+                alternatives=(),
+                changed=True,
+                reason=f"as the test wants: {policy} on {ranks}",
+            )
+
+    return Scripted
+
+
+def run(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, chooser: type[Any], script: Script
+) -> list[Seen]:
+    """The script under a chooser that does as it is told."""
+    monkeypatch.setattr(auto_policy, "Chooser", chooser)
+    monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 1)
+    monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
+    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    return pool.run(train, script, case_setup=serve_in_thread)
+
+
+def check(found: list[Seen], script: Script) -> None:
+    """All went well: what is not a rank's own is equal, and was averaged."""
+    own = {
+        "appears": "late",
+        "appear in another order": "late_b",
+        "is wider": "",
+    }.get(script.change, "cache")
+    for seen in found:
+        told = [f"buffers {own}: each rank keeps its own"] if own else []
+        assert seen.said == told
+    assert [seen.error for seen in found] == [""] * len(found)
+    same = [{n: v.float() for n, v in seen.state.items()} for seen in found]
+    assert identical(same)
+    for name in {"last.running_mean", "level"} & same[0].keys():
+        assert bool(same[0][name].any())
+
+
+@pytest.mark.parametrize(("policy", "change", "rank"), crossed(WINDOWS))
+def test_windows_take_over(
+    ranks2: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    change: str,
+    rank: int,
+) -> None:
+    chooser = chooser_of((policy, (0, 1)))
+    script = Script(change, rank, {"policy": "auto", "max_anchor": 4}, samples=240)
+    found = run(ranks2, monkeypatch, chooser, script)
+    check(found, script)
+    assert all(seen.policies == ["sync", policy] for seen in found)
+
+
+@changes
+def test_one_trains_alone_and_all_go_on_in_step(
+    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch, change: str, rank: int
+) -> None:
+    alone, both = ("sync", (1,)), ("sync", (0, 1))
+    chooser = chooser_of(both, alone, both)
+    options = {"policy": "auto", "max_anchor": 4}
+    script = Script(change, rank, options, samples=360, epochs=4)
+    found = run(ranks2, monkeypatch, chooser, script)
+    check(found, script)
+    assert found[1].policies[:3] == ["sync", "async", "sync"]
+
+
+@pytest.mark.parametrize(("options", "change", "rank"), crossed(EVERY))
+def test_a_layer_is_unfrozen(
+    ranks2: RankPool, options: dict[str, Any], change: str, rank: int
+) -> None:
+    script = Script(change, rank, options, unfreezes=True)
+    found = ranks2.run(train, script, case_setup=serve_in_thread)
+    check(found, script)
+
+
+@pytest.mark.parametrize("change", ["goes", "comes"])
+def test_members_change(ranks3: RankPool, change: str) -> None:
+    states = ranks3.run(regrouped, change, case_setup=meeting)
+    held = states[:2] if change == "goes" else states
+    assert identical(held)
+    assert float(held[0]["last.num_batches_tracked"]) > 2
+    assert bool(held[0]["first.running_mean"].all())
+
+
+def _again(grows_on: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """Two runs with one model; its cache has grown on one rank in between."""
+    torch.manual_seed(2)
+    model: Any = Cached()
+    policies, error = ["sync", "cadence"], ""
+    try:
+        with session.failing_together():
+            for policy in policies:
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+                loader: Any = DataLoader(Vectors(24), batch_size=6)
+                model, optimizer, loader = elche.setup(
+                    model, optimizer, loader, policy=policy
+                )
+                for x, y in loader:
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if elche.rank() == grows_on:
+                    model.register_buffer("cache", torch.ones(9), persistent=False)
+    except ElcheError as raised:
+        error = str(raised)
+    elche.shutdown()
+    return error, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_is_trained_again(ranks2: RankPool, rank: int) -> None:
+    found = ranks2.run(_again, rank, case_setup=serve_in_thread)
+    assert [error for error, _ in found] == ["", ""]
+    assert identical([state for _, state in found])

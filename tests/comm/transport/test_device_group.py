@@ -1,0 +1,139 @@
+"""Which ranks sum on their devices, how that is tried, and the way of a message.
+
+Another backend stands in NCCL's place, and the CPU in the devices'.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from elche.comm.transport import device_group
+from elche.comm.transport.device_group import DeviceWork, open_device_group, serves
+from elche.comm.transport.process_group import Group, gather_texts
+from elche.errors import CommunicationError
+from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from tests.harness.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("places", "serving"),
+    [
+        ([], False),
+        ([("a", "gpu 1")], False),
+        ([("a", "gpu 1"), ("a", "gpu 2")], True),
+        ([("a", "gpu 1"), ("a", "gpu 1")], False),
+        ([("a", "gpu 1"), ("a", "")], False),
+        ([("a", "gpu 1"), ("b", "gpu 2")], False),
+    ],
+)
+def test_every_rank_needs_a_device_of_its_own_on_one_host(
+    places: list[tuple[str, str]], serving: bool
+) -> None:
+    assert serves(places) is serving
+
+
+def test_tensors_of_a_device_go_the_devices_way() -> None:
+    told: list[Any] = []
+    host = SimpleNamespace(allreduce=lambda tensors: told.append(("host", *tensors)))
+    group = Group(host, 0, 2, 1.0)
+    device = SimpleNamespace(all_reduce_async=lambda t: told.append(("device", t)))
+    near, far = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
+    group.all_reduce_async(cast("torch.Tensor", far))
+    group.devices = cast("Any", device)
+    group.all_reduce_async(cast("torch.Tensor", near))
+    group.all_reduce_async(cast("torch.Tensor", far))
+    assert told == [("host", far), ("host", near), ("device", far)]
+
+
+def test_what_does_not_end_among_devices_has_the_deadline() -> None:
+    group = Group(None, 0, 2, 0.01)
+    work = SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
+    with pytest.raises(CommunicationError, match="a sum among CUDA devices did not"):
+        DeviceWork(work, group).wait()
+
+
+def _gloo(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = deadline
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    meeting_place = dist.FileStore(str(store), world_size)
+    meeting_place.set_timeout(deadline)
+    return dist.ProcessGroupGloo(meeting_place, rank, world_size, options)
+
+
+def _opened(fault: str) -> tuple[list[float], str, bool]:
+    """The sums of a group that is formed under a fault, what was said, what is left."""
+    said: list[str] = []
+    folders: list[Path] = []
+    released = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(device_group.__name__)
+    logger.addHandler(handler)
+    with joined("gloo") as group:
+
+        def form(store: Path, rank: int, size: int, deadline: timedelta) -> Any:
+            folders.append(store.parent)
+            if rank == 1 and fault == "fails":
+                raise RuntimeError("no such device")
+            if rank == 1 and fault == "hangs":
+                released.wait(60.0)
+                raise RuntimeError("released")
+            made = _gloo(store, rank, size, deadline)
+            if rank == 1 and fault == "is wrong":
+                made.allreduce([torch.zeros(device_group.TRIED_ELEMENTS)]).wait()
+                nothing = SimpleNamespace(wait=lambda: None)
+                return SimpleNamespace(allreduce=lambda _: nothing, held=made)
+            return made
+
+        twice = fault == "one device"
+        name = "gpu" if twice else f"gpu {group.rank}"
+        timeout_s = 6.0 if fault in ("fails", "hangs") else 60.0
+        found = open_device_group(group, CPU, timeout_s, form, lambda _: name)
+        tensor = torch.full((3,), 2.0 + group.rank)
+        if found is not None:
+            group.wait(found.all_reduce_async(tensor), "a test")
+            assert folders[0].exists()
+            gather_texts(group, "", "looking")  # rank 0 removes it
+            found.close()
+        released.set()
+        for thread in threading.enumerate():
+            if thread.name == device_group.TRIAL:
+                thread.join(30.0)
+    logger.removeHandler(handler)
+    is_left = bool(folders) and group.rank == 0 and folders[0].exists()
+    return tensor.tolist(), "; ".join(said), is_left
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("", ""),
+        ("one device", ""),
+        ("fails", "NCCL does not serve (rank 1: no such device); gradients pass"),
+        ("is wrong", "NCCL does not serve (rank 0: expected sums of 3.0, got [1.0"),
+        ("hangs", "NCCL does not serve (rank 0: it did not form in time"),
+    ],
+)
+def test_a_group_is_tried_by_all_and_given_up_by_all(
+    ranks2: RankPool, fault: str, words: str
+) -> None:
+    found = ranks2.run(_opened, fault, case_setup=meeting)
+    works = fault == ""
+    for rank, (sums, said, is_left) in enumerate(found):
+        assert sums == [5.0] * 3 if works else [2.0 + rank] * 3
+        assert said.startswith(words) if rank == 0 else said == ""
+        assert bool(said) == (rank == 0 and bool(words))
+        assert not is_left

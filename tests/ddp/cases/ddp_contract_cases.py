@@ -1,0 +1,617 @@
+"""What ranks run in the tests of what `elche.DistributedDataParallel` promises."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from elche.comm.transport.process_group import Group
+from elche.ddp.wrapper import DistributedDataParallel
+from elche.errors import CommunicationError
+from tests.ddp.cases.ddp_cases import (
+    FEATURES,
+    STORE,
+    Plan,
+    Trace,
+    build,
+    elche_group,
+    gradients_of,
+    steps,
+    torch_world,
+    wrap,
+)
+from tests.distributed.patience import all_here, lose_patience
+from tests.harness.rank_main import this_place
+
+KINDS = {"elche": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
+
+
+def data(seed: int = 0, count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Another batch on every rank."""
+    return batch_of(this_place().rank, seed, count)
+
+
+def batch_of(rank: int, seed: int, count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of a rank."""
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def backward(ddp: Any, seed: int = 0, count: int = 4) -> None:
+    x, y = data(seed, count)
+    F.cross_entropy(ddp(x), y).backward()
+
+
+def local_gradients(model: nn.Module, seed: int = 0) -> dict[str, Any]:
+    """What this rank alone computes, on a copy of the model."""
+    twin = build("mlp")
+    twin.load_state_dict(model.state_dict())
+    backward(twin, seed)
+    return gradients_of(twin)
+
+
+def without_sync() -> tuple[Any, Any, Any]:
+    """Gradients inside no_sync, those of this rank alone, and the reductions."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"))
+        with ddp.no_sync():
+            backward(ddp)
+        found = gradients_of(ddp.module), local_gradients(ddp.module)
+        return *found, ddp.last_reduction
+
+
+def unreduced(strategy: str) -> tuple[Any, Any]:
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"), strategy=strategy)
+        backward(ddp)
+        ddp.join_step()
+        return gradients_of(ddp.module), local_gradients(ddp.module)
+
+
+def buffers(kind: str, **options: Any) -> list[Any]:
+    """Running means after the start, a step, an accumulated step and an evaluation."""
+    with torch_world():
+        # torch's wrapper may deadlock if it outlives its group: it ends with the call.
+        return _buffers(KINDS[kind], options)
+
+
+def _buffers(wrapper: Any, options: dict[str, Any]) -> list[Any]:
+    found, model = [], build("cnn", seed=3)
+    norm = model[2]
+    norm.running_mean += this_place().rank
+    ddp = wrapper(model, **options)
+    found.append(norm.running_mean.clone())
+    backward(ddp, 1)
+    ddp.eval()
+    ddp(data(1)[0])
+    ddp.train()
+    found.append(norm.running_mean.clone())
+    with ddp.no_sync():
+        backward(ddp, 2)
+    backward(ddp, 3)
+    ddp.eval()
+    ddp(data(1)[0])
+    found.append(norm.running_mean.clone())
+    found.append(norm.num_batches_tracked.clone())
+    return found
+
+
+def buffers_of_who_trained() -> tuple[Any, Any]:
+    """Rank 0 has no batch: the others' statistics must not be lost."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("cnn"))
+        before = ddp.module[2].running_mean.clone()
+        if this_place().rank == 0:
+            ddp.join_step()
+        else:
+            backward(ddp)
+        return before, ddp.module[2].running_mean.clone()
+
+
+def evaluate_on_one_rank() -> bool:
+    """An evaluation on rank 0 alone waits for nobody."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("cnn"))
+        backward(ddp)
+        if this_place().rank == 0:
+            ddp.eval()
+            with torch.no_grad():
+                ddp(data()[0])
+            ddp.train()
+        backward(ddp)
+        return True
+
+
+def memory_of_gradients(views: bool) -> tuple[bool, bool]:
+    """Whether gradients share storage; whether a kept one stays as it was."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"), gradient_as_bucket_view=views)
+        backward(ddp, 0)
+        ddp.zero_grad()
+        backward(ddp, 1)
+        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+        storages = {g.untyped_storage().data_ptr() for g in gradients}
+        kept, values = gradients[0], gradients[0].clone()
+        for seed in (2, 3):
+            ddp.zero_grad()
+            backward(ddp, seed)
+        return len(storages) < len(gradients), torch.equal(kept, values)
+
+
+def buckets_of(cap_mb: float | None) -> tuple[Any, Any]:
+    """Buckets before and after the first backward, of a model used in reverse."""
+
+    class Reverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(8, 3)
+            self.into = nn.Linear(FEATURES, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.out(self.into(x).tanh())
+            return result
+
+    with torch_world():
+        ddp = DistributedDataParallel(Reverse().double(), bucket_cap_mb=cap_mb)
+        before = ddp.buckets
+        backward(ddp)
+        return before, ddp.buckets
+
+
+class Shared(nn.Module):
+    """A layer that is checkpointed twice: two gradients of it in one backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, FEATURES)
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.spare = nn.Linear(FEATURES, FEATURES)
+        self.head = nn.Linear(FEATURES, 3)
+        self.reentrant = reentrant
+        self.use_spare = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        if self.use_spare:
+            x = self.spare(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def checkpointed(reentrant: bool, static_graph: bool, changes: bool) -> Any:
+    """Gradients of three backwards, or the error's text."""
+    with torch_world():
+        torch.manual_seed(3)
+        model = Shared(reentrant=reentrant).double()
+        ddp = DistributedDataParallel(
+            model, static_graph=static_graph, bucket_cap_mb=1e-5
+        )
+        found = []
+        try:
+            for step in range(3):
+                model.use_spare = changes and step == 2
+                ddp.zero_grad()
+                backward(ddp, step)
+                found.append(gradients_of(model))
+                reduction = ddp.last_reduction
+        except ValueError as error:
+            return str(error)
+        assert reduction is not None
+        return found, reduction.launched_early
+
+
+def checkpointed_alone() -> Any:
+    """The mean over two ranks of what :func:`checkpointed` computes."""
+    torch.manual_seed(3)
+    model = Shared(reentrant=False).double()
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        for rank in range(2):
+            x, y = batch_of(rank, step)
+            (F.cross_entropy(model(x), y) / 2).backward()
+        found.append(gradients_of(model))
+    return found
+
+
+def weigh(case: str) -> Any:
+    """Gradients and weights where this rank's weight is set or not counted."""
+    rank = this_place().rank
+    with torch_world():
+        plain = case == "ranks"
+        ddp = DistributedDataParallel(
+            build("mlp"), weight_by="ranks" if plain else "samples", dim=case == "dim"
+        )
+        own = local_gradients(ddp.module)
+        if case == "tokens":
+            ddp.set_weight((30.0, 10.0)[rank])
+        elif case == "zero":
+            ddp.set_weight(float(rank))
+        if case == "dim":
+            x, y = data()
+            F.cross_entropy(ddp(x), y).backward()
+        else:
+            backward(ddp)
+        first = ddp.last_reduction.weights
+        reduced = gradients_of(ddp.module)
+        backward(ddp, 1)
+        return own, reduced, first, ddp.last_reduction.weights
+
+
+def refused(case: str) -> str:
+    """The error of a wrapper that cannot be made, or cannot go on."""
+    odd = this_place().rank == 1
+    model, options = build("mlp"), {}
+    if case == "shape" and odd:
+        model[2] = nn.Linear(16, 4).double()
+    elif case == "dtype" and odd:
+        model[2].float()
+    elif case == "count" and odd:
+        model.append(nn.Linear(3, 3).double())
+    elif case == "frozen" and odd:
+        model[0].requires_grad_(False)
+    elif case == "order" and odd:
+        model = nn.Sequential(*reversed(build("deep")[:6]))
+        model._modules = dict(reversed(list(model._modules.items())))
+    elif case == "order":
+        model = build("deep")[:6]
+    elif case == "plan":
+        options["bucket_cap_mb"] = 2.0 if odd else 1.0
+    elif case == "static":
+        options["static_graph"] = odd
+    elif case == "sparse" and odd:
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+    elif case == "meta" and odd:
+        model.to("meta")
+    elif case == "expanded" and odd:
+        model.register_buffer("row", torch.zeros(3).expand(2, 3))
+    elif case == "sparse tensor" and odd:
+        model.register_buffer("eye", torch.eye(2).to_sparse())
+    elif case == "nothing":
+        model.requires_grad_(False)
+    elif case == "lazy":
+        model = nn.LazyLinear(3)
+    elif case == "hook":
+        options["comm_hook"] = print
+    elif case == "misspelt":
+        options["find_unused_parameter"] = False
+    elif case == "delayed":
+        options["param_to_hook_all_reduce"] = model[0].weight
+    elif case == "precision":
+        options["mixed_precision"] = object()
+    elif case == "only torch's":
+        options = {"mixed_precision": None, "batched_grad_copy": True}
+    elif case == "strategy":
+        options["strategy"] = "eager"
+    elif case == "device_ids":
+        options["device_ids"] = [0]
+    with torch_world():
+        try:
+            DistributedDataParallel(model, **options)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def misused(case: str) -> str:
+    """The error of a wrapper that is used wrongly."""
+    with torch_world():
+        model = build("mlp")
+        if case == "unfrozen":
+            model[0].requires_grad_(False)
+        loss = "sum" if case == "twice summed" else "mean"
+        ddp = DistributedDataParallel(model, loss_reduction=loss)
+        x, y = data()
+        try:
+            if case == "unfrozen":
+                model[0].requires_grad_(True)
+                ddp(x)
+            elif case == "create_graph":
+                F.cross_entropy(ddp(x), y).backward(create_graph=True)
+            elif case == "twice summed":
+                backward(ddp)
+                ddp.zero_grad(set_to_none=False)
+                backward(ddp)
+                backward(ddp)
+            elif case == "weight":
+                ddp.set_weight(-1.0)
+            elif case == "hook":
+                ddp.register_comm_hook(None, print)
+            elif case == "broken":
+                loss_value = F.cross_entropy(ddp(x), y)
+                model[0].weight.register_hook(_raise)
+                with contextlib.suppress(ZeroDivisionError):
+                    loss_value.backward()
+                ddp(x)
+            elif case == "a copy":
+                copy.deepcopy(ddp)(x)
+            elif case == "torch's join":
+                Join([ddp])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            model.zero_grad()
+    return "no error"
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError("a fault in a user's hook")
+
+
+def sparse_on_first_use() -> str:
+    """A sparse gradient that no module announced."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 3))
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return F.embedding(index, self.table, sparse=True)
+
+    with torch_world():
+        ddp = DistributedDataParallel(Table())
+        try:
+            ddp(torch.tensor([1, 2])).sum().backward()
+        except ValueError as error:
+            return str(error)
+    return "reduced"
+
+
+def late(transport: str) -> str:
+    """Rank 1 does not come to the second step."""
+    rank = this_place().rank
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"), transport=transport)
+        backward(ddp)
+        all_here(os.environ[STORE])
+        lose_patience(ddp._group, 1.0)
+        if rank == 1:
+            return "away"
+        own = local_gradients(ddp.module, 1)
+        ddp.zero_grad()
+        try:
+            backward(ddp, 1)
+        except CommunicationError as error:
+            for name, value in gradients_of(ddp.module).items():
+                assert torch.equal(value, own[name]), name
+            return f"{type(error).__name__}: {error}"
+    return "reduced"
+
+
+def killed(transport: str) -> str:
+    """Rank 1's process ends inside the second step."""
+    with torch_world(timeout_s=300.0):
+        ddp = DistributedDataParallel(build("mlp"), transport=transport)
+        backward(ddp)
+        if this_place().rank == 1:
+            os._exit(3)
+        try:
+            backward(ddp, 1)
+        except CommunicationError as error:
+            return str(error)
+    return "reduced"
+
+
+def several_backwards(case: str) -> dict[str, Any]:
+    """Gradients where forwards and backwards do not come in pairs."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"))
+        (x, y), (other, z) = data(0), data(1)
+        if case == "retained":
+            loss = F.cross_entropy(ddp(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif case == "two forwards":
+            (F.cross_entropy(ddp(x), y) + F.cross_entropy(ddp(other), z)).backward()
+        elif case == "twice":
+            backward(ddp, 0)
+            backward(ddp, 1)
+        elif case == "penalty":
+            x.requires_grad_(True)
+            out = ddp(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (F.cross_entropy(out, y) + slope.square().mean()).backward()
+        elif case == "skipped":
+            ddp(other)  # its loss was not finite, say
+            backward(ddp, 0)
+            assert ddp.last_reduction.weights == (4.0, 4.0)
+        elif case == "inner":
+            backward(ddp, 0)
+            if this_place().rank == 0:  # not through the wrapper: nobody is waited for
+                F.cross_entropy(ddp.module(x), y).backward(inputs=[x.requires_grad_()])
+                torch.autograd.grad(ddp(x).sum(), list(ddp.parameters()))
+        return gradients_of(ddp.module)
+
+
+def several_backwards_alone(case: str) -> dict[str, Any]:
+    """The mean over two ranks of the same, in this process."""
+    model = build("mlp")
+    for rank in range(2):
+        (x, y), (other, z) = batch_of(rank, 0), batch_of(rank, 1)
+        loss = F.cross_entropy(model(x), y)
+        if case == "retained":
+            loss = 2 * loss
+        elif case in ("two forwards", "twice"):
+            loss = loss + F.cross_entropy(model(other), z)
+        elif case == "penalty":
+            x.requires_grad_(True)
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = F.cross_entropy(out, y) + slope.square().mean()
+        (loss / 2).backward()
+    return gradients_of(model)
+
+
+def uneven_loops(divide: bool) -> tuple[Any, Any]:
+    """Rank 1 has more batches; the state at the end, and who weighed when."""
+    with torch_world():
+        model = build("mlp")
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        weights = []
+        with ddp.join(divide_by_initial_world_size=divide):
+            for step in range(2 + 2 * this_place().rank):
+                backward(ddp, step)
+                assert ddp.last_reduction is not None
+                weights.append(ddp.last_reduction.weights)
+                optimizer.step()
+                optimizer.zero_grad()
+        return {k: v.clone() for k, v in model.state_dict().items()}, weights
+
+
+def uneven_loops_alone(divide: bool) -> dict[str, Any]:
+    """The same in this process: two steps of both ranks, two of rank 1."""
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        ranks = (0, 1) if step < 2 else (1,)
+        for rank in ranks:
+            x, y = batch_of(rank, step)
+            share = 2 if divide else len(ranks)
+            (F.cross_entropy(model(x), y) / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def early_end() -> str:
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"))
+        try:
+            with ddp.join(throw_on_early_termination=True):
+                for step in range(2 + this_place().rank):
+                    backward(ddp, step)
+        except Exception as error:
+            backward(ddp)  # all go on together
+            return str(error)
+    return "went on"
+
+
+def wrapper_is_a_module() -> tuple[list[str], bool, bool]:
+    """Keys as torch's; a round trip; attributes of the module are not the wrapper's."""
+    with torch_world():
+        model = build("mlp")
+        ddp = DistributedDataParallel(model)
+        theirs = nn.parallel.DistributedDataParallel(build("mlp"))
+        state = {k: v + 1 for k, v in theirs.state_dict().items()}
+        ddp.load_state_dict(state)
+        loaded = all(torch.equal(v, ddp.state_dict()[k]) for k, v in state.items())
+        model.extra = 1
+        return list(ddp.state_dict()), loaded, hasattr(ddp, "extra")
+
+
+def wrap_again() -> dict[str, Any]:
+    """A second wrapper of a module whose first one was dropped."""
+    with torch_world():
+        model = build("mlp")
+        first = DistributedDataParallel(model)
+        backward(first)
+        model.zero_grad()
+        del first
+        gc.collect()
+        backward(DistributedDataParallel(model))
+        return gradients_of(model)
+
+
+def accumulate_then_join() -> Any:
+    """Rank 1 has accumulated a batch, and has none left for the step itself."""
+    with torch_world():
+        ddp = DistributedDataParallel(build("mlp"))
+        if this_place().rank == 1:
+            with ddp.no_sync():
+                backward(ddp)
+            reduction = ddp.join_step()
+        else:
+            backward(ddp)
+            reduction = ddp.last_reduction
+        assert reduction is not None
+        assert reduction.wait_s > 0.0
+        assert reduction.total_weight == 8.0
+        return gradients_of(ddp.module), reduction.weights
+
+
+def one_rank() -> Any:
+    """Each rank in a group of its own."""
+    with elche_group((this_place().rank,)) as group:
+        ddp = DistributedDataParallel(build("mlp"), process_group=group)
+        backward(ddp)
+        return gradients_of(ddp.module), local_gradients(ddp.module)
+
+
+def kinds_of_groups() -> list[Any]:
+    """Gradients in the default group, in one given, and in one of elche's."""
+    found = []
+    with torch_world():
+        for group in (None, dist.new_group()):
+            ddp = DistributedDataParallel(build("mlp"), process_group=group)
+            assert isinstance(ddp.process_group, dist.ProcessGroup)
+            backward(ddp)
+            found.append(gradients_of(ddp.module))
+    with elche_group((0, 1)) as own:
+        ddp = DistributedDataParallel(build("mlp"), process_group=own)
+        assert isinstance(ddp.process_group, Group)
+        backward(ddp)
+        found.append(gradients_of(ddp.module))
+    return found
+
+
+def start(init_sync: bool) -> torch.Tensor:
+    with torch_world():
+        model = build("mlp", seed=this_place().rank)
+        DistributedDataParallel(model, init_sync=init_sync)
+        weight: torch.Tensor = model[0].weight
+        return weight.detach().clone()
+
+
+def change_of_members(before: Plan, after: Plan, fails: bool) -> Any:
+    """Three ranks, then ranks 0 and 2, then all three again under one wrapper.
+
+    Args:
+        before: steps of three ranks.
+        after: steps of two.
+        fails: rank 1 leaves in the middle of a step that the others redo.
+    """
+    rank = this_place().rank
+    traces: list[Trace] = []
+    with contextlib.ExitStack() as groups:
+        everybody = groups.enter_context(elche_group((0, 1, 2)))
+        model = build(before.model, before.dtype, seed=3 + rank)
+        ddp = wrap(before, model, process_group=everybody)
+        traces.append(steps(before, ddp))
+        if fails:
+            all_here(os.environ[STORE])
+            lose_patience(everybody, 1.0)
+        if rank == 1:
+            if not fails:
+                with elche_group((1, 0, 2)) as joined:
+                    ddp.set_group(joined)
+                    traces.append(Trace())
+                    traces.append(steps(before, ddp, joined.rank))
+            return traces
+        if fails:
+            x, y = before.batch(0)
+            with contextlib.suppress(CommunicationError):
+                F.cross_entropy(ddp(x), y).backward()
+            ddp.zero_grad()
+        with elche_group((0, 2)) as smaller:
+            ddp.set_group(smaller)
+            traces.append(steps(after, ddp, smaller.rank))
+        if not fails:
+            with elche_group((1, 0, 2)) as joined:
+                ddp.set_group(joined)
+                traces.append(steps(before, ddp, joined.rank))
+    return traces

@@ -1,0 +1,127 @@
+"""What ranks run in the tests of SyncBatchNorm under the wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+from torch import nn
+
+import elche
+from elche.comm.transport.exchange import SharedExchange
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.ddp.wrapper import DistributedDataParallel
+from tests.ddp.cases.ddp_cases import (
+    Plan,
+    Trace,
+    build,
+    elche_group,
+    gradients_of,
+    steps,
+    torch_world,
+    wrap,
+)
+from tests.harness.rank_main import this_place
+
+
+def converted(seed: int = 3) -> nn.Module:
+    """The net with BatchNorm over all ranks."""
+    return elche.convert_sync_batchnorm(build("cnn", seed=seed))
+
+
+def train_norms(plan: Plan) -> tuple[Trace, set[bool]]:
+    """The plan on this rank; also whether the layers met in shared memory."""
+    with torch_world():
+        model = converted(3 + this_place().rank)
+        trace = steps(plan, wrap(plan, model))
+        (layer,) = sync_batchnorm_layers(model).values()
+        exchanges = layer.scope._exchanges.values()
+        met = {isinstance(each, SharedExchange) for each in exchanges}
+        assert layer.spans_ranks
+    return trace, met
+
+
+def train_in_own_group(plan: Plan) -> Trace:
+    """The plan in a group of elche's own, which serves for both."""
+    world = tuple(range(this_place().world_size))
+    with elche_group(world) as group:
+        return steps(plan, wrap(plan, converted(), process_group=group))
+
+
+def train_by_tokens(plan: Plan, tokens: tuple[tuple[int, ...], ...]) -> Trace:
+    """Weights that the user sets; an empty batch where a rank has no samples."""
+    rank, trace = this_place().rank, Trace()
+    with torch_world():
+        ddp = wrap(plan, converted())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        for step, sizes in enumerate(plan.sizes):
+            x, y = plan.batch(step)
+            begin = sum(sizes[:rank])
+            mine = slice(begin, begin + sizes[rank])
+            ddp.set_weight(tokens[step][rank])
+            out = ddp(x[mine])
+            empty = not sizes[rank]
+            (out.sum() if empty else F.cross_entropy(out, y[mine])).backward()
+            trace.gradients.append(gradients_of(ddp.module))
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.state = {k: v.clone() for k, v in ddp.module.state_dict().items()}
+    return trace
+
+
+def refusals() -> list[str]:
+    """What is said to what cannot work, on every rank alike."""
+    said = []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except elche.ConfigError as error:
+            said.append(str(error))
+
+    with torch_world():
+        ddp = DistributedDataParallel(converted())
+        note(ddp.join_step)
+        note(ddp.join().__enter__)
+        out = ddp(torch.ones(2, 6, dtype=torch.float64) * this_place().rank)
+        note(lambda: ddp.set_weight(3.0))
+        out.sum().backward()
+    with elche_group((0, 1)) as group:
+        note(lambda: DistributedDataParallel(converted(), process_group=group))
+    return said
+
+
+def mixed_models() -> str:
+    """Rank 1 forgot to convert."""
+    with torch_world():
+        model = converted() if this_place().rank == 0 else build("cnn")
+        try:
+            DistributedDataParallel(model)
+        except elche.MismatchError as error:
+            return str(error)
+    return ""
+
+
+def another_group() -> tuple[bool, list[Any], int]:
+    """In a new group the layers follow; how many of torch's groups are left."""
+    found = []
+    x = torch.ones(2, 6, dtype=torch.float64) * (1 + this_place().rank)
+    with torch_world():
+        ddp = DistributedDataParallel(converted())
+        ddp(x * x).square().sum().backward()
+        found.append(gradients_of(ddp.module))
+        ddp.zero_grad()
+        ddp.set_group(dist.new_group())
+        (layer,) = sync_batchnorm_layers(ddp.module).values()
+        assert layer.scope.world_size == 2
+        with torch.no_grad():
+            ddp(x)  # statistics alone; weighed by elements
+        layer.reset_running_stats()
+        ddp(x * x).square().sum().backward()
+        found.append(gradients_of(ddp.module))
+        ddp.eval()
+        alone = ddp(x[:1]).shape == (1, 3)
+        groups = len(dist.distributed_c10d._world.pg_map)
+    return alone, found, groups

@@ -1,0 +1,538 @@
+"""Scripts as people write them, run with torch's wrapper and with elche's.
+
+Each takes the wrapper's class and returns what it has at the end; batches are equal, so
+that both must come to the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Categorical
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from elche.ddp.group import as_group
+from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
+from elche.ddp.wrapper import DistributedDataParallel
+from tests.ddp.cases.ddp_cases import FEATURES, build, gradients_of, torch_world
+from tests.ddp.cases.ddp_contract_cases import KINDS, Shared, batch_of, data
+from tests.pipeline.cases.pipeline_cases import Omit
+from tests.harness.rank_main import this_place
+
+Found = dict[str, Any]
+
+
+def both(script: str) -> tuple[Found, Found]:
+    """What this rank has at the end with elche's wrapper and with torch's."""
+    with torch_world(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        run = SCRIPTS[script]
+        theirs = run(KINDS["torch"])
+        return run(KINDS["elche"]), theirs
+
+
+def end_of(model: nn.Module, *, local: tuple[str, ...] = ()) -> Found:
+    """Values and gradients, but for buffers that are each rank's own."""
+    values = {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if not name.endswith(local)
+    }
+    gradients = {f"{n} gradient": g for n, g in gradients_of(model).items()}
+    return {**values, **gradients}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loop(
+    ddp: nn.Module,
+    loss_of: Callable[..., torch.Tensor] | None = None,
+    steps: int = 3,
+    *,
+    set_to_none: bool = True,
+) -> None:
+    """Plain training; gradients of the last step stay."""
+    optimizer = sgd(ddp)
+    for step in range(steps):
+        x, y = data(step)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = loss_of(ddp, x, y) if loss_of else F.cross_entropy(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+def accumulating(wrapper: Any) -> Found:
+    """Micro-batches into views of buckets that are zeroed in place."""
+    model = build("mlp", seed=this_place().rank)
+    ddp = wrapper(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    for step in range(3):
+        for micro in range(3):
+            x, y = data(3 * step + micro)
+            with ddp.no_sync() if micro < 2 else nullcontext():
+                (F.cross_entropy(ddp(x), y) / 3).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return end_of(model)
+
+
+def ignored(wrapper: Any) -> Found:
+    """A parameter and a buffer that stay each rank's own."""
+    model = build("cnn", seed=this_place().rank)
+    names = ["5.bias", "2.running_mean"]
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = wrapper(model)
+    loop(ddp)
+    others = ("var", "tracked") if this_place().rank else ()
+    return end_of(model, local=others)
+
+
+def replaced(wrapper: Any) -> Found:
+    """Parameters' data and gradients are other tensors after every step."""
+    model = build("mlp")
+    ddp = wrapper(model, gradient_as_bucket_view=True)
+    for step in range(3):
+        x, y = data(step)
+        F.cross_entropy(ddp(x), y).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+            parameter.data = parameter.data - 0.1 * parameter.grad
+            parameter.grad = parameter.grad * 0.0 if step == 0 else None
+    return end_of(model)
+
+
+def checkpointed_as_a_whole(wrapper: Any) -> Found:
+    model = build("mlp")
+    ddp = wrapper(model)
+    loop(ddp, lambda m, x, y: F.cross_entropy(checkpoint(m, x, use_reentrant=False), y))
+    found = end_of(model)
+    with ddp.no_sync():
+        x, y = data(7)
+        loss = F.cross_entropy(checkpoint(ddp, x, use_reentrant=False), y)
+    loss.backward()  # recomputed where gradients are reduced, but meant to stay local
+    return {**found, **{f"local {k}": v for k, v in end_of(model).items()}}
+
+
+def scaled(wrapper: Any) -> Found:
+    """A gradient overflows on one rank: all skip the step."""
+    model = build("mlp", dtype="float32")
+    ddp, optimizer = wrapper(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for step in range(4):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(ddp(x.float()), y)
+        if step == 1 and this_place().rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {**end_of(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+class Policy(nn.Module):
+    """Returns a distribution, which is no container, and a tensor beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 8)
+        self.head = nn.Linear(8, 3)
+        self.loss = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        logits = self.head(hidden)
+        self.loss = logits.square().mean()
+        return Categorical(logits=logits), hidden
+
+
+def distribution(wrapper: Any) -> Found:
+    """The loss is made of the distribution alone."""
+    model = Policy().double()
+    model.load_state_dict(_filled(model))
+    loop(wrapper(model), lambda m, x, y: -m(x)[0].log_prob(y).mean())
+    return end_of(model)
+
+
+def loss_on_the_module(wrapper: Any) -> Found:
+    """Backward does not go through what the forward returned."""
+    model = Policy().double()
+    model.load_state_dict(_filled(model))
+
+    def loss_of(ddp: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ddp(x)
+        loss: torch.Tensor = ddp.module.loss
+        return loss
+
+    loop(wrapper(model), loss_of)
+    return end_of(model)
+
+
+def _filled(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
+
+
+def _fails(*_: Any) -> None:
+    raise ZeroDivisionError("a fault in the user's code")
+
+
+def broken_before_any_gradient(wrapper: Any) -> Found:
+    """One rank's backward fails at its beginning, and it goes on with the others."""
+    model = build("mlp")
+    ddp = wrapper(model)
+    x, y = data(0)
+    F.cross_entropy(ddp(x), y).backward()
+    model.zero_grad()
+    if this_place().rank == 1:
+        out = ddp(x)
+        out.register_hook(_fails)
+        with suppress(ZeroDivisionError):
+            F.cross_entropy(out, y).backward()
+    F.cross_entropy(ddp(x), y).backward()
+    return end_of(model)
+
+
+class Caches(nn.Module):
+    """Buffers that are made, and grow, in the first forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", None, persistent=False)
+        self.register_buffer("grown", torch.ones(1))
+        self.body = nn.Linear(FEATURES, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.grown) < len(x):
+            self.grown = torch.ones(len(x), dtype=x.dtype)
+            self.made = torch.full((1,), 2.0, dtype=x.dtype)
+        out: torch.Tensor = self.norm(self.body(x) * self.grown[: len(x), None])
+        return out
+
+
+def caches(wrapper: Any) -> Found:
+    torch.manual_seed(3)
+    model = Caches().double()
+    ddp = wrapper(model)
+    for step in range(4):
+        x, y = data(step, 4 + step)
+        F.cross_entropy(ddp(x), y).backward()
+    ddp.eval()
+    ddp(x)
+    return end_of(model, local=("mean", "var", "tracked") if this_place().rank else ())
+
+
+def closure(wrapper: Any) -> Found:
+    model = build("mlp")
+    ddp = wrapper(model)
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.5, max_iter=3)
+    for step in range(2):
+        x, y = data(step)
+
+        def again(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            F.cross_entropy(ddp(x), y).backward()
+            return 1.0
+
+        optimizer.step(again)
+    return end_of(model)
+
+
+def chained(wrapper: Any) -> Found:
+    """Two wrappers in one backward, then one against the other."""
+    first, second = build("mlp"), nn.Linear(3, 3).double()
+    second.load_state_dict(_filled(second))
+    one, other = wrapper(first), wrapper(second)
+    optimizers = sgd(one), sgd(other)
+    for step in range(2):
+        x, y = data(step)
+        F.cross_entropy(other(one(x)), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        other(one(x).detach()).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    return {**end_of(first), **{f"2 {k}": v for k, v in end_of(second).items()}}
+
+
+class Sequences(nn.Module):
+    """Reads packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(FEATURES, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, packed: nn.utils.rnn.PackedSequence) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.reader(packed)[1][0][0])
+        return out
+
+
+def packed_sequences(wrapper: Any) -> Found:
+    """Ranks have equally many sequences, of other lengths."""
+    torch.manual_seed(3)
+    model = Sequences().double()
+    lengths = torch.tensor([[5, 5, 5, 5], [5, 3, 2, 1]][this_place().rank])
+    x = data(0, 20)[0].view(4, 5, FEATURES)
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    ddp = wrapper(model)
+    F.cross_entropy(ddp(packed), torch.tensor([0, 1, 2, 0])).backward()
+    return end_of(model)
+
+
+def late_static_graph(wrapper: Any) -> Found:
+    """`_set_static_graph()`, which scripts with checkpoints call."""
+    torch.manual_seed(3)
+    model = Shared(reentrant=True).double()
+    ddp = wrapper(model)
+    ddp._set_static_graph()
+    loop(ddp)
+    return end_of(model)
+
+
+def averaged_copy(wrapper: Any) -> Found:
+    """A moving average is a copy of the wrapper, and evaluates."""
+    model = build("cnn")
+    ddp = wrapper(model, broadcast_buffers=False)
+    average = AveragedModel(ddp, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    loop(ddp)
+    average.update_parameters(ddp)
+    average.eval()
+    with torch.no_grad():
+        out = average(batch_of(0, 9)[0])
+    return {"out": out, **end_of(average.module.module)}
+
+
+def saved_as_a_whole(wrapper: Any) -> Found:
+    ddp, file = wrapper(build("mlp")), io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        return {"out": loaded(batch_of(0, 9)[0])}
+
+
+def uneven_with_local_buffers(wrapper: Any) -> Found:
+    """Statistics that are each rank's own stay so when loops join."""
+    torch.manual_seed(3)
+    model = build("cnn")
+    ddp, optimizer = wrapper(model, broadcast_buffers=False), sgd(model)
+    with ddp.join():
+        for step in range(2 + this_place().rank):
+            x, y = data(step)
+            with ddp.no_sync():
+                F.cross_entropy(ddp(x), y).backward()
+            F.cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return end_of(model)
+
+
+def compiled(wrapper: Any) -> Found:
+    """`torch.compile` around the wrapper and inside it."""
+    model = build("mlp")
+    ddp = wrapper(torch.compile(model, backend="aot_eager"))
+    outside = torch.compile(wrapper(build("mlp")), backend="aot_eager")
+    for step in range(3):
+        x, y = data(step)
+        with ddp.no_sync() if step == 1 else nullcontext():
+            F.cross_entropy(ddp(x), y).backward()
+        F.cross_entropy(outside(x), y).backward()
+    return {**end_of(model), **{f"o {k}": v for k, v in end_of(outside).items()}}
+
+
+def scripted(wrapper: Any) -> Found:
+    """A part of the model is compiled by torch.jit."""
+    model = build("mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, in one category or another
+        model = nn.Sequential(torch.jit.script(model[:2]), model[2])
+    loop(wrapper(model))
+    return end_of(model)
+
+
+def halving_hooks(wrapper: Any) -> Found:
+    """Hooks that change gradients, registered after the model was wrapped."""
+    model = build("mlp")
+    ddp = wrapper(model)
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    loop(ddp)
+    return end_of(model)
+
+
+class Omitting(nn.Module):
+    """Has no gradient for a parameter and a layer in passes that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.below = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.brings = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out + Omit.apply(self.below(x), self.scale, self.brings)
+
+
+def undefined(wrapper: Any) -> Found:
+    """A function's backward returns None: nowhere, on one rank, on all."""
+    found: Found = {}
+    on_one = this_place().rank == 1
+    cases = {
+        "never": [False] * 3,
+        "on none for once": [True, False, True],
+        "on one for once": [True, on_one, True],
+        "on one at first": [on_one, False],
+    }
+    for (case, brings), options in product(cases.items(), UNDEFINED_OPTIONS):
+        model = Omitting().double()
+        model.load_state_dict(_filled(model))
+        if not options:  # a hook of the user's own comes before, and takes nothing
+            model.scale.register_post_accumulate_grad_hook(lambda parameter: None)
+        ddp = wrapper(model, **options)
+        for step, model.brings in enumerate(brings):
+            x, y = data(step)
+            model.zero_grad()
+            F.cross_entropy(ddp(x), y).backward()
+            which = f"{case}, {options}, step {step}:"
+            found |= {f"{which} {n}": g for n, g in gradients_of(model).items()}
+        if options.get("static_graph"):
+            continue
+        x, y = data(9)
+        with ddp.no_sync():
+            F.cross_entropy(ddp(x), y).backward()
+        model.brings = True
+        F.cross_entropy(ddp(x), y).backward()
+        found |= {f"{which} accumulated {n}": g for n, g in gradients_of(model).items()}
+    return found
+
+
+UNDEFINED_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+
+
+SCRIPTS: dict[str, Callable[[Any], Found]] = {
+    each.__name__: each
+    for each in (
+        accumulating,
+        ignored,
+        replaced,
+        checkpointed_as_a_whole,
+        scaled,
+        distribution,
+        loss_on_the_module,
+        broken_before_any_gradient,
+        caches,
+        closure,
+        chained,
+        packed_sequences,
+        late_static_graph,
+        averaged_copy,
+        saved_as_a_whole,
+        uneven_with_local_buffers,
+        compiled,
+        scripted,
+        halving_hooks,
+        undefined,
+    )
+}
+
+
+def caches_of_other_lengths() -> Found:
+    """One rank's cache grows, the other's does not."""
+    with torch_world():
+        torch.manual_seed(3)
+        model = Caches().double()
+        model.grown = torch.ones(6, dtype=torch.float64)
+        ddp = DistributedDataParallel(model)
+        for step in range(3):
+            x, y = data(step, 5 + 2 * this_place().rank)
+            F.cross_entropy(ddp(x), y).backward()
+        return {**end_of(model), "length": len(model.grown)}
+
+
+def an_empty_batch() -> tuple[Found, Found]:
+    """Rank 1 has no samples, and a mean of nothing for a loss."""
+    with torch_world():
+        model = build("mlp")
+        ddp = DistributedDataParallel(model)
+        x, y = data(0, 4 - 4 * this_place().rank)
+        F.cross_entropy(ddp(x), y).backward()
+        alone = build("mlp")
+        x, y = batch_of(0, 0)
+        F.cross_entropy(alone(x), y).backward()
+        return gradients_of(model), gradients_of(alone)
+
+
+def a_copy_trains_in_a_group() -> tuple[Found, Found]:
+    with torch_world():
+        model = build("mlp")
+        twin = copy.deepcopy(DistributedDataParallel(model))
+        twin.set_group()
+        loop(twin)
+        loop(DistributedDataParallel(model))
+        return end_of(twin.module), end_of(model)
+
+
+def taken_gradient() -> str:
+    """An optimizer in a hook takes the gradient before it is reduced."""
+    with torch_world():
+        model = build("mlp")
+
+        def take(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+
+        model[0].bias.register_post_accumulate_grad_hook(take)
+        ddp = DistributedDataParallel(model)
+        try:
+            F.cross_entropy(ddp(data(0)[0]), data(0)[1]).backward()
+        except ValueError as error:
+            return str(error)
+        return "reduced"
+
+
+def compiled_norms() -> tuple[Found, Found]:
+    """SyncBatchNorm inside a compiled model, and the same one eagerly."""
+    with torch_world():
+        ends = []
+        for compiles in (True, False):
+            model = convert_sync_batchnorm(build("cnn"), as_group(None, 20.0))
+            run = torch.compile(model, backend="aot_eager") if compiles else model
+            for step in range(2):
+                x, y = data(step, 3 + this_place().rank)
+                F.cross_entropy(run(x), y).backward()
+            ends.append(end_of(model))
+        return ends[0], ends[1]

@@ -1,0 +1,236 @@
+"""Calls of a running pipeline that are wrong, each followed by one that is right."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.pipeline import Pipeline
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
+from tests.harness.rank_main import this_place
+
+SAMPLES = 8
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What a call came to; "" where all was well."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, WIDTH, generator=generator), torch.arange(SAMPLES) % 3
+
+
+def pipeline(layers: list[nn.Module] | None = None, **options: Any) -> Pipeline:
+    torch.manual_seed(3)
+    made = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)]
+    return Pipeline(
+        made if layers is None else layers,
+        options.pop("loss_fn", loss_of),
+        micro_batches=4,
+        **{"schedule": "zb-h1", **CALM, **options},
+    )
+
+
+def wrong_calls() -> tuple[dict[str, str], bool]:
+    """What wrong steps came to, and whether a right one is as before them."""
+    rank = this_place().rank
+    x, y = data()
+
+    def without_gradients(on: bool) -> Any:
+        return torch.no_grad() if on else nullcontext()
+
+    def under(on: bool) -> Any:
+        with without_gradients(on):
+            return pipe.step(x, y)
+
+    with pipeline() as pipe:
+        pipe.step(x, y)
+        right = [one.grad.clone() for one in pipe.parameters() if one.grad is not None]
+        calls: dict[str, Callable[[], Any]] = {
+            "unknown keyword": lambda: pipe.step(x, y, scale=2.0),
+            "unknown keyword of evaluate": lambda: pipe.evaluate(x, y, scael=2.0),
+            "keyword of one rank": lambda: pipe.step(
+                x, y, **({"a": 1} if rank else {})
+            ),
+            "no gradients": lambda: under(True),
+            "no gradients on one rank": lambda: under(rank == 0),
+            "a named tuple": lambda: pipe.step(OrderedDict(a=x), y),
+            "a sparse batch": lambda: pipe.step(x.to_sparse(), y),
+            "a sparse target": lambda: pipe.step(x, torch.eye(SAMPLES).to_sparse()),
+            "a scale of zero": lambda: pipe.step(x, y, loss_scale=0.0),
+            "a scale that is none": lambda: pipe.step(x, y, loss_scale=float("nan")),
+            "a scale of text": lambda: pipe.step(x, y, loss_scale="2"),  # type: ignore[arg-type]
+            "two scales": lambda: pipe.step(x, y, loss_scale=2.0 + rank),
+            "unscaled by zero": lambda: pipe.unscale_(0.0),
+            "unscaled by two": lambda: pipe.unscale_(2.0 + rank),
+            "a negative norm": lambda: pipe.clip_grad_norm_(-1.0),
+            "a norm that is none": lambda: pipe.clip_grad_norm_(float("nan")),
+            "a norm of text": lambda: pipe.clip_grad_norm_("1"),  # type: ignore[arg-type]
+            "a negative norm on one rank": lambda: pipe.clip_grad_norm_(1.0 - 2 * rank),
+            "two norms": lambda: pipe.clip_grad_norm_(1.0 + rank),
+            "two kinds of call": lambda: (
+                pipe.clip_grad_norm_(1.0) if rank else pipe.step(x, y)
+            ),
+            "state and step": lambda: pipe.state_dict() if rank else pipe.step(x, y),
+            "state for others": lambda: pipe.state_dict(None if rank else 0),
+            "a copy": lambda: copy.deepcopy(pipe),
+        }
+        found = {name: told(call) for name, call in calls.items()}
+        pipe.zero_grad()
+        pipe.step(x, y)
+        again = [one.grad for one in pipe.parameters() if one.grad is not None]
+        same = [torch.equal(a, b) for a, b in zip(right, again, strict=True)]
+        return found, all(same)
+
+
+def arrays() -> tuple[list[float], list[str]]:
+    """Losses of a batch as tensors and as arrays; what arrays of no numbers come to."""
+    x, y = data()
+    with pipeline() as pipe:
+        losses = [
+            pipe.step(x, y).loss,
+            pipe.step(x.numpy(), y.numpy()).loss,
+            pipe.evaluate(x.numpy(), y.numpy()).loss,
+        ]
+        words = y.numpy().astype(str)
+        wrong = [
+            told(lambda: pipe.step(x, words)),
+            told(lambda: pipe.step(x.numpy()[::-1], y)),
+        ]
+    return [float(one or 0.0) for one in losses], wrong
+
+
+def keywords_where_taken() -> list[str]:
+    """Keywords of layers on both ranks, given in several ways."""
+    rank = this_place().rank
+    x, y = data()
+    words = {"scale": torch.ones(SAMPLES), "shift": 0.5}
+    layers = [Scaled(), nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, 3)]
+    with pipeline(layers, partition=(2, 2)) as pipe:
+        return [
+            told(lambda: pipe.step(x, y, **words)),
+            told(lambda: pipe.step(x, y, **(words if rank == 0 else {}))),
+            told(lambda: pipe.step(x, y, **words, other=1)),
+            told(lambda: pipe.step(x, y, **words)),
+        ]
+
+
+def after_close() -> list[str]:
+    """What calls come to when the pipeline was closed."""
+    x, y = data()
+    pipe = pipeline()
+    pipe.step(x, y)
+    pipe.close()
+    return [
+        told(lambda: pipe.step(x, y)),
+        told(lambda: pipe.evaluate(x, y)),
+        told(lambda: pipe.clip_grad_norm_(1.0)),
+        told(lambda: pipe.unscale_(1.0)),
+        told(lambda: pipe.repartition([1, 2], optimizer=())),
+        told(lambda: pipe.profile_layers(x[:2])),
+    ]
+
+
+def norms_that_are_none() -> tuple[str, list[bool]]:
+    """One gradient of rank 0 is not a number; which parameters' all are finite then."""
+    x, y = data()
+    with pipeline() as pipe:
+        pipe.step(x, y)
+        if this_place().rank == 0:
+            first = next(pipe.parameters()).grad
+            assert first is not None
+            first[0, 0] = float("nan")
+        norm = pipe.clip_grad_norm_(1.0)
+        gradients = [one.grad for one in pipe.parameters()]
+        return str(norm), [
+            one is not None and bool(one.isfinite().all()) for one in gradients
+        ]
+
+
+def loaded() -> list[str]:
+    """What states of other models come to."""
+    with pipeline() as pipe:
+        state = pipe.state_dict()
+        texts = [
+            told(lambda: pipe.load_state_dict({**state, "9.weight": torch.ones(1)})),
+            told(lambda: pipe.load_state_dict({**state, "0.wieght": torch.ones(1)})),
+            told(lambda: pipe.load_state_dict({**state, "2.bias": torch.ones(1)})),
+            told(lambda: pipe.load_state_dict({**state, "0._extra_state": 1})),  # type: ignore[dict-item]
+            told(lambda: pipe.load_state_dict(state)),
+        ]
+    return texts
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+
+class Inside(nn.Module):
+    """A layer that is no module of the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def loaded_split() -> list[str]:
+    """What wrong names in the state of a model that was split come to."""
+    model: Any = Net()
+
+    def split(net: Net) -> list[nn.Module]:
+        return [Inside(net.body), Inside(net.head)]
+
+    with pipeline(model, split=split, schedule="1f1b") as pipe:
+        state = pipe.state_dict()
+        wrong = [{"head.wieght": torch.ones(1)}, {"2.weight": torch.ones(1)}, {}]
+        return [told(partial(pipe.load_state_dict, {**state, **one})) for one in wrong]
+
+
+def leaves(kind: str) -> str:
+    """Rank 1 leaves between two steps; what the other's second step came to."""
+    x, y = data()
+
+    def train() -> None:
+        with pipeline() as pipe:
+            pipe.step(x, y)
+            if this_place().rank == 1 and kind == "closes":
+                return
+            if this_place().rank == 1:
+                raise KeyboardInterrupt("Ctrl-C")
+            pipe.step(x, y)
+
+    return told(train)
+
+
+def groups_do_not_form() -> str:
+    """Rank 1 fails where rank 0 waits for it to form the groups of replicas."""
+    before = Peers.form_groups
+    if this_place().rank == 1:
+
+        def fails(*_: Any, **__: Any) -> Any:
+            raise ValueError("no groups today")
+
+        Peers.form_groups = fails  # type: ignore[method-assign]
+    try:
+        return told(lambda: pipeline(replicas=2, schedule="1f1b").close())
+    finally:
+        Peers.form_groups = before  # type: ignore[method-assign]

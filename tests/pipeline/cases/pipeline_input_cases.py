@@ -1,0 +1,215 @@
+"""What a user may get wrong in a pipeline, one thing at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.pipeline.pipeline import Pipeline
+from elche.schedule.actions import loop_placement
+from elche.schedule.costs import RankTimes, equal_costs
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
+from tests.harness.rank_main import this_place
+
+SAMPLES = 8
+DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+INCOMPLETE = "0F0,0B0\n1F0,1F1,1B0,1B1\n"
+
+
+@dataclass
+class Given:
+    """What one rank passes; a mistake changes some of it."""
+
+    layers: Any
+    loss_fn: Any = loss_of
+    options: dict[str, Any] = field(
+        default_factory=lambda: {"micro_batches": 4, "schedule": "zb-h1"}
+    )
+    batch: Any = None
+    target: Any = None
+    call: str = "step"
+
+
+def _layers(*widths: int) -> list[nn.Module]:
+    return [nn.Linear(a, b) for a, b in pairwise(widths)]
+
+
+class Inside(nn.Module):
+    """Adds to its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return self.body(x)
+
+
+class Strange(nn.Module):
+    """Returns a tensor of a kind that does not travel."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, torch.eye(2).to_sparse()
+
+
+def _mistake_of_all(change: Callable[[Given], None]) -> Callable[[Given, int], None]:
+    def apply(given: Given, rank: int) -> None:
+        change(given)
+
+    return apply
+
+
+def _mistake_of_last(change: Callable[[Given], None]) -> Callable[[Given, int], None]:
+    def apply(given: Given, rank: int) -> None:
+        if rank == this_place().world_size - 1:
+            change(given)
+
+    return apply
+
+
+def _options(**options: Any) -> Callable[[Given], None]:
+    return lambda given: given.options.update(options)
+
+
+def _set(**values: Any) -> Callable[[Given], None]:
+    return lambda given: given.__dict__.update(values)
+
+
+def _little_memory(given: Given) -> None:
+    ranks = this_place().world_size
+    times = RankTimes(1.0, 1.0, 1.0)
+    costs = equal_costs(times, loop_placement(ranks), ranks, memory=0.5)
+    given.options.update(costs=costs, schedule="auto")
+
+
+def _replaced(index: int, layer: Callable[[], Any]) -> Callable[[Given], None]:
+    def change(given: Given) -> None:
+        given.layers[index] = layer()
+
+    return change
+
+
+MISTAKES: dict[str, Callable[[Given, int], None]] = {
+    "more stages than layers": _mistake_of_all(
+        _options(stages_per_rank=8, schedule="interleaved-1f1b")
+    ),
+    "memory that nothing fits": _mistake_of_all(_little_memory),
+    "no microbatches": _mistake_of_all(_options(micro_batches=0)),
+    "half a microbatch": _mistake_of_all(_options(micro_batches=2.5)),
+    "no number of microbatches": _mistake_of_all(_options(micro_batches=None)),
+    "odd microbatches": _mistake_of_all(
+        _options(micro_batches=5, schedule="interleaved-1f1b")
+    ),
+    "other microbatches": _mistake_of_last(_options(micro_batches=8)),
+    "no such schedule": _mistake_of_all(_options(schedule="2f2b")),
+    "no schedule file": _mistake_of_all(_options(schedule="missing.csv")),
+    "no schedule": _mistake_of_all(_options(schedule=None)),
+    "no layers at all": _mistake_of_all(_set(layers=[])),
+    "a layer that is none": _mistake_of_last(_replaced(-1, lambda: 3)),
+    "a factory of nothing": _mistake_of_last(_replaced(-1, lambda: lambda: None)),
+    "one layer less": _mistake_of_last(lambda given: given.layers.pop(2)),
+    "another layer": _mistake_of_last(_replaced(1, nn.ReLU)),
+    "a layer without sizes": _mistake_of_all(
+        _replaced(2, lambda: nn.LazyLinear(WIDTH))
+    ),
+    "a layer without sizes, on one rank": _mistake_of_last(
+        _replaced(2, lambda: lambda: nn.LazyLinear(WIDTH))
+    ),
+    "a loss that learns": _mistake_of_all(_set(loss_fn=nn.Bilinear(3, 3, 1))),
+    "a loss that is a class": _mistake_of_all(_set(loss_fn=nn.CrossEntropyLoss)),
+    "measured, for no schedule": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), schedule=3)
+    ),
+    "measured, for no microbatches": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), micro_batches=None)
+    ),
+    "measured on text": _mistake_of_all(_options(costs="measure", sample="text")),
+    "measured, on little memory": _mistake_of_all(
+        _options(
+            costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[100.0, 100.0]
+        )
+    ),
+    "memory of other ranks": _mistake_of_all(
+        _options(costs="measure", sample=torch.ones(2, WIDTH), memory_bytes=[1e9])
+    ),
+    "weights of batches": _mistake_of_all(_options(weight_of=len)),
+    "an option that is none": _mistake_of_all(_options(microbatches=4)),
+    "an option that is none, on one rank": _mistake_of_last(_options(microbatches=4)),
+    "a device that is none": _mistake_of_last(_options(devices=["cpu"] * 9)),
+    "a batch of nothing": _mistake_of_all(_set(batch=torch.empty(0, WIDTH))),
+    "a batch of text": _mistake_of_all(_set(batch="text")),
+    "a batch of another width": _mistake_of_all(_set(batch=torch.ones(SAMPLES, 3))),
+    "another call": _mistake_of_last(_set(call="evaluate")),
+    "a loss that is a number": _mistake_of_all(_set(loss_fn=lambda y, t: 0.5)),
+    "a loss without gradient": _mistake_of_all(
+        _set(loss_fn=lambda y, t: loss_of(y, t).detach())
+    ),
+    "a loss that is complex": _mistake_of_all(
+        _set(loss_fn=lambda y, t: loss_of(y, t) * 1j)
+    ),
+    "a loss that fails": _mistake_of_all(_set(loss_fn=lambda y: y)),
+    "an input changed in place": _mistake_of_all(_replaced(2, Inside)),
+    "a sparse output": _mistake_of_all(_replaced(1, Strange)),
+}
+FILES = {"a deadlock": DEADLOCK, "an incomplete file": INCOMPLETE, "no actions": "\n"}
+
+
+def mistaken(kind: str, path: str | None = None) -> str:
+    """What a mistake comes to on this rank; "" where all was well.
+
+    Args:
+        kind: of `MISTAKES`, or of `FILES`.
+        path: of the schedule file.
+    """
+    given = Given(
+        layers=[*_layers(WIDTH, WIDTH), nn.Tanh(), *_layers(WIDTH, WIDTH, 3)],
+        batch=torch.randn(SAMPLES, WIDTH),
+        target=torch.arange(SAMPLES) % 3,
+    )
+    if path is None:
+        MISTAKES[kind](given, this_place().rank)
+    else:
+        given.options.update(schedule=path, micro_batches=2)
+    try:
+        with Pipeline(given.layers, given.loss_fn, **given.options, **CALM) as pipe:
+            getattr(pipe, given.call)(given.batch, given.target)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shuffled(kind: str) -> list[str]:
+    """What this rank is warned of in three steps over a loader's batches."""
+    place = this_place()
+    torch.manual_seed(0 if kind == "alike" else place.rank)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("elche.pipeline")
+    logger.addHandler(handler)
+    data = [(torch.full((WIDTH,), float(n)), n % 3) for n in range(24)]
+    loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES, shuffle=True)  # type: ignore[arg-type, var-annotated]
+    try:
+        with Pipeline(
+            _layers(WIDTH, WIDTH, 3),
+            loss_of,
+            micro_batches=4,
+            schedule="1f1b",
+            **CALM,
+        ) as pipe:
+            for x, y in loader:
+                keeps_all = kind != "only what it reads"
+                pipe.step(
+                    x if keeps_all or pipe.is_first else None,
+                    y if keeps_all or pipe.is_last else None,
+                )
+    finally:
+        logger.removeHandler(handler)
+    return warned

@@ -1,0 +1,98 @@
+"""Bad input and failing ranks: a clear error on every rank, nobody left waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.pipeline.cases.pipeline_cases import troubled
+from tests.harness.rank_pool import RankPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no batch", "ConfigError: step needs a batch on rank 0"),
+        ("no target", "ConfigError: step needs a target on rank 1"),
+        ("small batch", "ConfigError: a batch of 3 samples cannot be cut into 4"),
+        ("odd target", "ConfigError: the batch has 8 samples, but the target 7"),
+    ],
+)
+def test_bad_batches_are_told_everywhere(
+    ranks2: RankPool, kind: str, message: str
+) -> None:
+    for bad, good in ranks2.run(troubled, kind, case_setup=serve_in_thread):
+        assert bad.startswith(message)
+        assert good == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "where", "all_told"),
+    [
+        ("raises", "ValueError", 2, "a layer's own trouble"),
+        ("object", "ConfigError", 2, "stage 2 holds a object, which cannot travel"),
+        ("no tensor", "ConfigError", 2, "the output of stage 2 holds no tensor"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["zb-h1", "gpipe"])
+def test_a_failing_stage_is_told_everywhere(
+    ranks4: RankPool, kind: str, own: str, where: int, all_told: str, schedule: str
+) -> None:
+    found = ranks4.run(troubled, kind, schedule, case_setup=serve_in_thread)
+    for rank, (bad, good) in enumerate(found):
+        expected = own if rank == where else f"RemoteRankError: rank {where} failed"
+        assert bad.startswith(expected)
+        assert all_told in bad
+        assert good == "", "the next step is a new one"
+
+
+def test_a_loss_that_is_no_scalar(ranks2: RankPool) -> None:
+    first, last = ranks2.run(troubled, "vector loss", case_setup=serve_in_thread)
+    assert last[0].startswith("ConfigError: expected loss_fn to return a scalar")
+    assert first[0].startswith("RemoteRankError: rank 1 failed: ConfigError: expected")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("other shapes", "MismatchError: ranks disagree about the layers"),
+        ("other schedule", "MismatchError: ranks disagree about the schedule"),
+        ("other options", "MismatchError: ranks disagree about the settings"),
+        ("no loss", "needs a loss function"),
+        ("no layers", "the model has only 1 layers"),
+    ],
+)
+def test_what_cannot_be_built_is_told_everywhere(
+    ranks2: RankPool, kind: str, message: str
+) -> None:
+    for (bad,) in ranks2.run(troubled, kind, case_setup=serve_in_thread):
+        assert message in bad
+
+
+def test_a_hanging_rank_is_named(ranks4: RankPool) -> None:
+    found = ranks4.run(troubled, "hangs", case_setup=serve_in_thread)
+    for rank in (0, 1, 3):
+        assert "rank 2 is late" in found[rank][0], found[rank][0]
+    assert found[2][0] != ""
+
+
+@pytest.mark.slow
+def test_later_waits_are_as_long_as_steps_have_been(ranks4: RankPool) -> None:
+    found = ranks4.run(troubled, "hangs later", case_setup=serve_in_thread)
+    for rank in (0, 1, 3):
+        assert found[rank][:4] == [""] * 4
+        told = found[rank][4]
+        assert "rank 2 is late" in told, told
+
+
+def test_a_dead_rank_is_named(ranks4: RankPool) -> None:
+    outcomes = ranks4.run(
+        troubled, "dies", case_setup=serve_in_thread, expect_failure=True
+    )
+    assert outcomes[2].error is not None
+    assert "exit code 7" in outcomes[2].error.text
+    for rank in (0, 1, 3):
+        assert outcomes[rank].error is None
+        assert "rank 2" in outcomes[rank].value[0]

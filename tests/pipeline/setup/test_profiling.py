@@ -1,0 +1,221 @@
+"""Layers are measured as they run, and the slow rank gets fewer of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.setup.building import layers_of
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.setup.memory import memory_limit
+from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.setup.profiling import (
+    LayerMeasurement,
+    as_message,
+    plan_measured,
+    profile_layers,
+)
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import Placement
+from elche.schedule.costs import PipelineCosts
+from tests.harness.rank_pool import RankPool
+from tests.pipeline.setup.cases.profiling_cases import (
+    LAYERS,
+    SLOW_RANK,
+    Emulated,
+    batch,
+    layers_with,
+    limited,
+    measuring_fails_on_rank_1,
+    profiled,
+    virtual_time,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_each_part_of_a_layer_is_timed() -> None:
+    layers = [Emulated(0.02).double(), Emulated(0.0).double()]
+    with virtual_time():
+        slow, fast = profile_layers(layers, batch()[0], CPU, runs=1)
+    assert slow.forward_s == pytest.approx(0.02)
+    assert slow.input_gradient_s == pytest.approx(0.02)
+    assert slow.weight_gradient_s < 1e-6
+    assert fast.forward_s < 1e-6
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    linear, tanh = profile_layers(model, torch.randn(3, 4), CPU)
+    assert linear.parameter_bytes == 4 * (4 * 8 + 8)
+    assert linear.output_bytes == tanh.output_bytes == 4 * 3 * 8
+    assert linear.activation_bytes == 4 * 3 * 4
+    assert tanh.activation_bytes == 4 * 3 * 8
+    assert tanh.parameter_bytes == 0
+
+
+def test_measuring_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    random = torch.get_rng_state()
+    profile_layers(model, torch.ones(3, 4), CPU)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(one.grad is None for one in model.parameters())
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name])
+
+
+def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(4, 2)
+    layers = [lambda: nn.Embedding(5, 4), meta]
+    found = profile_layers(layers, torch.tensor([[1, 2], [3, 4]]), CPU)
+    assert [one.parameter_bytes for one in found] == [80, 40]
+    assert meta.weight.is_meta
+
+
+def plan(slow: float, layers: int = 9, limit: float = math.inf) -> PipelineConfig:
+    told = [
+        as_message([LayerMeasurement(t, t, t, 8, 8, 8)] * layers) for t in (1.0, slow)
+    ]
+    return plan_measured(told, [math.inf, limit], "1f1b", 8, PipelineConfig())[1]
+
+
+def layers_by_rank(config: PipelineConfig) -> dict[int, int]:
+    assert config.partition is not None
+    assert not isinstance(config.costs, str)
+    assert config.costs is not None
+    return dict(zip(config.costs.placement, config.partition, strict=True))
+
+
+def test_the_plan_follows_the_times() -> None:
+    assert layers_by_rank(plan(slow=2.0)) == {0: 6, 1: 3}
+
+
+def test_the_plan_stays_within_the_memory() -> None:
+    """A layer takes 32 bytes with its state, and 8 for each microbatch in flight."""
+    assert layers_by_rank(plan(slow=0.5))[1] > 4
+    config = plan(slow=0.5, limit=170.0)
+    assert layers_by_rank(config)[1] <= 4
+    assert isinstance(config.costs, PipelineCosts)
+    assert math.isinf(config.costs.memory[0])
+    assert config.costs.memory[1] < 170.0
+    with pytest.raises(ConfigError, match="only if some get no layers"):
+        plan(slow=0.5, limit=30.0)
+
+
+def test_the_memory_of_a_rank() -> None:
+    layers = layers_of([nn.Linear(3, 4)], None)
+    place = Placement(rank=1, world_size=2, device=CPU)
+    assert math.isinf(memory_limit(PipelineConfig(), place, CPU, layers))
+    given = PipelineConfig(costs="measure", memory_bytes=(5, 7))
+    assert memory_limit(given, place, CPU, layers) == 7.0
+    with pytest.raises(ConfigError, match="memory_bytes for each of 3 ranks"):
+        memory_limit(given, replace(place, world_size=3), CPU, layers)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 1.0), 8, "12"])
+def test_memory_that_is_none_is_refused(limits: Any) -> None:
+    with pytest.raises(ConfigError, match="bytes above 0 for each rank"):
+        PipelineConfig(costs="measure", memory_bytes=limits)
+    with pytest.raises(ConfigError, match='memory_bytes= is for costs="measure"'):
+        PipelineConfig(memory_bytes=limits)
+
+
+def test_ranks_with_other_layers_are_refused() -> None:
+    one = LayerMeasurement(1.0, 1.0, 1.0, 8, 8, 8)
+    told = [as_message([one] * 3), as_message([one] * 4)]
+    with pytest.raises(MismatchError, match=r"numbers of layers: \[3, 4\]"):
+        plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())
+
+
+def test_more_ranks_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a layer for each of 2 devices, got 1"):
+        plan(slow=1.0, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs sample="),
+        ({"sample": batch()[0], "partition": (10,)}, "leave partition out"),
+        ({"sample": batch()[0], "schedule": "a.csv"}, "needs the name of a schedule"),
+        ({"costs": "guess"}, "costs of the stages or 'measure', got 'guess'"),
+    ],
+)
+def test_settings_that_contradict(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(
+            layers_with(0.0),
+            F.mse_loss,
+            micro_batches=2,
+            **{"costs": "measure", **options},
+        )
+
+
+def expected() -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients and loss of one process."""
+    model = nn.Sequential(*layers_with(0.0))
+    x, y = batch()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: one.grad for name, one in model.named_parameters()}
+    return {name: one for name, one in found.items() if one is not None}, loss.item()
+
+
+def test_one_process_measures_too() -> None:
+    x, y = batch()
+    pipe = Pipeline(
+        layers_with(0.0), F.mse_loss, micro_batches=4, costs="measure", sample=x[:2]
+    )
+    assert pipe.step(x, y).loss == pytest.approx(expected()[1], rel=1e-12)
+    assert sum(pipe.partition) == LAYERS
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_the_slow_rank_gets_fewer_layers(ranks2: RankPool, schedule: str) -> None:
+    found = ranks2.run(profiled, schedule, case_setup=serve_in_thread)
+    slow, fast = found[SLOW_RANK], found[1 - SLOW_RANK]
+    assert slow.partition == fast.partition
+    assert slow.layers + fast.layers == LAYERS
+    assert 1 <= slow.layers <= LAYERS // 2 - 1
+    gradients, loss = expected()
+    together = {**slow.gradients, **fast.gradients}
+    assert together.keys() == gradients.keys()
+    for name, one in gradients.items():
+        assert (together[name] - one).norm() <= 1e-12 * one.norm()
+    assert slow.loss == fast.loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.distributed
+def test_memory_holds_for_layers_that_move_later(ranks2: RankPool) -> None:
+    # With its state a layer takes 1344 bytes; its activations come on top.
+    limits = [math.inf] * 2
+    limits[1 - SLOW_RANK] = 10_000.0
+    for found in ranks2.run(limited, tuple(limits), case_setup=serve_in_thread):
+        assert 1 <= found.at_start <= 6
+        assert "may hold 10,000 bytes, but the parameters of its" in found.refused
+        assert 1 <= found.replanned <= 6
+        assert found.loss == pytest.approx(expected()[1], rel=1e-12)
+    free = (math.inf, math.inf)
+    for found in ranks2.run(limited, free, case_setup=serve_in_thread):
+        assert found.at_start >= 7
+        assert found.refused == ""
+        assert found.replanned >= 7
+
+
+@pytest.mark.distributed
+def test_a_rank_that_cannot_measure_ends_all(ranks2: RankPool) -> None:
+    first, second = ranks2.run(
+        measuring_fails_on_rank_1, case_setup=serve_in_thread, expect_failure=True
+    )
+    assert "rank 1 failed in measuring the layers" in str(first.error)
+    assert "mat1 and mat2" in str(second.error)

@@ -1,0 +1,165 @@
+"""Wrong calls of a running pipeline: told on every rank, and the next one is right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.coordination.protocol.events import Failed
+from elche.errors import DeadlineError, RemoteRankError
+from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.rendezvous import Rendezvous
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import read_placement
+from tests.pipeline.cases.pipeline_call_cases import (
+    after_close,
+    arrays,
+    groups_do_not_form,
+    keywords_where_taken,
+    leaves,
+    loaded,
+    loaded_split,
+    norms_that_are_none,
+    wrong_calls,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = [pytest.mark.distributed, pytest.mark.faults]
+
+MESSAGES = {
+    "unknown keyword": "no layer of ranks 0 and 1 takes the keyword 'scale' that step",
+    "unknown keyword of evaluate": "takes the keyword 'scael' that evaluate was given",
+    "keyword of one rank": "no layer of rank 1 takes the keyword 'a'",
+    "no gradients": r"step runs under torch.no_grad\(\) .* on rank \d",
+    "no gradients on one rank": r"step runs under torch.no_grad\(\) .* on rank 0",
+    "a named tuple": "the batch on rank 0 holds a OrderedDict; expected plain tuples",
+    "a sparse batch": "the batch on rank 0 holds a tensor of layout torch.sparse_coo",
+    "a sparse target": "the target on rank 1 holds a tensor of layout torch.sparse_coo",
+    "a scale of zero": "expected a finite loss_scale above 0, got 0.0",
+    "a scale that is none": "expected a finite loss_scale above 0, got nan",
+    "a scale of text": "expected a number as loss_scale, got '2'",
+    "two scales": r"one loss_scale on all ranks, got \[2.0, 3.0\] by rank",
+    "unscaled by zero": "expected a finite loss_scale above 0, got 0.0",
+    "unscaled by two": r"one loss_scale on all ranks, got \[2.0, 3.0\] by rank",
+    "a negative norm": "expected a max_norm of at least 0, got -1.0",
+    "a norm that is none": "expected a max_norm of at least 0, got nan",
+    "a norm of text": "expected a number as max_norm, got '1'",
+    "a negative norm on one rank": "expected a max_norm of at least 0, got -1.0",
+    "two norms": r"expected one max_norm on all ranks, got \[1.0, 2.0\] by rank",
+    "two kinds of call": "different methods: rank 0: step, rank 1: clip_grad_norm_",
+    "state and step": "different methods: rank 0: step, rank 1: state_dict",
+    "state for others": r"ranks ask state_dict for different things: \[0, None\]",
+    "a copy": "a Pipeline cannot be copied or pickled",
+}
+
+
+def test_wrong_calls_are_told_everywhere_and_change_nothing(ranks2: RankPool) -> None:
+    for found, is_right in ranks2.run(wrong_calls, case_setup=serve_in_thread):
+        assert found.keys() == MESSAGES.keys()
+        for name, text in found.items():
+            assert re.search(MESSAGES[name], text), f"{name}: {text}"
+        assert is_right
+
+
+def test_arrays_are_taken_as_tensors(ranks2: RankPool) -> None:
+    for losses, wrong in ranks2.run(arrays, case_setup=serve_in_thread):
+        assert losses == [pytest.approx(losses[0], rel=1e-6)] * 3
+        assert "the target on rank 1 holds a ndarray that is no tensor" in wrong[0]
+        assert "the batch on rank 0 holds a ndarray that is no tensor" in wrong[1]
+
+
+def test_keywords_go_wherever_layers_take_them(ranks2: RankPool) -> None:
+    for found in ranks2.run(keywords_where_taken, case_setup=serve_in_thread):
+        assert found[0] == found[3] == ""
+        assert "'scale' on rank 0, but not on rank 1, whose layers take it" in found[1]
+        assert "no layer of ranks 0 and 1 takes the keyword 'other'" in found[2]
+
+
+def test_a_closed_pipeline_says_so(ranks2: RankPool) -> None:
+    told = "CommunicationError: the pipeline is closed; make another Pipeline"
+    for found in ranks2.run(after_close, case_setup=serve_in_thread):
+        assert found == [told] * 6
+
+
+def test_a_norm_that_is_no_number_makes_all_so_as_torch_does(ranks2: RankPool) -> None:
+    for norm, finite in ranks2.run(norms_that_are_none, case_setup=serve_in_thread):
+        assert norm == "nan"
+        assert finite == [False, False]
+
+
+def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:
+    first, second = ranks2.run(loaded, case_setup=serve_in_thread)
+    for found in (first, second):
+        assert "the state has 9.weight, which the model has not" in found[0]
+        assert found[3:] == ["", ""]
+    assert "the state has 0.wieght" in first[1]
+    assert second[1] == "", "it may be rank 0's"
+    assert first[2] == "", "it is rank 1's"
+    assert "the state has another shape of 2.bias [1] (not [3])" in second[2]
+
+
+def test_names_of_a_split_are_checked_on_every_rank(ranks2: RankPool) -> None:
+    for found in ranks2.run(loaded_split, case_setup=serve_in_thread):
+        assert "the state has head.wieght, which the model has not" in found[0]
+        assert "the state has 2.weight, which the model has not" in found[1]
+        assert found[2:] == [""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [
+        ("closes", "", "CommunicationError: rank 0 lost rank 1"),
+        (
+            "is interrupted",
+            "KeyboardInterrupt: Ctrl-C",
+            "RemoteRankError: rank 1 failed: KeyboardInterrupt: Ctrl-C",
+        ),
+    ],
+)
+def test_a_rank_that_leaves_leaves_nobody_waiting(
+    ranks2: RankPool, kind: str, own: str, other: str
+) -> None:
+    first, second = ranks2.run(leaves, kind, case_setup=serve_in_thread)
+    assert first.startswith(other)
+    assert second == own
+
+
+def test_a_rank_that_fails_while_groups_form_ends_it_for_all(ranks2: RankPool) -> None:
+    first, second = ranks2.run(groups_do_not_form, case_setup=serve_in_thread)
+    assert second == "ValueError: no groups today"
+    assert first.startswith("RemoteRankError: rank 1 failed: ValueError: no groups")
+
+
+def test_a_rank_that_comes_after_the_end_is_told_why() -> None:
+    with serve_in_thread(2) as environments:
+        place = read_placement(environments[0])
+        assert place.coordinator is not None
+        early = ControlChannel.connect(place.coordinator, place.key, 1, 20.0)
+        try:
+            early.send(Failed(rank=1, error="no data", traceback=""))
+            early.receive(20.0, "the end")
+        finally:
+            early.close()
+        with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
+            Peers.join(place, 5.0)
+
+
+def test_a_wait_for_an_address_ends_with_the_run() -> None:
+    with serve_in_thread(2) as environments:
+        host, _, port = environments[0]["ELCHE_COORDINATOR"].rpartition(":")
+        key = bytes.fromhex(environments[0]["ELCHE_KEY"])
+        ends = [ControlChannel.connect((host, int(port)), key, r, 20.0) for r in (0, 1)]
+        try:
+            ends[1].store_set("there", b"1")
+            store = Rendezvous(ends[0], 0, 20.0)
+            assert store.store_get("there", 20.0) == b"1"
+            with pytest.raises(DeadlineError, match=r"rank 0 waited 0 s for the other"):
+                Rendezvous(ends[0], 0, 0.0).store_get("never", 20.0)
+            ends[1].send(Failed(rank=1, error="no data", traceback=""))
+            with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
+                store.store_get("never", 20.0)
+        finally:
+            for end in ends:
+                end.close()

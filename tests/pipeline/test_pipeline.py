@@ -1,0 +1,169 @@
+"""Pipelines on real processes train as one process does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from tests.pipeline.cases.pipeline_cases import (
+    MODELS,
+    Work,
+    drawn,
+    example,
+    furthest,
+    piped,
+    plain,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+SCHEDULES = (*FIXED_SCHEDULES, "auto")
+
+
+def _check(pool: RankPool | None, work: Work) -> None:
+    expected = plain(work)
+    rel = 1e-12 if work.dtype == "float64" else 1e-5
+    if pool is None:
+        found = [piped(work)]
+    else:
+        found = pool.run(piped, work, case_setup=serve_in_thread)
+    assert furthest(found[0].state, expected.state) <= rel
+    for one in found:
+        assert one.losses == pytest.approx(expected.losses, rel=rel)
+        assert one.norm == pytest.approx(expected.norm, rel=rel)
+        if expected.evaluated is not None:
+            assert one.evaluated == pytest.approx(expected.evaluated, rel=rel)
+    gradient = found[0].input_gradient
+    if expected.input_gradient is None:
+        assert gradient is None
+    else:
+        assert gradient is not None
+        away = (gradient - expected.input_gradient).norm()
+        assert away <= rel * expected.input_gradient.norm()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_every_schedule_on_four_ranks(
+    ranks4: RankPool, schedule: str, model: str
+) -> None:
+    micro_batches = 4 if schedule.startswith("interleaved") else 5
+    _check(ranks4, Work(model=model, schedule=schedule, micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_two_ranks(ranks2: RankPool, schedule: str) -> None:
+    _check(ranks2, Work(model="gpt", schedule=schedule))
+
+
+PAIRS = [
+    (model, ("zb-h1", "zb-v", "interleaved-zb", "1f1b")[number % 4])
+    for number, model in enumerate(MODELS)
+]
+
+
+@pytest.mark.parametrize(("model", "schedule"), PAIRS)
+def test_every_model_on_two_ranks(ranks2: RankPool, model: str, schedule: str) -> None:
+    _check(ranks2, Work(model=model, schedule=schedule))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_in_one_process(model: str) -> None:
+    options = {"stages_per_rank": 4}
+    _check(None, Work(model=model, schedule="interleaved-zb", options=options))
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        *(("autocast", "zb-v"), ("dropout", "zb-h1"), ("lstm", "v-half")),
+        *(("gpt", "interleaved-zb"), ("shared", "zb-h2"), ("checkpoint", "v-min")),
+    ],
+)
+def test_single_precision(ranks2: RankPool, model: str, schedule: str) -> None:
+    _check(ranks2, Work(model=model, schedule=schedule, dtype="float32"))
+
+
+# Dynamo looks at `grad` of each microbatch, a view of the batch.
+DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+
+@DYNAMO
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_compiled_to_machine_code(ranks2: RankPool) -> None:
+    work = Work(model="inductor", schedule="zb-h1")
+    _check(ranks2, work)
+    _check(ranks2, replace(work, dtype="float32"))
+
+
+@DYNAMO
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", [*MODELS, "compiled"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_schedule_and_model(
+    ranks2: RankPool, ranks4: RankPool, model: str, schedule: str, dtype: str
+) -> None:
+    work = Work(model=model, schedule=schedule, dtype=dtype)
+    for pool in (None, ranks2, ranks4):
+        _check(pool, work)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_random_numbers(ranks2: RankPool, seed: int | None) -> None:
+    """Ranks that seed alike draw alike afterwards; their layers begin apart, and
+    no layer, microbatch or step has the mask of another.
+    """
+    found = ranks2.run(drawn, seed, case_setup=serve_in_thread)
+    assert torch.equal(found[0].after, found[1].after)
+    weights = {name: w for one in found for name, w in one.weights.items()}
+    assert len(weights) == 8
+    firsts = [weights[f"{layer}.0.weight"] for layer in range(4)]
+    masks = [
+        mask
+        for one in found
+        for both in one.zeroed.values()
+        for mask in both.split(2)  # samples of a microbatch
+    ]
+    assert len(masks) == 4 * 2 * 2
+    for values in (firsts, masks):
+        assert not any(torch.equal(a, b) for a, b in combinations(values, 2))
+
+
+def test_a_seed_gives_the_same_everywhere(ranks2: RankPool) -> None:
+    several = ranks2.run(drawn, 7, case_setup=serve_in_thread)
+    alone = drawn(7)
+    for one in several:
+        for name, value in one.weights.items():
+            assert torch.equal(alone.weights[name], value)
+        for name, mask in one.zeroed.items():
+            assert torch.equal(alone.zeroed[name], mask)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_replicas_have_masks_of_their_own(ranks2: RankPool, seed: int | None) -> None:
+    one, other = ranks2.run(drawn, seed, replicas=2, case_setup=serve_in_thread)
+    for name, value in one.weights.items():
+        assert torch.equal(other.weights[name], value)
+    for name, mask in one.zeroed.items():
+        assert not torch.equal(other.zeroed[name], mask)
+
+
+def test_the_example_ends_with_the_loss_of_one_process(ranks4: RankPool) -> None:
+    shown = [example(), *ranks4.run(example, case_setup=serve_in_thread)]
+    losses = [
+        [float(one) for one in re.findall(r"loss ([\d.]+)", text)] for text in shown
+    ]
+    assert len(losses[0]) == 4
+    told = [found for found in losses[1:] if found]
+    assert told == [pytest.approx(losses[0], abs=2e-4)], "one rank prints"
+    assert losses[0][-1] < 0.7 * losses[0][0]

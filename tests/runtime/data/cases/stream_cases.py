@@ -1,0 +1,259 @@
+"""Streams of the distributed tests, and the loop over them on a rank."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import elche
+from elche import session
+from tests.distributed.cases.tasks import Numbered, Task, build
+
+
+class Stream(IterableDataset[Any]):
+    """The samples of `Numbered`, in order, from a stream that knows its length.
+
+    Args:
+        length: how many.
+        poison: from this number on, a position whose samples are not finite.
+    """
+
+    def __init__(self, length: int, poison: int | None = None) -> None:
+        self.samples = Numbered(length)
+        self.poison = poison
+        self.opened: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def order(self) -> Iterator[int]:
+        return iter(range(len(self.samples)))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened.append(elche.rank())
+        for index in self.order():
+            sample = self.samples[index]
+            if index == self.poison:
+                sample = (sample[0] * float("nan"), *sample[1:])
+            yield sample
+
+
+class Endless(Stream):
+    """Goes on for ever, and does not say how long it is."""
+
+    __len__ = None  # type: ignore[assignment]
+
+    def order(self) -> Iterator[int]:
+        while True:
+            yield from range(len(self.samples))
+
+
+class Shuffled(Stream):
+    """Shuffles through a buffer, with Python's and torch's global generators."""
+
+    def order(self) -> Iterator[int]:
+        left = torch.randperm(len(self.samples)).tolist()
+        buffer, left = left[:16], left[16:]
+        while buffer:
+            yield buffer.pop(random.randrange(len(buffer)))
+            if left:
+                buffer.append(left.pop())
+
+
+class Counting(Stream):
+    """Counts its epochs in `__iter__`, and shuffles by their number."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return super().__iter__()
+
+    def order(self) -> Iterator[int]:
+        mixed = list(range(len(self.samples)))
+        random.Random(self.epoch).shuffle(mixed)
+        return iter(mixed)
+
+
+class OwnGenerator(Stream):
+    """Shuffles with a generator of its own, which nobody has seeded."""
+
+    def order(self) -> Iterator[int]:
+        mixed = list(range(len(self.samples)))
+        random.SystemRandom().shuffle(mixed)
+        return iter(mixed)
+
+
+class ByWorker(Stream):
+    """Divides itself among workers, as torch's documentation shows."""
+
+    def order(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, len(self.samples), step))
+
+
+class ByRank(Stream):
+    """Divides itself among ranks."""
+
+    def order(self) -> Iterator[int]:
+        return iter(range(elche.rank(), len(self.samples), elche.world_size()))
+
+
+class Short(Stream):
+    """Ends before its length."""
+
+    def order(self) -> Iterator[int]:
+        return iter(range(len(self.samples) - 5))
+
+
+class Empty(Stream):
+    """Yields nothing."""
+
+    def order(self) -> Iterator[int]:
+        return iter(())
+
+
+class Broken(Stream):
+    """A sample of it cannot be read, on rank 1."""
+
+    def order(self) -> Iterator[int]:
+        for index in range(len(self.samples)):
+            if index == 70 and elche.rank() == 1:
+                raise OSError("the disk is gone")
+            yield index
+
+
+class Batches(Stream):
+    """Yields whole batches of four."""
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // 4)
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.samples), 4):
+            stop = min(len(self.samples), start + 4)
+            rows = [self.samples[index] for index in range(start, stop)]
+            x, y, index, draw = zip(*rows, strict=True)
+            yield (
+                torch.stack(x),
+                torch.stack(y),
+                torch.tensor(index),
+                torch.tensor(draw),
+            )
+
+
+def divide_by_worker(worker: int) -> None:
+    """What torch's documentation shows for `worker_init_fn`."""
+    info = get_worker_info()
+    assert info is not None
+    samples = info.dataset.samples
+    info.dataset.samples = torch.utils.data.Subset(
+        samples, range(worker, len(samples), info.num_workers)
+    )
+
+
+@dataclass(frozen=True)
+class StreamTask:
+    """What to train on which stream."""
+
+    stream: type[Stream] = Stream
+    samples: int = 100
+    batch_size: int | None = 8
+    epochs: int = 2
+    poison: int | None = None
+    num_workers: int = 0
+    persistent_workers: bool = False
+    divides: bool = False
+    samples_per_epoch: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Streamed:
+    """What a rank saw."""
+
+    orders: list[list[int]]
+    draws: dict[tuple[int, int], float]
+    state: dict[str, torch.Tensor]
+    length: int
+    warnings: list[str]
+
+
+class _Kept(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def streamed(task: StreamTask) -> Streamed:
+    """Trains on the stream on this rank of a run, or on one device."""
+    with session.failing_together():
+        return _streamed(task)
+
+
+def _streamed(task: StreamTask) -> Streamed:
+    model, optimizer, _ = build(Task(samples=task.samples))
+    stream = task.stream(task.samples, task.poison)
+    workers: dict[str, Any] = {"num_workers": task.num_workers}
+    if task.num_workers:
+        workers["persistent_workers"] = task.persistent_workers
+    if task.divides:  # where workers begin with a copy of what this process has now
+        workers["worker_init_fn"] = divide_by_worker
+        workers["multiprocessing_context"] = "spawn"
+    loader = DataLoader(stream, task.batch_size, **workers)
+    kept = _Kept()
+    logging.getLogger("elche").addHandler(kept)
+    try:
+        model, optimizer, ours = elche.setup(
+            model,
+            optimizer,
+            loader,
+            samples_per_epoch=task.samples_per_epoch,
+            **task.options,
+        )
+        orders, draws = _train(task, model, optimizer, ours)
+        length = len(ours)
+        elche.shutdown()
+    finally:
+        logging.getLogger("elche").removeHandler(kept)
+    return Streamed(
+        orders,
+        draws,
+        {name: value.detach().clone() for name, value in model.state_dict().items()},
+        length,
+        kept.lines,
+    )
+
+
+def _train(
+    task: StreamTask, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> tuple[list[list[int]], dict[tuple[int, int], float]]:
+    """The samples of each epoch that counted here, and what each one drew."""
+    orders, draws = [], {}
+    for epoch in range(task.epochs):
+        order: list[int] = []
+        for x, y, index, draw in loader:
+            run = session.current_run()
+            if run is None or run.samples_in_hand:
+                order += index.tolist()
+                for number, value in zip(index.tolist(), draw.tolist(), strict=True):
+                    draws[epoch, number] = value
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        orders.append(order)
+    return orders, draws

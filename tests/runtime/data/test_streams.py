@@ -1,0 +1,217 @@
+"""Iterable data sets on several ranks: divided exactly, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elche.errors import MismatchError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, difference, identical, plain
+from tests.runtime.data.cases.stream_cases import (
+    Batches,
+    Broken,
+    ByRank,
+    ByWorker,
+    Counting,
+    Empty,
+    Endless,
+    OwnGenerator,
+    Short,
+    Shuffled,
+    Streamed,
+    StreamTask,
+    streamed,
+)
+from tests.harness.rank_pool import RankPool
+from tests.harness.rank_process import Outcome
+
+pytestmark = pytest.mark.distributed
+
+UNEQUAL = [
+    {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},
+    {"ELCHE_SPEED": "0.25", "ELCHE_MS_PER_SAMPLE": "0.2"},
+]
+
+
+def run(pool: RankPool, task: StreamTask) -> list[Streamed]:
+    return pool.run(streamed, task, case_setup=serve_in_thread, env=UNEQUAL)
+
+
+def fail(pool: RankPool, task: StreamTask) -> list[Outcome]:
+    return pool.run(
+        streamed, task, case_setup=serve_in_thread, env=UNEQUAL, expect_failure=True
+    )
+
+
+def positions(ranks: list[Streamed], epoch: int) -> list[int]:
+    return sorted(index for rank in ranks for index in rank.orders[epoch])
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_workers"),
+    [
+        ("sync", 0),
+        ("sync", 1),
+        ("cadence", 0),
+        ("async", 0),
+        ("cadence", 1),
+        ("async", 1),
+    ],
+)
+def test_every_position_once_on_both_ranks(
+    ranks2: RankPool, policy: str, num_workers: int
+) -> None:
+    task = StreamTask(num_workers=num_workers, options={"policy": policy})
+    ranks = run(ranks2, task)
+    for epoch in range(task.epochs):
+        assert positions(ranks, epoch) == list(range(task.samples))
+    assert [rank.length for rank in ranks] == [13, 13]
+    assert identical([rank.state for rank in ranks])
+    assert [rank.warnings for rank in ranks] == [[], []]
+
+
+def test_sync_is_single_device_training_on_the_stream(ranks2: RankPool) -> None:
+    reference = plain(Task(samples=100, batch_size=8, shuffle=False))
+    ranks = run(ranks2, StreamTask(options={"policy": "sync"}))
+    assert difference(ranks[0].state, reference.state) <= 1e-6
+
+
+@pytest.mark.parametrize(("policy", "num_workers"), [("sync", 0), ("cadence", 2)])
+def test_global_generators_shuffle_alike_everywhere(
+    ranks2: RankPool, policy: str, num_workers: int
+) -> None:
+    """Though ranks draw different dropout masks, and nobody gave a seed."""
+    task = StreamTask(Shuffled, num_workers=num_workers, options={"policy": policy})
+    ranks = run(ranks2, task)
+    assert positions(ranks, 0) == positions(ranks, 1) == list(range(task.samples))
+    first = [rank.orders[0] for rank in ranks if rank.orders[0]]
+    assert any(order != sorted(order) for order in first)
+
+
+def test_augmentation_draws_by_position_whoever_reads(ranks2: RankPool) -> None:
+    """On one rank or two, with loading processes or without: the same draws."""
+    task = StreamTask(Shuffled, options={"policy": "cadence", "seed": 5})
+    seen = [run(ranks2, task), run(ranks2, replace(task, num_workers=1))]
+    draws = [ranks[0].draws | ranks[1].draws for ranks in seen]
+    assert draws[0] == draws[1] == streamed(task).draws
+    assert len(set(draws[0].values())) == 2 * task.samples
+
+
+def test_a_stream_divided_among_workers_is_read_whole(ranks2: RankPool) -> None:
+    task = StreamTask(
+        ByWorker,
+        num_workers=2,
+        persistent_workers=True,
+        options={"policy": "cadence"},
+    )
+    ranks = run(ranks2, task)
+    assert positions(ranks, 0) == positions(ranks, 1) == list(range(task.samples))
+
+
+def test_a_stream_that_counts_its_epochs_in_iter(ranks2: RankPool) -> None:
+    """It begins alike wherever it is opened, and however often."""
+    task = StreamTask(Counting, num_workers=1, options={"policy": "sync"})
+    ranks = run(ranks2, task)
+    assert positions(ranks, 0) == positions(ranks, 1) == list(range(task.samples))
+
+
+def test_whole_batches_from_a_stream(ranks2: RankPool) -> None:
+    task = StreamTask(Batches, batch_size=None, options={"policy": "cadence"})
+    ranks = run(ranks2, task)
+    assert positions(ranks, 0) == positions(ranks, 1) == list(range(task.samples))
+    assert ranks[0].length == 25
+
+
+def test_the_rest_of_a_longer_stream_is_left(ranks2: RankPool) -> None:
+    task = StreamTask(
+        Endless, samples_per_epoch=60, epochs=3, options={"policy": "cadence"}
+    )
+    ranks = run(ranks2, task)
+    for epoch in range(3):
+        assert positions(ranks, epoch) == list(range(60))
+    said = [line for rank in ranks for line in rank.warnings]
+    assert said
+    assert set(said) == {
+        "the stream Endless yields more than the 60 samples of an epoch; the rest is "
+        "left"
+    }
+    assert all(len(rank.warnings) <= 1 for rank in ranks)
+
+
+def test_what_is_discarded_of_a_stream_is_named_by_its_positions(
+    ranks2: RankPool,
+) -> None:
+    options = {"policy": "cadence", "max_anchor": 0}  # a window is a batch
+    task = StreamTask(poison=20, epochs=1, options=options)
+    ranks = run(ranks2, task)
+    assert positions(ranks, 0) == list(range(task.samples))
+    (said,) = [line for rank in ranks for line in rank.warnings]
+    assert "what it learned in epoch 0 from batches 2 is not finite" in said
+    assert said.endswith("samples [16, 17, 18, 19, 20, 21, 22, 23]")
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (
+            StreamTask(Short, options={"policy": "cadence"}),
+            "the stream Short ended after 95 of the 100 samples",
+        ),
+        (
+            StreamTask(Short, num_workers=1, options={"policy": "sync"}),
+            "the stream Short ended after 95 of the 100 samples",
+        ),
+        (
+            StreamTask(Empty, options={"policy": "sync"}),
+            "the stream Empty ended after 0 of the 100 samples",
+        ),
+        (
+            StreamTask(Endless, options={"policy": "cadence"}),
+            "how long is an epoch of the stream Endless?",
+        ),
+        (
+            StreamTask(Broken, num_workers=1, options={"policy": "cadence"}),
+            "the disk is gone",
+        ),
+        (
+            StreamTask(Batches, batch_size=None, options={"policy": "sync"}),
+            "a loader with batch_size=None has no batches that policy 'sync'",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_named(
+    ranks2: RankPool, task: StreamTask, says: str
+) -> None:
+    outcomes = fail(ranks2, task)
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert all(errors)
+    assert any(says in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (StreamTask(ByRank), "the stream ByRank is not the same on every rank"),
+        (
+            StreamTask(OwnGenerator),
+            "the stream OwnGenerator is not the same on every rank: the first samples "
+            "of epoch 0 on ranks [1] are not those of rank 0",
+        ),
+        (
+            StreamTask(num_workers=2, divides=True),
+            "a process that loads read another stream Stream than the one",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
+)
+def test_different_streams_are_refused(
+    ranks2: RankPool, task: StreamTask, policy: str, says: str
+) -> None:
+    outcomes = fail(ranks2, replace(task, options={"policy": policy}))
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert all(MismatchError.__name__ in error for error in errors), errors
+    assert any(says in error for error in errors), errors

@@ -1,0 +1,143 @@
+"""A reduction past its deadline names the ranks that did not arrive."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.comm.transport.exchange import SharedExchange, open_exchange
+from elche.comm.transport.process_group import Group
+from elche.errors import DeadlineError, ElcheError
+from elche.by_hand.replica import Replica, init_group
+from elche.runtime.process import worker
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, build
+from tests.distributed.patience import all_here, lose_patience
+from tests.harness.rank_main import this_place
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+LATE = 1
+
+
+def _is_late(folder: str, group: Group) -> bool:
+    """All have come so far; from here on nobody waits for long."""
+    all_here(folder)
+    lose_patience(group, 1.0)
+    worker.ABORT_WAIT_S = 0.5  # the coordinator's own deadline is far away
+    if this_place().rank == LATE:
+        all_here(folder, "told")
+    return this_place().rank == LATE
+
+
+def _in_a_loop(folder: str, transport: str) -> str:
+    """Rank 1 is in the loop's body while the others reduce."""
+    model, optimizer, loader = build(Task())
+    options: dict[str, Any] = {"policy": "sync", "transport": transport}
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    run = session.current_run()
+    assert run is not None
+    for number, (x, y, *_) in enumerate(loader):
+        if number == 2 and _is_late(folder, run.worker.group):
+            return "late"
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return "reduced"
+
+
+def _by_hand(folder: str, transport: str) -> str:
+    group = init_group(timeout_s=60.0, transport=transport)
+    replica = Replica.wrap(torch.nn.Linear(2, 1), group)
+    if _is_late(folder, group):
+        return "late"
+    replica.all_reduce_gradients()
+    return "reduced"
+
+
+def _said(case: str, folder: str, transport: str) -> str:
+    waits_s = worker.ABORT_WAIT_S
+    try:
+        said = {"loop": _in_a_loop, "by hand": _by_hand}[case](folder, transport)
+    except ElcheError as error:
+        said = f"{type(error).__name__}: {error}"
+        all_here(folder, "told")
+    finally:
+        worker.ABORT_WAIT_S = waits_s
+        elche.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("case", ["loop", "by hand"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_who_did_not_arrive_is_named(
+    ranks3: RankPool, case: str, transport: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, late, third = ranks3.run(
+            _said, case, folder, transport, case_setup=serve_in_thread
+        )
+    assert late == "late"
+    for said in (first, third):
+        assert said.startswith("DeadlineError: ")
+        assert re.search(r"ranks that did not arrive: [02, ]*1\b", said), said
+    # Whoever notices last has seen that the other one has, too.
+    assert any(said.endswith("did not arrive: 1") for said in (first, third))
+
+
+def test_the_coordinators_word_that_time_is_up_is_completed() -> None:
+    """It knows who has not reported; who has not come is seen in the memory."""
+
+    def check() -> None:
+        raise DeadlineError("nothing came for 300 s")
+
+    group = Group(None, 0, 2, 100.0)
+    group.check = check
+    says = "300 s; gradients; ranks that did not arrive: 1"
+    with pytest.raises(DeadlineError, match=says):
+        group.wait_until(lambda: False, "gradients", lambda: [1])
+
+
+def test_who_comes_at_the_moment_of_the_deadline_has_come() -> None:
+    group = Group(None, 0, 2, 0.0)
+    looks = iter([False, True])
+    group.wait_until(lambda: next(looks), "gradients", list)
+    assert next(looks, None) is None
+
+
+def _some_send(folder: str, absent: tuple[int, ...]) -> str:
+    """Rank 0 alone loses patience; of the others, some have sent their part."""
+    group = init_group(timeout_s=60.0)
+    exchange = open_exchange(group, 4, torch.float32, torch.device("cpu"))
+    assert isinstance(exchange, SharedExchange)
+    if group.rank not in absent:
+        exchange.begin(0)
+    all_here(folder)
+    waits_s, said = worker.ABORT_WAIT_S, ""
+    if group.rank == 0:
+        lose_patience(group, 0.1)
+        worker.ABORT_WAIT_S = 0.1
+        with pytest.raises(DeadlineError, match="ranks that did not arrive") as caught:
+            exchange.wait("a test")
+        said, worker.ABORT_WAIT_S = str(caught.value), waits_s
+    all_here(folder, "told")
+    elche.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("absent", [(1,), (2,), (1, 2)])
+def test_shared_memory_names_those_who_have_not_come_and_nobody_else(
+    ranks3: RankPool, absent: tuple[int, ...]
+) -> None:
+    """Whoever has sent its part need not have noticed that somebody is late."""
+    with tempfile.TemporaryDirectory() as folder:
+        said, *_ = ranks3.run(_some_send, folder, absent, case_setup=serve_in_thread)
+    assert said.endswith(f"did not arrive: {', '.join(map(str, absent))}"), said

@@ -1,0 +1,84 @@
+"""Planned runs whose data hold a sample that gives no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, identical, label_sum
+from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+BAD = 17
+TASK = Task(samples=400, batch_size=8, epochs=1, optimizer="adamw", shuffle=False)
+
+
+def run(pool: RankPool, speeds: tuple[float, ...], **options: Any) -> list[Survived]:
+    environment = [
+        {"ELCHE_SPEED": str(speed), "ELCHE_MS_PER_SAMPLE": "0.2"} for speed in speeds
+    ]
+    task = dataclasses.replace(TASK, options={"seed": 5, **options})
+    return pool.run(
+        train_through_bad_samples,
+        task,
+        (BAD,),
+        "plain",
+        case_setup=serve_in_thread,
+        env=environment,
+    )
+
+
+def check_discarded(ranks: list[Survived]) -> None:
+    """Once, and every sample was trained on once."""
+    assert sorted(n for rank in ranks for n in rank.order) == list(range(TASK.samples))
+    assert sum(len(rank.discarded) for rank in ranks) == 1
+    metrics = ranks[0].metrics
+    assert metrics is not None
+    assert sum(metrics.discarded_samples) == TASK.samples - metrics.samples >= 8
+    for rank in ranks:
+        assert all(torch.isfinite(value).all() for value in rank.values.values())
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_replay_discards_what_the_recorded_run_did(
+    ranks2: RankPool, policy: str, weighs: bool, tmp_path: Path
+) -> None:
+    record = str(tmp_path / "plan.json")
+    options: dict[str, Any] = {"policy": policy, "anchor": 3, "max_anchor": 3}
+    if weighs:
+        options |= {"weight_of": label_sum, "drift_weights": "samples"}
+    first = run(ranks2, (1.0, 0.5), record=record, **options)
+    again = run(ranks2, (0.4, 1.0), replay=record, **options)
+    assert [rank.order for rank in again] == [rank.order for rank in first]
+    assert [rank.discarded for rank in again] == [rank.discarded for rank in first]
+    check_discarded(again)
+    for before, after in zip(first, again, strict=True):
+        assert identical([before.values, after.values])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_deterministic_run_keeps_to_its_plan(
+    ranks2: RankPool, policy: str, tmp_path: Path
+) -> None:
+    """What it discards depends on no time."""
+    record = str(tmp_path / "plan.json")
+    options = {"policy": policy, "anchor": 3, "speed_hints": (1.0, 0.5)}
+    fixed = {**options, "deterministic": True}
+    runs = [
+        run(ranks2, (1.0, 0.5), record=record, **fixed),
+        run(ranks2, (0.5, 1.0), **fixed),
+        run(ranks2, (0.5, 1.0), replay=record, **options),
+    ]
+    for ranks in runs:
+        check_discarded(ranks)
+        assert ranks[0].order == runs[0][0].order
+        for before, after in zip(runs[0], ranks, strict=True):
+            assert identical([before.values, after.values])

@@ -1,0 +1,307 @@
+"""Scalars and metrics of several ranks: weighted by samples, whoever logged them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elche
+from elche.errors import ConfigError, DeadlineError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, build
+from tests.distributed.patience import all_here
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+POLICIES = ["sync", "cadence", "async"]
+TWO_TO_ONE = [
+    {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.5"},
+    {"ELCHE_SPEED": "0.5", "ELCHE_MS_PER_SAMPLE": "0.5"},
+]
+SAMPLES, EPOCHS = 200, 2
+
+
+@dataclass
+class Seen:
+    """What a rank saw of the metrics."""
+
+    windows: list[elche.WindowMetrics] = field(default_factory=list)
+    epochs: list[elche.EpochMetrics] = field(default_factory=list)
+
+
+def _log(policy: str) -> Seen:
+    """Logs the samples' own numbers, and one value that is none, on rank 1."""
+    model, optimizer, loader = build(Task(samples=SAMPLES, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    seen = Seen()
+    for epoch in range(EPOCHS):
+        for x, y, index, _ in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            elche.log_scalar("index", index.double().mean())
+            elche.log_scalar("rank", elche.rank())
+            if elche.rank() == 1:
+                elche.log_scalar("broken", loss * math.nan)
+            seen.windows += elche.metrics()
+        elche.log_scalar("index", 1e9)
+        seen.epochs.append(elche.epoch_metrics(epoch=epoch))
+    elche.shutdown()
+    seen.windows += elche.metrics()
+    return seen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_means_are_over_all_samples(ranks2: RankPool, policy: str) -> None:
+    first, second = ranks2.run(_log, policy, case_setup=serve_in_thread, env=TWO_TO_ONE)
+    assert first.epochs == second.epochs
+    for number, epoch in enumerate(first.epochs):
+        assert (epoch.epoch, epoch.samples) == (number, SAMPLES)
+        assert epoch.scalars["index"] == pytest.approx((SAMPLES - 1) / 2, rel=1e-12)
+        assert epoch.scalars["rank"] == pytest.approx(epoch.shares[1], rel=1e-12)
+        assert (epoch.non_finite.get("broken", 0) > 0) == (epoch.rank_samples[1] > 0)
+        assert "broken" not in epoch.scalars
+        assert epoch.synchronisations >= 1
+        for times_s in (epoch.busy_s, epoch.transfer_s):
+            assert max(times_s) <= epoch.duration_s
+            assert [each > 0.0 for each in times_s] == [
+                each > 0 for each in epoch.rank_samples
+            ]
+        for busy_s, data_wait_s, transfer_s in zip(
+            epoch.busy_s, epoch.data_wait_s, epoch.transfer_s, strict=True
+        ):
+            assert data_wait_s + transfer_s <= busy_s
+    # On a busy machine a rank may once seem too slow for an epoch, not for the first.
+    assert min(first.epochs[0].rank_samples) > 0
+    assert sum(first.epochs[1].shares) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_windows_of_rank_0_add_up_to_the_epochs(ranks2: RankPool, policy: str) -> None:
+    first, second = ranks2.run(_log, policy, case_setup=serve_in_thread, env=TWO_TO_ONE)
+    assert second.windows == []
+    for epoch in first.epochs:
+        mine = [each for each in first.windows if each.epoch == epoch.epoch]
+        numbers = [each.window for each in mine]
+        assert numbers == sorted(set(numbers))
+        for rank in range(2):
+            samples = sum(each.rank_samples[rank] for each in mine)
+            assert samples == epoch.rank_samples[rank]
+        assert sum(each.synchronisations for each in mine) == epoch.synchronisations
+        weighted = sum(each.scalars["index"] * each.samples for each in mine)
+        assert weighted / SAMPLES == pytest.approx((SAMPLES - 1) / 2, rel=1e-9)
+
+
+def _norms(policy: str) -> tuple[list[float | None], list[float]]:
+    """The parameters' norm at the end of each epoch: as told, and as it is."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    told: list[float | None] = []
+    held: list[float] = []
+    for epoch in range(EPOCHS):
+        for x, y, _, _ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(elche.epoch_metrics(epoch).parameter_norm)
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        held.append(float(flat.norm()))
+    elche.shutdown()
+    return told, held
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_norm_of_the_parameters_is_told_each_epoch(
+    ranks2: RankPool, policy: str
+) -> None:
+    first, second = ranks2.run(_norms, policy, case_setup=serve_in_thread)
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert first[1][0] != first[1][1]
+
+
+@dataclass
+class Fitted:
+    """What a rank's Trainer told."""
+
+    history: list[Any]
+    windows: int
+    threads: set[bool]
+    checkpoints: list[tuple[int, int]]
+    rates: set[float]
+
+
+def _fit(policy: str) -> Fitted:
+    """Trains with a rate so small that the loss stays what it was."""
+    data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
+    seen: list[elche.WindowMetrics] = []
+    training = threading.current_thread()
+    threads: set[bool] = set()
+    checkpoints: list[tuple[int, int]] = []
+    rates: set[float] = set()
+
+    def optimizer_fn(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=1e-30)
+        optimizer.register_step_pre_hook(
+            lambda chosen, *_: rates.add(chosen.param_groups[0]["lr"])
+        )
+        return optimizer
+
+    def on_window(metrics: elche.WindowMetrics) -> None:
+        seen.append(metrics)
+        threads.add(threading.current_thread() is training)
+
+    result = elche.Trainer(
+        lambda: nn.Linear(1, 1),
+        optimizer_fn,
+        lambda model, batch: (model(batch[0]) * 0.0 + batch[0]).mean(),
+        dataset=data,
+        batch_size=8,
+        epochs=EPOCHS,
+        policy=policy,
+        lr_scale="linear",
+        on_window_end=on_window,
+        on_checkpoint=lambda epoch, state: checkpoints.append(
+            (epoch, state["samples"])
+        ),
+    ).fit()
+    return Fitted(result.history, len(seen), threads, checkpoints, rates)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_trainer_tells_every_rank_the_same(ranks2: RankPool, policy: str) -> None:
+    first, second = ranks2.run(_fit, policy, case_setup=serve_in_thread, env=TWO_TO_ONE)
+    for mine, other in zip(first.history, second.history, strict=True):
+        assert mine.train_loss == other.train_loss == pytest.approx((SAMPLES - 1) / 2)
+        assert mine.scalars == other.scalars == {"loss": mine.train_loss}
+        assert (mine.samples, mine.shares) == (SAMPLES, other.shares)
+        assert mine.busy_s == other.busy_s
+        assert mine.sync_wait_s == other.sync_wait_s
+        assert len(mine.sync_wait_s) == len(mine.data_wait_s) == 2
+    assert first.windows >= EPOCHS
+    assert first.threads == {True}
+    assert (second.windows, second.checkpoints) == (0, [])
+    assert first.checkpoints == [(0, SAMPLES), (1, 2 * SAMPLES)]
+    factor = 1.0 if policy == "sync" else 2.0
+    assert first.rates == second.rates == {1e-30 * factor}
+
+
+def _leave_early(policy: str) -> list[dict[str, float]]:
+    """Breaks out of the first epoch, having logged what is in no later one."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    for epoch in range(2):
+        for number, (x, y, _, _) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            elche.log_scalar("epoch", epoch)
+            if epoch == 0 and number == 1:
+                break
+    scalars = elche.epoch_metrics(epoch=1).scalars
+    elche.shutdown()
+    return [scalars]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_broken_epoch_logged_is_in_no_other(
+    ranks2: RankPool, policy: str
+) -> None:
+    outcomes = ranks2.run(_leave_early, policy, case_setup=serve_in_thread)
+    assert outcomes == [[{"epoch": 1.0}]] * 2
+
+
+@dataclass
+class Part:
+    """What was told of an epoch that was left early."""
+
+    metrics: elche.EpochMetrics
+    windows: list[elche.WindowMetrics]
+    progress_samples: float
+
+
+def _ask_after_break(policy: str, last: int) -> Part:
+    """Breaks out of an epoch after so many batches, and asks what it brought."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    for number, (x, y, _, _) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        elche.log_scalar("number", number)
+        if number + 1 == last:
+            break
+    metrics = elche.epoch_metrics()
+    assert elche.epoch_metrics(epoch=0, timeout_s=60.0) == metrics
+    with pytest.raises(ConfigError, match=r"epoch 1 are not there yet"):
+        elche.epoch_metrics(epoch=1)
+    part = Part(metrics, elche.metrics(), elche.progress_samples())
+    elche.shutdown()
+    return part
+
+
+def _ask_too_early(folder: str) -> list[int]:
+    """Rank 0 has left the epoch and asks while rank 1 is still in it; then again."""
+    model, optimizer, loader = build(Task(samples=64, batch_size=8))
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy="sync")
+    for x, y, _, _ in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if elche.rank() == 1:
+            all_here(folder)
+        break
+    if elche.rank() == 0:
+        for timeout_s in (0.0, 0.1):
+            with pytest.raises(DeadlineError, match=r"for all ranks to leave epoch 0"):
+                elche.epoch_metrics(timeout_s=timeout_s)
+        all_here(folder)
+    samples = elche.epoch_metrics(timeout_s=60.0).samples
+    for x, y, _, _ in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    samples_after = elche.epoch_metrics().samples
+    elche.shutdown()
+    return [samples, samples_after]
+
+
+def test_the_wait_for_metrics_of_a_broken_epoch_has_the_callers_deadline(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    found = ranks2.run(_ask_too_early, str(tmp_path), case_setup=serve_in_thread)
+    assert found == [[8, 64]] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [("sync", 1), ("sync", 3), ("sync", 8), ("cadence", 2), ("async", 2)],
+)
+def test_a_broken_epoch_is_told_as_far_as_it_went(
+    ranks2: RankPool, policy: str, last: int
+) -> None:
+    first, second = ranks2.run(
+        _ask_after_break, policy, last, case_setup=serve_in_thread
+    )
+    metrics = first.metrics
+    assert metrics == second.metrics
+    assert metrics.samples == first.progress_samples == second.progress_samples
+    assert sum(each.samples for each in first.windows) == metrics.samples
+    told = sum(each.synchronisations for each in first.windows)
+    assert told == metrics.synchronisations
+    if policy == "sync":
+        assert (metrics.samples, metrics.synchronisations) == (8 * last, last)
+        assert metrics.scalars == {"number": pytest.approx((last - 1) / 2)}
+    else:
+        assert 8 <= metrics.samples <= 64

@@ -1,0 +1,122 @@
+"""Under ``sync`` a model that is no number ends the run, and its batch is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, label_sum
+from tests.runtime.windows.cases.lost_cases import (
+    leave_at_unequal_steps,
+    train_several_passes,
+    train_to_the_end,
+)
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+BATCH, BAD = 8, 17
+TASK = Task(samples=2000, batch_size=BATCH, epochs=1, shuffle=False)
+
+
+def with_options(**options: Any) -> Task:
+    return dataclasses.replace(TASK, options={"policy": "sync", **options})
+
+
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ("plain", {"non_finite": "leave_out"}),
+        ("plain", {"loss_reduction": "sum"}),
+        ("plain", {"weight_of": label_sum, "non_finite": "leave_out"}),
+        ("accumulates", {}),
+        ("breaks", {}),
+    ],
+)
+def test_the_run_stops_soon_and_names_whose_samples(
+    ranks2: RankPool, loop: str, options: dict[str, Any]
+) -> None:
+    """Whatever is asked for: nothing can be left out of a step of all ranks."""
+    task = with_options(**options)
+    ends = ranks2.run(train_to_the_end, task, BAD, loop, case_setup=serve_in_thread)
+    at = BAD // BATCH
+    for said, rank, batches, steps in ends:
+        assert "parameters have become NaN in epoch 0" in said
+        assert batches == ((at, at + 1),)
+        assert rank is not None
+        assert f"rank {rank}'s own, in step {at}" in said
+        # Its part of the batch, of which the other rank had the rest.
+        named = said.rpartition("samples [")[2].rstrip("]").split(", ")
+        assert str(BAD) in named
+        assert len(named) < BATCH
+        assert steps < 250
+    assert ends[0][:3] == ends[1][:3]
+
+
+def test_gradients_that_wait_over_an_epochs_end_name_their_rank(
+    ranks2: RankPool,
+) -> None:
+    """The epoch's last batch leaves NaN to a step in the next, of all ranks."""
+    task = dataclasses.replace(with_options(), samples=10 * BATCH, epochs=2)
+    ends = ranks2.run(
+        train_to_the_end, task, 9 * BATCH, "accumulates", case_setup=serve_in_thread
+    )
+    for said, rank, batches, steps in ends:
+        assert "parameters have become NaN in epoch 1" in said
+        assert rank == 0  # which has the first samples of a batch
+        assert "rank 0's own, in step 9 of epoch 0, of samples 0 to" in said
+        assert batches == ()
+        assert steps >= 12
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "one pass, the part that is run first",
+        "one pass, the part that is run last",
+        "two passes through all",
+        "two passes, each through its part",
+    ],
+)
+def test_one_rank_is_named_though_all_see_it_in_the_same_step(
+    ranks2: RankPool, loop: str
+) -> None:
+    """After the first pass gradients are none on all ranks, and the second adds."""
+    ends = ranks2.run(
+        train_several_passes, with_options(), BAD, loop, case_setup=serve_in_thread
+    )
+    at = BAD // BATCH
+    for said, rank, batches, steps in ends:
+        assert f"rank {rank}'s own, in step {at}" in said
+        assert batches == ((at, at + 1),)
+        assert str(BAD) in said.rpartition("samples [")[2]
+        assert steps < 250
+
+
+def test_what_a_scaler_skips_stops_nothing(ranks2: RankPool) -> None:
+    task = dataclasses.replace(with_options(), samples=160)
+    ends = ranks2.run(train_to_the_end, task, BAD, "scaler", case_setup=serve_in_thread)
+    assert [end[:3] for end in ends] == [("", None, ())] * 2
+
+
+def test_a_rank_without_samples_is_not_blamed(ranks3: RankPool) -> None:
+    """Batches of two samples, which a third rank runs along without."""
+    task = dataclasses.replace(with_options(), samples=120, batch_size=2)
+    ends = ranks3.run(train_to_the_end, task, BAD, "plain", case_setup=serve_in_thread)
+    for said, rank, batches, _ in ends:
+        assert batches == ((BAD // 2, BAD // 2 + 1),)
+        assert f"rank {rank}'s own" in said
+        assert f"samples [{BAD}" in said or f"{BAD}]" in said
+
+
+def test_a_break_of_one_rank_is_said_of_the_policy_that_was_set(
+    ranks2: RankPool,
+) -> None:
+    task = with_options(policy="auto")
+    ends = ranks2.run(leave_at_unequal_steps, task, case_setup=serve_in_thread)
+    for said in ends:
+        assert "under policy 'auto', which trains in common steps" in said
+        assert "under policy 'sync'" not in said

@@ -1,0 +1,385 @@
+"""The planner: near the ideal, within memory, honest about its alternatives."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
+from elche.schedule.lowering import lower
+from elche.schedule.planning.partition import Partition, Places, ProfileTable, best_partition
+from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
+from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
+from elche.schedule.planning.planner import plan_pipeline
+from elche.schedule.planning.profile import (
+    ANY_KIND,
+    DeviceProfile,
+    LayerProfile,
+    LinkProfile,
+    PipelineProfile,
+)
+from elche.schedule.generators.schedules import FIXED_SCHEDULES, fits_placement, make_schedule
+from elche.schedule.timing import simulate
+from tests.schedule.strategies import assert_complete
+from tests.schedule.planning.test_partition import equal_layers, profiles
+
+
+def gpt(
+    blocks: int,
+    speeds: Sequence[float],
+    memory_bytes: Sequence[float] | float = math.inf,
+) -> PipelineProfile:
+    size = GptSize(
+        blocks=blocks, hidden=1024, heads=16, vocabulary=32_000, sequence=1024
+    )
+    if isinstance(memory_bytes, float):
+        memory_bytes = [memory_bytes] * len(speeds)
+    return PipelineProfile(
+        layers=gpt_layers(size, {ANY_KIND: 50e12}),
+        devices=tuple(
+            DeviceProfile(name=f"device {index}", speed=speed, memory_bytes=memory)
+            for index, (speed, memory) in enumerate(
+                zip(speeds, memory_bytes, strict=True)
+            )
+        ),
+        link=LinkProfile(latency_s=20e-6, bytes_per_s=12e9),
+    )
+
+
+def check(plan: Plan, profile: PipelineProfile) -> None:
+    """What is said of each candidate is true."""
+    able = []
+    for each in plan.alternatives:
+        if each.candidate is not None:
+            check_candidate(each.candidate, profile)
+            assert bool(each.reason) == (each.candidate.missing_bytes > 0)
+            if not each.reason:
+                able.append(each.candidate.step_s)
+        else:
+            assert each.reason
+    assert plan.chosen.missing_bytes == 0
+    lowered = lower(plan.chosen.schedule, plan.chosen.costs)  # proves it deadlock-free
+    assert lowered.is_lowered == (len(plan.chosen.partition.ranks) > 1)
+    assert plan.chosen.step_s <= min(able) * (1 + 1e-8)
+    used = set(plan.chosen.partition.devices)
+    assert used | set(plan.unused) == set(range(len(profile.devices)))
+    assert not used & set(plan.unused)
+
+
+def check_candidate(one: Candidate, profile: PipelineProfile) -> None:
+    assert_complete(one.schedule)
+    assert sum(one.partition.sizes) == len(profile.layers)
+    assert one.schedule.placement == one.partition.placement
+    table = ProfileTable(profile, one.schedule.num_microbatches)
+    timing = simulate(one.schedule, costs_of(table, one.partition))
+    assert one.step_s == max(timing.makespan, link_bound(table, one.partition))
+    lacks = [
+        needed - profile.devices[device].memory_bytes
+        for needed, device in zip(one.memory_bytes, one.partition.ranks, strict=True)
+    ]
+    assert one.missing_bytes == pytest.approx(max(0.0, *lacks), abs=1)
+
+
+def outcome(profile: PipelineProfile, config: PlanConfig) -> Plan | str:
+    """The plan, or why there is none."""
+    try:
+        return plan_pipeline(profile, config)
+    except ConfigError as error:
+        return str(error)
+
+
+@given(
+    profiles(most_layers=7),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from(("auto", "1f1b", "zb-h1", "v-min")),
+)
+@settings(max_examples=20)
+def test_memory_is_never_exceeded(
+    profile: PipelineProfile, count: int, all_devices: bool, schedule: str
+) -> None:
+    config = PlanConfig(
+        num_microbatches=count, schedule=schedule, use_all_devices=all_devices
+    )
+    plan = outcome(profile, config)
+    if isinstance(plan, str):
+        reasons = "memory|a layer for each|lacks|exceed|one device is enough"
+        assert re.search(reasons, plan)
+        if schedule == "auto" and not all_devices:
+            orders = list(permutations(range(len(profile.devices))))
+            assert shortage(ProfileTable(profile, count), orders) is not None
+        return
+    for needed, device in zip(
+        plan.chosen.memory_bytes, plan.chosen.partition.ranks, strict=True
+    ):
+        assert needed <= profile.devices[device].memory_bytes
+    assert not (all_devices and plan.unused)
+    if schedule == "auto":
+        check(plan, profile)
+    else:
+        assert plan.chosen.name == schedule
+
+
+@given(profiles(most_layers=7, limited=False), st.integers(1, 6))
+@settings(max_examples=12)
+def test_no_exact_partition_is_better_with_any_published_schedule(
+    profile: PipelineProfile, count: int
+) -> None:
+    """Refinement and `auto` start from the dynamic program's partitions."""
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=count))
+    table = ProfileTable(profile, count)
+    order = tuple(range(len(profile.devices)))
+    exact = best_partition(table, Places(devices=order, held=(1,) * len(order)))
+    assert exact is not None
+    costs = costs_of(table, exact)
+    for name in FIXED_SCHEDULES:
+        if fits_placement(name, costs) and name in ("zb-h1", "1f1b"):
+            made = simulate(make_schedule(name, costs, count), costs)
+            step_s = max(made.makespan, link_bound(table, exact))
+            assert plan.chosen.step_s <= step_s * (1 + 1e-8)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        *(24, 36, 48),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (28, 32, 40, 44)),
+    ],
+)
+def test_one_device_three_times_slower(blocks: int) -> None:
+    """The goal of issue 5: at most 1.12 times the time of all devices always busy."""
+    profile = gpt(blocks, (1, 1, 1, 1 / 3))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
+    check(plan, profile)
+    work_s = 16 * sum(
+        each.times_on(ANY_KIND).forward_s + each.times_on(ANY_KIND).full_backward_s
+        for each in profile.layers
+    )
+    assert plan.ideal_s == pytest.approx(work_s / (3 + 1 / 3))
+    assert plan.ideal_s <= plan.chosen.step_s <= 1.12 * plan.ideal_s
+    assert plan.equal_split is not None
+    assert plan.equal_split.step_s > 2.5 * plan.ideal_s
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
+def test_published_schedules_are_near_the_ideal_too(name: str) -> None:
+    profile = gpt(36, (1, 1, 1, 1 / 3))
+    config = PlanConfig(num_microbatches=16, schedule=name)
+    plan = plan_pipeline(profile, config)
+    assert plan.chosen.name == name
+    assert plan.chosen.step_s <= 1.12 * plan.ideal_s
+
+
+def test_the_table_of_the_research_notes() -> None:
+    """Partition against schedule, `research/pipeline.md` section 5: 1F1B and ZB-H1."""
+    for speeds, one_f_one_b, zb_h1 in (
+        ((1, 1, 1, 1), 1.19, 1.07),
+        ((1, 1, 1, 1 / 3), 1.22, 1.10),
+        ((1, 1, 0.5, 0.5), 1.21, 1.09),
+        ((1, 1, 0.1, 0.1), 1.14, 1.07),
+        ((1, 0.1), 1.09, 1.05),
+    ):
+        profile = equal_layers(32, speeds)
+        plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
+        found = {each.name: each.candidate for each in plan.alternatives}
+        for name, ratio in (("1f1b", one_f_one_b), ("zb-h1", zb_h1)):
+            candidate = found[name]
+            assert candidate is not None
+            assert candidate.step_s / plan.ideal_s <= ratio + 0.005
+
+
+def test_a_device_fifty_times_slower_gets_no_layers() -> None:
+    profile = gpt(24, (1, 1 / 50))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
+    assert plan.unused == (1,)
+    alone = PipelineProfile(layers=profile.layers, devices=profile.devices[:1])
+    assert plan.chosen.step_s == pytest.approx(ideal_step_s(alone, 16))
+    assert {each.name for each in plan.alternatives if each.candidate is None} == {
+        *("interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")
+    }
+    forced = plan_pipeline(
+        profile, PlanConfig(num_microbatches=16, use_all_devices=True)
+    )
+    assert forced.unused == ()
+    assert forced.chosen.step_s > plan.chosen.step_s
+
+
+def test_a_device_behind_a_slow_link_is_left_out() -> None:
+    """The sum-bound of two devices is lower than one's; what counts is the step."""
+    profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(latency_s=30.0))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=4))
+    assert plan.bound_s < 4 * 8 * 3
+    assert len(plan.unused) == 1
+    assert plan.chosen.step_s == 4 * 8 * 3
+    near = replace(profile, link=LinkProfile(latency_s=0.5))
+    assert plan_pipeline(near, PlanConfig(num_microbatches=4)).unused == ()
+
+
+def test_memory_moves_layers_and_schedule() -> None:
+    """With less memory the step gets longer, and the plan still holds it."""
+    steps = []
+    for memory in (math.inf, 4.0e9, 2.9e9, 2.6e9):
+        profile = gpt(24, (1, 1, 1, 1 / 3), memory)
+        plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
+        check(plan, profile)
+        steps.append(plan.chosen.step_s)
+    assert all(more <= less * (1 + 1e-9) for more, less in pairwise(steps))
+    profile = gpt(24, (1, 1, 1, 1 / 3), 2.9e9)
+    with pytest.raises(ConfigError, match=r"gpipe cannot run here: .* lacks [\d,]+ b"):
+        plan_pipeline(profile, PlanConfig(num_microbatches=16, schedule="gpipe"))
+
+
+def test_a_small_device_gets_what_it_holds() -> None:
+    profile = gpt(24, (1, 1, 1), (8e9, 8e9, 1e9))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
+    check(plan, profile)
+    held = dict(zip(plan.chosen.partition.ranks, plan.chosen.memory_bytes, strict=True))
+    assert 0 < held[2] <= 1e9
+    sizes = dict.fromkeys(range(3), 0)
+    for device, size in zip(
+        plan.chosen.partition.devices, plan.chosen.partition.sizes, strict=True
+    ):
+        sizes[device] += size
+    assert sizes[2] < min(sizes[0], sizes[1])
+
+
+def test_too_little_memory_says_how_much_is_lacking() -> None:
+    profile = replace(
+        equal_layers(6, (1, 1)),
+        devices=(
+            DeviceProfile(name="one", memory_bytes=61),
+            DeviceProfile(name="two", memory_bytes=100),
+        ),
+    )
+    # A layer's state is 20 bytes, its activations 10: two and three layers fit.
+    with pytest.raises(
+        ConfigError,
+        match=r"puts layers 2 \(layer\) to 5 \(layer\) on device two, whose 100 bytes "
+        "are 20 too few",
+    ):
+        plan_pipeline(profile, PlanConfig(num_microbatches=2))
+    enough = replace(profile, layers=profile.layers[:5])
+    plan = plan_pipeline(enough, PlanConfig(num_microbatches=2))
+    check(plan, enough)
+    assert sorted(plan.chosen.partition.sizes) == [2, 3]
+
+
+def test_fewer_layers_than_stages() -> None:
+    profile = equal_layers(3, (1, 1))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=4))
+    check(plan, profile)
+    reasons = {each.name: each.reason for each in plan.alternatives}
+    assert reasons["zb-v"] == "2 stages on each of 2 devices exceed 3 layers"
+    with pytest.raises(ConfigError, match="zb-v cannot run here: 2 stages on each"):
+        plan_pipeline(profile, PlanConfig(num_microbatches=4, schedule="zb-v"))
+    crowded = equal_layers(3, (1,) * 4)
+    with pytest.raises(ConfigError, match="a layer for each of 4 devices, got 3 lay"):
+        plan_pipeline(crowded, PlanConfig(num_microbatches=4, use_all_devices=True))
+    assert len(plan_pipeline(crowded, PlanConfig(num_microbatches=4)).unused) >= 1
+
+
+def test_microbatches_that_a_schedule_does_not_allow() -> None:
+    profile = equal_layers(16, (1, 1, 1, 1))
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=9))
+    (looped,) = (e for e in plan.alternatives if e.name == "interleaved-1f1b")
+    assert looped.candidate is None
+    assert "got 9 microbatches" in looped.reason
+    check(plan, profile)
+
+
+def test_more_stages_per_device() -> None:
+    profile = equal_layers(24, (1, 1, 1))
+    config = PlanConfig(
+        num_microbatches=6, schedule="interleaved-1f1b", stages_per_device=4
+    )
+    plan = plan_pipeline(profile, config)
+    assert plan.chosen.partition == Partition((0, 1, 2) * 4, (2,) * 12)
+    one = replace(config, stages_per_device=1)
+    assert len(plan_pipeline(profile, one).chosen.partition.sizes) == 3
+
+
+def test_a_whole_backward_that_is_cheaper_is_used() -> None:
+    plain = equal_layers(8, (1, 1))
+    layer = plain.layers[0]
+    times = replace(layer.times_on(ANY_KIND), backward_s=1.2)
+    cheap = replace(plain, layers=(replace(layer, times={ANY_KIND: times}),) * 8)
+    plan = plan_pipeline(cheap, PlanConfig(num_microbatches=8))
+    check(plan, cheap)
+    assert plan.ideal_s == pytest.approx(8 * 8 * 2.2 / 2)
+    assert plan.chosen.step_s < 1.2 * plan.ideal_s
+    kinds = {one.kind.value for row in plan.chosen.schedule.actions for one in row}
+    assert "B" in kinds
+
+
+def test_the_same_plan_every_time() -> None:
+    profile = gpt(24, (1, 0.7, 0.4), 6e9)
+    config = PlanConfig(num_microbatches=12)
+    assert plan_pipeline(profile, config) == plan_pipeline(profile, config)
+
+
+@pytest.mark.slow
+def test_48_layers_on_8_devices() -> None:
+    """How long it takes is in `benchmarks/planning.py`."""
+    profile = gpt(46, (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))
+    assert len(profile.layers) == 48
+    plan = plan_pipeline(profile, PlanConfig(num_microbatches=32))
+    assert plan.chosen.step_s <= 1.12 * plan.ideal_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_microbatches": 0}, "at least one microbatch, got 0"),
+        ({"num_microbatches": 2, "schedule": "2f2b"}, "a schedule among gpipe"),
+        ({"num_microbatches": 2, "stages_per_device": 0}, "at least one stage per dev"),
+    ],
+)
+def test_questions_that_make_no_sense(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PlanConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_gpt_by_its_size() -> None:
+    size = GptSize(
+        blocks=3,
+        hidden=64,
+        heads=4,
+        vocabulary=100,
+        sequence=32,
+        samples=2,
+        keeps_scores=True,
+    )
+    embedding, *blocks, head = gpt_layers(size, {"gpu": 1e9, "cpu": 1e8})
+    assert [each.name for each in blocks] == ["block"] * 3
+    block: LayerProfile = blocks[0]
+    tokens = 64
+    one = block.times_on("gpu")
+    assert one.forward_s == pytest.approx(tokens * (24 * 64**2 + 4 * 32 * 64) / 1e9)
+    assert one.input_gradient_s - one.weight_gradient_s == pytest.approx(
+        tokens * 8 * 32 * 64 / 1e9
+    )
+    assert block.times_on("cpu").forward_s == pytest.approx(10 * one.forward_s)
+    assert block.activation_bytes == tokens * (34 * 64 + 5 * 4 * 32)
+    assert block.kept_for_weight_bytes == tokens * 32 * 64
+    assert block.output_bytes == tokens * 64 * 2
+    assert embedding.times_on("gpu").forward_s == 0
+    assert head.times_on("gpu").forward_s == pytest.approx(tokens * 2 * 64 * 100 / 1e9)
+    parameters = sum(e.parameter_bytes for e in (embedding, *blocks, head)) / 4
+    blocks_only = 3 * (12 * 64**2 + 13 * 64)
+    assert parameters == blocks_only + 64 * (100 + 32) + 64 * 102
+    with pytest.raises(ConfigError, match="flops_per_s above 0 for devices of kind"):
+        gpt_layers(size, {"gpu": 0.0})
+    with pytest.raises(ConfigError, match="hidden to be a multiple of heads"):
+        replace(size, heads=5)
+    with pytest.raises(ConfigError, match="expected blocks of a GPT of at least 1"):
+        replace(size, blocks=0)

@@ -21,10 +21,9 @@ BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
 	tests/test_architecture.py tests/test_config.py tests/test_config_together.py \
 	tests/test_imports.py tests/test_layers.py \
-	$(addprefix --ignore=tests/,monitor/test_plots.py schedule/test_auto.py \
-	schedule/test_independent.py schedule/test_partition.py \
-	schedule/test_plan_command.py schedule/test_planner.py sim/test_auto.py \
-	sim/test_efficiency.py sim/test_membership.py sim/test_runs.py \
+	$(addprefix --ignore=tests/,monitor/test_plots.py \
+	schedule/generators/test_auto.py schedule/planning schedule/test_independent.py \
+	sim/test_auto.py sim/test_efficiency.py sim/test_membership.py sim/test_runs.py \
 	sim/test_slow_link.py)
 
 .DEFAULT_GOAL := help

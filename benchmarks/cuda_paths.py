@@ -56,7 +56,7 @@ class Case:
 def run_case(case: Case) -> dict[str, object]:
     """Runs once; the script's figures, or what went wrong."""
     script, *options = case.script
-    command = [sys.executable, "-m", "elche.cli.main", "run", "--devices", case.devices]
+    command = [sys.executable, "-m", "elche", "run", "--devices", case.devices]
     command += [str(HERE / script), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "4", **dict(case.environment)}
     started_s = time.monotonic()

@@ -22,8 +22,8 @@ from record import write_record
 
 from elche.cadence.chooser import Chooser
 from elche.cadence.goodput import Cluster
-from elche.schedule.generators.auto import auto_placed
 from elche.schedule.costs import RankTimes
+from elche.schedule.generators.auto import auto_placed
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
 from elche.schedule.planning.plan import PlanConfig
 from elche.schedule.planning.planner import plan_pipeline

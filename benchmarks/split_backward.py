@@ -5,13 +5,13 @@
 
 One transformer block on one thread, from about a millisecond to a tenth of a second per
 backward. *B* is a plain backward pass. elche computes the input gradient and puts the
-weight gradients off at the operation itself (`elche.pipeline.split_backward.backward`); torch's
-`stage_backward_input` and `stage_backward_weight` walk the graph twice. Forward and
-backward of all three run in turn, in an order that rotates, each over the microbatches
-of one step: the first finds no gradients, the others add to those that are there, and
-both are reported. The table shows medians of the ratios within a turn, and the 95 %
-interval of their mean; *F+I+W* is over the plain forward and backward, so that nothing
-is gained by moving work into forward.
+weight gradients off at the operation itself (`elche.pipeline.split_backward.backward`);
+torch's `stage_backward_input` and `stage_backward_weight` walk the graph twice. Forward
+and backward of all three run in turn, in an order that rotates, each over the
+microbatches of one step: the first finds no gradients, the others add to those that are
+there, and both are reported. The table shows medians of the ratios within a turn, and
+the 95 % interval of their mean; *F+I+W* is over the plain forward and backward, so that
+nothing is gained by moving work into forward.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch.distributed.pipelining._backward import (
 )
 
 from elche.monitor.table import paired_interval
+from elche.pipeline.peers.messages import Message
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
-from elche.pipeline.peers.messages import Message
 from elche.pipeline.stage import Layer, Stage
 
 SIZES = ((64, 6, 32), (128, 8, 64), (256, 4, 128), (256, 8, 128), (256, 16, 128))

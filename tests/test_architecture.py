@@ -29,7 +29,9 @@ def test_every_file_that_is_named_is_there() -> None:
     files = {str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.py")}
     files |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
     named = set(re.findall(r"`([\w/]+\.py)`", TEXT))
-    gone = [name for name in named if not any(f"/{f}".endswith(f"/{name}") for f in files)]
+    gone = [
+        name for name in named if not any(f"/{f}".endswith(f"/{name}") for f in files)
+    ]
     assert not gone
 
 

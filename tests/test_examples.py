@@ -32,7 +32,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 )
 def test_own_loop(policy: str) -> None:
     ended = _run(
-        *(sys.executable, "-m", "elche.cli.main", "run", "--policy", policy),
+        *(sys.executable, "-m", "elche", "run", "--policy", policy),
         *("--speeds", "1,0.5", "--ms-per-sample", "0.2", "examples/own_loop.py"),
     )
     assert ended.returncode == 0, ended.stderr
@@ -49,7 +49,7 @@ def test_own_loop_alone() -> None:
 
 def test_trainer() -> None:
     ended = _run(
-        *(sys.executable, "-m", "elche.cli.main", "run", "--nproc", "2"),
+        *(sys.executable, "-m", "elche", "run", "--nproc", "2"),
         "examples/trainer.py",
     )
     assert ended.returncode == 0, ended.stderr
@@ -60,7 +60,7 @@ def test_trainer() -> None:
 
 @pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=SLOW)])
 def test_tokens(is_compared: bool) -> None:
-    launcher = ("-m", "elche.cli.main", "run", "--speeds", "1,0.5")
+    launcher = ("-m", "elche", "run", "--speeds", "1,0.5")
     ended = _run(
         *(sys.executable, *launcher, "--ms-per-sample", "0.2", "examples/tokens.py")
     )
@@ -74,7 +74,7 @@ def test_tokens(is_compared: bool) -> None:
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gan(nproc: int) -> None:
-    launcher = ("-m", "elche.cli.main", "run", "--nproc", str(nproc))
+    launcher = ("-m", "elche", "run", "--nproc", str(nproc))
     ended = _run(sys.executable, *(launcher if nproc > 1 else ()), "examples/gan.py")
     assert ended.returncode == 0, ended.stderr
     spread = [float(text) for text in re.findall(r"spread ([\d.]+)", ended.stdout)]
@@ -83,7 +83,7 @@ def test_gan(nproc: int) -> None:
 
 
 def test_planning_the_example_pipeline() -> None:
-    command = (sys.executable, "-m", "elche.cli.main", "plan", "pipeline")
+    command = (sys.executable, "-m", "elche", "plan", "pipeline")
     ended = _run(*command, "examples/pipeline_devices.toml", "--json", "-")
     assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout)
@@ -91,7 +91,7 @@ def test_planning_the_example_pipeline() -> None:
 
 
 def test_simulating_the_example_cluster() -> None:
-    command = (sys.executable, "-m", "elche.cli.main", "simulate", "examples/cluster.toml")
+    command = (sys.executable, "-m", "elche", "simulate", "examples/cluster.toml")
     ended = _run(*command, "--json", "-")
     assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout)
@@ -115,9 +115,7 @@ def test_the_loop_in_the_readme(tmp_path: Path) -> None:
         "loader = DataLoader(data, batch_size=8, shuffle=True)\n"
         "epochs = 2\n" + loop + "print('trained', elche.rank())\n"
     )
-    ended = _run(
-        *(sys.executable, "-m", "elche.cli.main", "run", "--nproc", "2", str(script))
-    )
+    ended = _run(*(sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("trained") == 2
 
@@ -138,7 +136,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_on_two_devices(tmp_path: Path) -> None:
-    launcher = (sys.executable, "-m", "elche.cli.main", "run", "--speeds", "1,0.5")
+    launcher = (sys.executable, "-m", "elche", "run", "--speeds", "1,0.5")
     script = ("--ms-per-sample", "0.2", "examples/resume.py", "--folder", str(tmp_path))
     halves = [_run(*launcher, *script, *stop) for stop in (("--stop-after", "2"), ())]
     assert [half.returncode for half in halves] == [0, 0], halves[-1].stderr

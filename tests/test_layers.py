@@ -115,7 +115,10 @@ def test_shell_may_use_torch_and_pure_code_but_not_the_surface() -> None:
 
 
 def test_surface_may_use_all_but_the_lazy_names() -> None:
-    assert planted("elche.cli.main", "import elche.comm.gradients.reducer, elche.session") == []
+    assert (
+        planted("elche.cli.main", "import elche.comm.gradients.reducer, elche.session")
+        == []
+    )
     assert planted("elche.cli.main", "from elche import __version__") == []
     assert planted("elche.cli.main", "import elche") == [
         "elche.cli.main:1: imports through elche/__init__; name the module itself"

@@ -95,9 +95,9 @@ def expect_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 def split_backward() -> None:
+    from elche.pipeline.peers.messages import Message
     from elche.pipeline.split_backward.backward import StageBackward
     from elche.pipeline.split_backward.guard import ContributionGuard
-    from elche.pipeline.peers.messages import Message
     from elche.pipeline.stage import Layer, Stage
     from elche.torch_internals import CAN_SPLIT
 
@@ -233,7 +233,10 @@ def wrapper() -> None:
 
 
 def norm() -> None:
-    from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm, sync_batchnorm_layers
+    from elche.comm.norm.sync_batch_norm import (
+        convert_sync_batchnorm,
+        sync_batchnorm_layers,
+    )
     from elche.runtime.agreement import min_share_samples
 
     torch.manual_seed(2)

@@ -30,7 +30,12 @@ from elche.demo.compare import STDERR_TAIL_LINES, machine
 from elche.demo.report import check_writable, to_json_text
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
-from elche.runtime.process.launch import LaunchConfig, LaunchResult, launch, python_command
+from elche.runtime.process.launch import (
+    LaunchConfig,
+    LaunchResult,
+    launch,
+    python_command,
+)
 from elche.schedule.timing import Timing
 
 RankResults = dict[str, list[Any]]

@@ -13,6 +13,7 @@ from typing import Any
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule
 from elche.schedule.costs import PipelineCosts
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.planning.plan import PlanConfig, ideal_step_s
 from elche.schedule.planning.planner import plan_pipeline
 from elche.schedule.planning.profile import (
@@ -22,7 +23,6 @@ from elche.schedule.planning.profile import (
     LinkProfile,
     PipelineProfile,
 )
-from elche.schedule.generators.schedules import FIXED_SCHEDULES
 
 TORCH_CONTENDERS = ("torch-1f1b", "torch-interleaved-zb", "torch-zb-v")
 ELCHE = "elche"

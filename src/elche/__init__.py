@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elche.by_hand.replica import Replica as Replica
+    from elche.by_hand.replica import init_group as init_group
     from elche.cadence.el_che import ElChe as ElChe
     from elche.cadence.el_che import ElCheConfig as ElCheConfig
     from elche.comm.norm.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from elche.learning_rate import ProgressLR as ProgressLR
     from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
-    from elche.by_hand.replica import Replica as Replica
-    from elche.by_hand.replica import init_group as init_group
     from elche.session import barrier as barrier
     from elche.session import device as device
     from elche.session import is_main_process as is_main_process

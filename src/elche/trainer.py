@@ -20,8 +20,12 @@ from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
 from elche.runtime.agreement import min_share_samples
 from elche.runtime.data.batch_weights import BatchWeights
-from elche.runtime.windows.micro_batches import MicroBatches, PartsConfig, meets_in_batches
 from elche.runtime.data.transfer import to_device
+from elche.runtime.windows.micro_batches import (
+    MicroBatches,
+    PartsConfig,
+    meets_in_batches,
+)
 from elche.trainer_config import (
     EpochRecord,
     RunReport,

@@ -17,8 +17,8 @@ from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = str(Path(__file__).with_name("replica_scripts.py"))
-ELCHE = [sys.executable, "-m", "elche.cli.main", "run", "--nproc", "2"]
+SCRIPT = str(Path(__file__).parent / "cases" / "replica_scripts.py")
+ELCHE = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
     "--nproc-per-node=2",

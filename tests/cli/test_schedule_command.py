@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from elche.cli.schedule_command import schedule
 from elche.schedule.costs import RankTimes, equal_costs
 from elche.schedule.drawing import draw
 from elche.schedule.formats import from_csv
 from elche.schedule.generators.schedules import FIXED_SCHEDULES, make_schedule
 from elche.schedule.timing import simulate
-from elche.cli.schedule_command import schedule
 
 ARGUMENTS = ("--ranks", "4", "--microbatches", "8", "--times", "1,1,1")
 STAGES = """

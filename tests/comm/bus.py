@@ -12,8 +12,8 @@ from typing import cast
 
 import torch
 
-from elche.comm.model_buffers import known_buffers
 from elche.comm.codec.codec_opening import AGREEING
+from elche.comm.model_buffers import known_buffers
 from elche.comm.transport.process_group import Group, late_error
 from elche.errors import CommunicationError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.protocol.events import (
     BarrierReached,
     BatchesDone,
@@ -36,7 +37,6 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.state import Coordinator
 from elche.sim.cluster import Cluster, Device, Run
 from elche.sim.rank import join_of as simulated_join

@@ -272,12 +272,12 @@ def test_a_module_can_be_wrapped_again(ranks2: RankPool) -> None:
 
 
 TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
-ELCHE_RUN = "elche.cli.main run --nproc 2"  # once: torch found no MASTER_ADDR
+ELCHE_RUN = "elche run --nproc 2"  # once: torch found no MASTER_ADDR
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, ELCHE_RUN], ids=["torchrun", "elche"])
 def test_replacing_the_import_is_enough(tmp_path: Path, launcher: str) -> None:
-    script = Path(__file__).with_name("ddp_script.py")
+    script = Path(__file__).parent / "cases" / "ddp_script.py"
     done = subprocess.run(
         [sys.executable, "-m", *launcher.split(), str(script), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

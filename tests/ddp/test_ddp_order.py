@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from elche.ddp import group as ddp_group
 from elche.comm.gradients import graph_capture
 from elche.comm.transport.exchange import may_share
+from elche.ddp import group as ddp_group
 from elche.ddp.wrapper import DistributedDataParallel
 from elche.errors import CommunicationError, ConfigError
 from tests.ddp.cases.ddp_cases import FEATURES, STORE, meeting, torch_world

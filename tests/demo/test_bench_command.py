@@ -239,7 +239,7 @@ def test_few_windows_and_overruns_are_said() -> None:
 @pytest.mark.distributed
 def test_a_short_run_prints_nothing_but_json() -> None:
     options = "--speeds 1,0.5 --seconds 0.3 --seeds 1 --contenders solo-0,elche-sync"
-    command = [sys.executable, "-m", "elche.cli.main", *HETERO, *options.split()]
+    command = [sys.executable, "-m", "elche", *HETERO, *options.split()]
     done = subprocess.run(
         [*command, "--json", "-"], capture_output=True, text=True, timeout=240
     )
@@ -261,7 +261,7 @@ def test_a_short_run_prints_nothing_but_json() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_an_interrupt_ends_all_ranks() -> None:
     options = "--speeds 1,0.5 --seconds 100 --contenders elche-sync"
-    command = [sys.executable, "-m", "elche.cli.main", *HETERO, *options.split()]
+    command = [sys.executable, "-m", "elche", *HETERO, *options.split()]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

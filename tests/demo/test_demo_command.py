@@ -161,7 +161,7 @@ def test_a_bad_text_or_directory_ends_with_code_2(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_demo(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "elche.cli.main", "demo", "--seconds", "0.5"]
+    command = [sys.executable, "-m", "elche", "demo", "--seconds", "0.5"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=800
     )

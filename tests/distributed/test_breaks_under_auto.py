@@ -13,8 +13,7 @@ import elche
 from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
-from elche.coordination.auto import auto_calibration
-from elche.coordination.auto import auto_policy
+from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import sync_policy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread

@@ -16,8 +16,8 @@ from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
 from elche.session import failing_together
 from tests.distributed.cases.tasks import Task, Trace, build, identical, plain, shared
-from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.cases.window_cases import shared_by_virtual_speeds
+from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -19,8 +19,8 @@ from elche.config import RunConfig
 from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.tasks import Task, difference, identical, plain, shared
 from tests.distributed.cases.one_process import replay
+from tests.distributed.cases.tasks import Task, difference, identical, plain, shared
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,14 @@ import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.watch.scaler_skips import NAME
-from tests.distributed.cases.tasks import Task, Trace, difference, identical, plain, shared
+from tests.distributed.cases.tasks import (
+    Task,
+    Trace,
+    difference,
+    identical,
+    plain,
+    shared,
+)
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

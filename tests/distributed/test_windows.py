@@ -18,13 +18,13 @@ from tests.distributed.cases.tasks import (
     plain,
     shared,
 )
-from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.distributed.cases.window_cases import (
     follow_progress_with_gradient_windows,
     share_with_slow_loader,
     shared_by_virtual_speeds,
     shared_over_slow_link,
 )
+from tests.distributed.test_sync import FOUR_TO_ONE, TASKS
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

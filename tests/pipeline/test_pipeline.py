@@ -11,6 +11,7 @@ import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import (
     MODELS,
     Work,
@@ -20,7 +21,6 @@ from tests.pipeline.cases.pipeline_cases import (
     piped,
     plain,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.torch_pipeline_cases import (
     ELCHE_NAMES,
     Beside,
@@ -21,7 +22,6 @@ from tests.pipeline.cases.torch_pipeline_cases import (
     expected_gradients,
     torch_step,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.runtime.notifications import tell_discarded
 from elche.runtime.data.positions import EpochPositions
+from elche.runtime.notifications import tell_discarded
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Action, Kind, loop_placement, parse_action
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.drift import (
     DriftWatch,
@@ -22,6 +21,9 @@ from elche.schedule.drift import (
     replan,
     times_of,
 )
+from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.generators.schedules import make_schedule
+from elche.schedule.lowering import lower
 from elche.schedule.planning.layer_costs import (
     LayerCosts,
     assumed_costs,
@@ -32,8 +34,6 @@ from elche.schedule.planning.layer_costs import (
     stage_costs,
     total_of,
 )
-from elche.schedule.lowering import lower
-from elche.schedule.generators.schedules import make_schedule
 from elche.schedule.timing import simulate
 
 RANKS = 4

@@ -23,13 +23,17 @@ from torch.distributed.pipelining.schedules import (
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Action, Kind, Schedule, loop_placement, parse_action
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.codes import decode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv, from_text, to_csv, to_text
-from elche.schedule.lowering import check_deadlock_free, lower
-from elche.schedule.generators.schedules import FIXED_SCHEDULES, make_schedule, placement_for
+from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    make_schedule,
+    placement_for,
+)
 from elche.schedule.generators.v_shape import zb_v_rows
+from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.validation import check_schedule
 from tests.schedule.strategies import named, placements
 

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Action, Kind, Schedule
-from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
-from elche.schedule.generators.schedules import FIXED_SCHEDULES, make_schedule, placement_for
+from elche.schedule.generators.auto import auto_placed, auto_schedule
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    make_schedule,
+    placement_for,
+)
 from elche.schedule.timing import Timing, simulate
 from tests.schedule.strategies import costs_on, named, placements
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.comparison import compare, table
+from elche.cli.sim_command import load_cluster
 from elche.coordination.auto.auto_policy import OBSERVED_WINDOWS
 from elche.coordination.auto.auto_windows import ALONE_ANCHOR
 from elche.coordination.protocol.events import EpochOpened, Event
@@ -26,7 +27,6 @@ from elche.sim.cluster import (
 )
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
-from elche.cli.sim_command import load_cluster
 from tests.sim.checks import (
     positions,
     simulate,

@@ -7,7 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from elche.coordination.protocol.events import BatchesDone, Disconnected, Event, Join, Regrouped
+from elche.coordination.accounts.metrics import EpochMetrics
+from elche.coordination.protocol.events import (
+    BatchesDone,
+    Disconnected,
+    Event,
+    Join,
+    Regrouped,
+)
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
@@ -19,7 +26,6 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     Welcome,
 )
-from elche.coordination.accounts.metrics import EpochMetrics
 from elche.sim.cluster import Cluster, Device, Fault, Link, Run
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch

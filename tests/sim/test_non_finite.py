@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from elche.cadence.el_che import ElChe
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import Abort, EndEpoch, MetricsReported
-from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.windows.pacing import Pacing
 from elche.coordination.windows.window_book import Reduction
 from elche.sim.cluster import Cluster, Device, Link, Run

@@ -29,8 +29,6 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from elche.comm.norm.norm_scope import NormScope
-from elche.comm.transport.process_group import Group, gather_texts
 from elche.by_hand.replica_calls import (
     Announcement,
     Structure,
@@ -38,7 +36,9 @@ from elche.by_hand.replica_calls import (
     broadcast_bits,
 )
 from elche.by_hand.replica_gradients import GradientExchange, check_gradients
+from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
+from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.manual_run import begin_manual_run

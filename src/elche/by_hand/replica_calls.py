@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elche.comm.transport.process_group import Group, gather_texts
 from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.transport.process_group import Group, gather_texts
 from elche.coordination.agreement import what_differs
 from elche.coordination.protocol.events import Join
 from elche.errors import ConfigError, MismatchError, ProtocolError

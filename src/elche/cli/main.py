@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import click
 
 from elche import __version__
-from elche.config import POLICIES
-from elche.errors import ConfigError, ElcheError
 from elche.cli.plan_command import plan as plan_command
 from elche.cli.schedule_command import schedule as schedule_command
+from elche.config import POLICIES
+from elche.errors import ConfigError, ElcheError
 
 
 class _Friendly(click.Group):

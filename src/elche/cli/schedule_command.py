@@ -13,17 +13,17 @@ import click
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
-from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import from_csv, to_csv
-from elche.schedule.lowering import check_deadlock_free
+from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     check_microbatches,
     make_schedule,
     placement_for,
 )
+from elche.schedule.lowering import check_deadlock_free
 from elche.schedule.stage_file import StageDefaults, read_stages
 from elche.schedule.timing import Timing, simulate
 

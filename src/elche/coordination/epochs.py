@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elche.coordination.agreement import opened_differently
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import EpochLeft, EpochOpened, Event, Join, WindowClosed
+from elche.coordination.agreement import opened_differently
 from elche.coordination.gathering import EpochEnding
-from elche.coordination.protocol.instructions import BeginEpoch, Instruction
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policy import Outcome, Policy
+from elche.coordination.protocol.events import (
+    EpochLeft,
+    EpochOpened,
+    Event,
+    Join,
+    WindowClosed,
+)
+from elche.coordination.protocol.instructions import BeginEpoch, Instruction
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
     Disconnected,
     Event,
@@ -12,7 +13,6 @@ from elche.coordination.protocol.events import (
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction, Welcome
-from elche.coordination.policy import Member
 from elche.coordination.roster import Roster
 from elche.errors import ProtocolError
 

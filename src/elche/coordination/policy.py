@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import Event
-from elche.coordination.protocol.instructions import EndEpoch, Instruction, MetricsReported
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
+from elche.coordination.protocol.events import Event
+from elche.coordination.protocol.instructions import (
+    EndEpoch,
+    Instruction,
+    MetricsReported,
+)
 from elche.errors import TransitionError
 
 TABLE_RANKS = 64

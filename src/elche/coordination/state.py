@@ -3,8 +3,8 @@
 Who takes part is in `elche.coordination.membership`, epochs in
 `elche.coordination.epochs`, and what happens inside one is its policy's; here are
 barriers, deadlines and how a run ends. The core never reads a clock and never does I/O:
-the shell (`elche.runtime.process.coordinator`) feeds it and carries out what it answers. Each
-decision leaves a line in the story, which every error prints.
+the shell (`elche.runtime.process.coordinator`) feeds it and carries out what it
+answers. Each decision leaves a line in the story, which every error prints.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elche.config import RunConfig
-from elche.coordination.agreement import disagreement, settings_of
 from elche.coordination.accounts.batch_ranges import Range
+from elche.coordination.agreement import disagreement, settings_of
 from elche.coordination.epochs import Epochs
+from elche.coordination.gathering import Barriers
+from elche.coordination.membership import Membership, as_members
+from elche.coordination.policies import build_policy
 from elche.coordination.protocol.events import (
     BarrierReached,
     Disconnected,
@@ -28,11 +31,8 @@ from elche.coordination.protocol.events import (
     Regrouped,
     Tick,
 )
-from elche.coordination.gathering import Barriers
 from elche.coordination.protocol.instructions import Abort, Instruction
-from elche.coordination.membership import Membership, as_members
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
-from elche.coordination.policies import build_policy
 from elche.coordination.story import Story
 from elche.errors import (
     ElcheError,

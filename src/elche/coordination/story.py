@@ -6,7 +6,11 @@ from collections import deque
 from dataclasses import fields
 
 from elche.coordination.protocol.events import BatchesDone, Event, StepsDone
-from elche.coordination.protocol.instructions import GrantBatches, GrantSteps, Instruction
+from elche.coordination.protocol.instructions import (
+    GrantBatches,
+    GrantSteps,
+    Instruction,
+)
 
 STORY_ENTRIES = 4000
 _LEASED = (BatchesDone, GrantBatches, GrantSteps, StepsDone)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.ddp.group import TorchGroup
+from elche.comm.tensors.unshareable import why_unshareable
 from elche.comm.transport.exchange import may_share
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.ddp.group import TorchGroup
 from elche.errors import ConfigError, MismatchError
 
 SHOWN_DIFFERENCES = 5

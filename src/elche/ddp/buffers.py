@@ -19,10 +19,10 @@ from torch import nn
 
 from elche.comm.gradients.buckets import size_bytes
 from elche.comm.model_buffers.buffers import BufferWatch
-from elche.ddp.agreement import kept
-from elche.ddp.group import control_device
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
+from elche.ddp.agreement import kept
+from elche.ddp.group import control_device
 from elche.torch_internals import foreach_copy_
 
 ALIGN_BYTES = 16

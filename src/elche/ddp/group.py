@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from elche.ddp.turns import ADVICE
 from elche.comm.transport.process_group import Group, late_error
+from elche.ddp.turns import ADVICE
 from elche.errors import CommunicationError, ConfigError, DeadlineError
 from elche.torch_internals import group_timeout_s
 

@@ -9,6 +9,9 @@ from typing import Any, final
 from torch import nn
 
 from elche.comm.gradients.bucket_contract import PassOptions
+from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.transport.process_group import Group
 from elche.ddp.agreement import (
     Peer,
     agree,
@@ -33,9 +36,6 @@ from elche.ddp.norms import WrappedNorms
 from elche.ddp.options import DdpOptions, cap_bytes
 from elche.ddp.reducer import WeightedReducer
 from elche.ddp.turns import Turn
-from elche.comm.gradients.graph_capture import refuse_capture
-from elche.comm.transport.process_group import Group
-from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.errors import ConfigError
 
 

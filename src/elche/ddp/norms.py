@@ -12,11 +12,11 @@ from typing import final
 
 from torch import nn
 
+from elche.comm.norm.norm_scope import NormScope
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.transport.process_group import Group
 from elche.ddp.group import TorchGroup
 from elche.ddp.options import DdpOptions
-from elche.comm.norm.norm_scope import NormScope
-from elche.comm.transport.process_group import Group
-from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.errors import ConfigError
 
 

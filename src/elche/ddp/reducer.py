@@ -24,11 +24,11 @@ from elche.comm.gradients.accumulated import Accumulated
 from elche.comm.gradients.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import BucketInfo
+from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.process_group import Group
 from elche.ddp.buffers import BufferSpreader
 from elche.ddp.group import control_device
 from elche.ddp.turns import Turn
-from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError, ElcheError
 from elche.torch_internals import graph_task_id, queue_callback
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from elche.comm.gradients.bucket_contract import Strategy
 from elche.comm.gradients.buckets import BucketInfo
+from elche.comm.transport.process_group import Group
 from elche.ddp.group import TorchGroup, as_group
 from elche.ddp.in_group import ModelInGroup, Wrapped
 from elche.ddp.options import (
@@ -33,7 +34,6 @@ from elche.ddp.options import (
 )
 from elche.ddp.reducer import LossReduction, Reduction
 from elche.ddp.turns import new_wrapper
-from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals import IGNORED_BY_DDP
 

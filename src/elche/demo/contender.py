@@ -37,10 +37,10 @@ from elche.monitor.trace import (
     Span,
     spans_to_jsonl,
 )
+from elche.runtime.data.transfer import to_device
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
-from elche.runtime.data.transfer import to_device
 
 KINDS = ("solo", "ddp", "ddp-split", "elche")
 DDP_TIMEOUT_S = 120.0

@@ -11,27 +11,27 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
-from elche.pipeline.setup.building import Split
 from elche.pipeline.config import PipelineConfig, pipeline_config
-from elche.pipeline.peers.communicator import Crew
-from elche.pipeline.setup.builder import Founding, Request
-from elche.pipeline.step.gradients import clip_norm, unscale
-from elche.pipeline.step.inputs import Call
 from elche.pipeline.moving.optimizer_state import GivenOptimizers, as_optimizers
-from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
+from elche.pipeline.peers.communicator import Crew
 from elche.pipeline.peers.peers import Peers
+from elche.pipeline.replicas.reduction import Reduction
+from elche.pipeline.replicas.replicas import agree_on_groups
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.setup.builder import Founding, Request
+from elche.pipeline.setup.building import Split
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,
     layer_costs_of,
     profile_layers,
 )
-from elche.pipeline.replicas.reduction import Reduction
-from elche.pipeline.replicas.replicas import agree_on_groups
+from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.state import gather_state, load_state, local_state
+from elche.pipeline.step.gradients import clip_norm, unscale
+from elche.pipeline.step.inputs import Call
+from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Action, Schedule
@@ -56,8 +56,8 @@ class Pipeline:
         model: an nn.Sequential, a list of layers or of factories of layers, or any
             module together with `split`.
         loss_fn: of output and target of one microbatch; returns a scalar.
-        micro_batches: how many parts a batch is cut into.
-        schedule: a name (`elche.schedule.generators.schedules.FIXED_SCHEDULES` or "auto"), the
+        micro_batches: how many parts a batch is cut into. schedule: a name
+        (`elche.schedule.generators.schedules.FIXED_SCHEDULES` or "auto"), the
             path of a CSV file, or a schedule.
         devices: name of each rank's device; None takes what the launcher says.
         split: cuts a module into layers, see `elche.pipeline.setup.building.layers_of`.

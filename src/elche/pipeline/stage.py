@@ -19,8 +19,8 @@ from elche.pipeline.split_backward.deferred import (
     has_node_hooks,
     may_defer,
 )
-from elche.pipeline.trees import map_tensors
 from elche.pipeline.split_backward.weight_gradients import hooks_made
+from elche.pipeline.trees import map_tensors
 from elche.torch_internals import CAN_SPLIT, held_parameters, is_compiled
 
 

@@ -16,9 +16,9 @@ from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ConfigError
-from elche.runtime.process.environment import Placement
 from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
+from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
 from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 

@@ -10,10 +10,10 @@ from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.comm.gradients.reducer import GradientReducer
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.process.worker import Worker
 from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import WindowSync
-from elche.runtime.process.worker import Worker
 
 
 @final

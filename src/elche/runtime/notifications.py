@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import named
+from elche.coordination.accounts.metrics import (
+    WINDOWS_KEPT,
+    EpochMetrics,
+    WindowMetrics,
+)
 from elche.coordination.protocol.instructions import MetricsReported, PolicyChosen
-from elche.coordination.accounts.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
 from elche.errors import NonFiniteError
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.scalars import ScalarLog

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.averaging.optimizer_state import forget_state
+from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.runtime.agreement import plain_settings, state_layout, state_tensors
 

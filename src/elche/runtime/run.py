@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.model_buffers.known_buffers import shared_tensors
+from elche.comm.tensors.equal_tensors import make_equal
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.coordination.protocol.events import BarrierReached, Event, Failed
 from elche.coordination.protocol.instructions import (
     BarrierPassed,
@@ -16,7 +17,6 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     Welcome,
 )
-from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.agreement import (
     describe,
@@ -24,23 +24,23 @@ from elche.runtime.agreement import (
     min_share_samples,
     state_tensors,
 )
+from elche.runtime.memory_limits import RankHost, check_caps
+from elche.runtime.notifications import RunNews
+from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
-from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.memory_limits import RankHost, check_caps
-from elche.runtime.notifications import RunNews
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
-from elche.runtime.plan_file import PlanFile
-from elche.runtime.run_epochs import RankWatch, RunEpochs
-from elche.runtime.report.scalars import ScalarLog
-from elche.runtime.watch.scaler_skips import ScalerSkips
-from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.windows.synchroniser import Synchroniser
-from elche.runtime.training import Training
-from elche.runtime.window_epoch import WindowEpoch
-from elche.runtime.windows.window_sync import refuse_state
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.run_epochs import RankWatch, RunEpochs
+from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.training import Training
+from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.window_epoch import WindowEpoch
+from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.synchroniser import Synchroniser
+from elche.runtime.windows.window_sync import refuse_state
 
 logger = logging.getLogger(__name__)
 

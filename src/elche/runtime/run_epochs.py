@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from elche.cadence.throughput import CostEstimate
-from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.model_buffers.known_buffers import shared_tensors
+from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import EpochOpened
@@ -24,22 +24,22 @@ from elche.coordination.sync.nonfinite import OwnNumbers
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.agreement import checksum, min_share_samples
-from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.data.leased_batches import LeasedBatches
-from elche.runtime.notifications import RunNews, with_samples
-from elche.runtime.watch.optimizers_seen import OptimizersSeen
-from elche.runtime.plan_file import PlanFile
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
-from elche.runtime.watch.rate_watch import RateWatch
-from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.notifications import RunNews, with_samples
+from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.process.worker import Worker
 from elche.runtime.resume_sync import rates, take_over
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.windows.synchroniser import Synchroniser
-from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.training import Training
+from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.watch.rate_watch import RateWatch
+from elche.runtime.watch.scaler_skips import ScalerSkips
+from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
-from elche.runtime.process.worker import Worker
+from elche.runtime.windows.gradient_sync import refuse_stray_gradients
+from elche.runtime.windows.synchroniser import Synchroniser
 
 STEPS_WITHOUT_BACKWARD = 3
 """Under ``sync``, when it is no skipped batch any more if none had a backward pass."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
-from elche.coordination.protocol.messages import Scalars
 from elche.coordination.accounts.metrics import (
     EPOCHS_KEPT,
     WINDOWS_KEPT,
@@ -22,14 +21,15 @@ from elche.coordination.accounts.metrics import (
     RankReport,
     WindowMetrics,
 )
+from elche.coordination.protocol.messages import Scalars
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.leased_data import BatchFeed
-from elche.runtime.loader import LoaderLike
 from elche.runtime.data.positions import EpochPositions, enumerate_batches
-from elche.runtime.report.scalars import ScalarLog
-from elche.runtime.watch.scaler_skips import ScalerSkips
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
+from elche.runtime.loader import LoaderLike
+from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.watch.scaler_skips import ScalerSkips
 
 WINDOW_S = 1.0
 

@@ -17,11 +17,11 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.data.leased_batches import LeasedBatches
-from elche.runtime.watch.number_watch import NumberWatch
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.windows.summed_loss import SummedReducer
-from elche.runtime.window_epoch import EpochHooks
 from elche.runtime.process.worker import Worker
+from elche.runtime.watch.number_watch import NumberWatch
+from elche.runtime.window_epoch import EpochHooks
+from elche.runtime.windows.summed_loss import SummedReducer
 
 
 class Step(NamedTuple):

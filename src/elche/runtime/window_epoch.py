@@ -31,10 +31,10 @@ from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
-from elche.runtime.notifications import tell_discarded
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.windows.window_sync import WindowSync
+from elche.runtime.notifications import tell_discarded
 from elche.runtime.process.worker import Worker
+from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import final
 
 from elche.errors import ConfigError
 from elche.schedule.actions import COMPUTE_KINDS, Action, Kind, Schedule
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts, StageCost
+from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.layer_costs import total_of
 from elche.schedule.timing import Timing, simulate
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elche.coordination.protocol.events import WindowReduced
-from elche.coordination.protocol.instructions import Abort, OpenWindow, PolicyChosen, Reduce
+from elche.coordination.protocol.instructions import (
+    Abort,
+    OpenWindow,
+    PolicyChosen,
+    Reduce,
+)
 from elche.monitor.trace import BATCH, DATA_WAIT, SYNC, Span
 
 DATA = "data"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.agreement import Settings
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import EpochOpened, Join, Left, Regrouped
 from elche.coordination.protocol.instructions import (
     BeginEpoch,

@@ -17,8 +17,8 @@ from tests.comm.averaging.cases.averager_state_cases import (
     lose_a_rank,
     train,
 )
-from tests.distributed.cases.tasks import difference, identical
 from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.distributed.cases.tasks import difference, identical
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

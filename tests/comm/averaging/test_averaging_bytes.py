@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from elche.comm.averaging.averaging import ParameterAverager
+from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_routes import sent_bytes
-from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.residual_exchange import ResidualExchange
-from tests.comm.plans import plan
 from tests.comm.averaging.cases.overlap_cases import joined, meeting
+from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from tests.distributed.cases.tasks import identical
 from tests.comm.averaging.cases.overlap_cases import (
     Script,
     Seen,
@@ -22,6 +21,7 @@ from tests.comm.averaging.cases.overlap_cases import (
     simulate,
     with_adamw,
 )
+from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

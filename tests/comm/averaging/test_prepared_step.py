@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elche.comm.averaging import parameter_memory
-from elche.comm.codec.codec import CODECS
-from elche.comm.codec.driven_exchange import DrivenExchange
-from elche.comm.transport.exchange import Exchange
-from elche.comm.tensors.flat import FlatImage, FlatLayout
 from elche.comm.averaging.outer import KINDS, OuterOptimizer, OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.averaging.prepared_step import PreparedStep
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.tensors.flat import FlatImage, FlatLayout
+from elche.comm.transport.exchange import Exchange
 from tests.comm.bus import Bus
 from tests.comm.peers import Wire, exchanges
 

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.codec.codec import CODECS, LIMIT, BlockCodec, Codec, Encoded, codec_named
+from elche.comm.codec.codec import (
+    CODECS,
+    LIMIT,
+    BlockCodec,
+    Codec,
+    Encoded,
+    codec_named,
+)
 from elche.comm.codec.codec_message import CodedMessage, parts_of
 from elche.errors import ConfigError
 from tests.comm.codec.codec_bounds import error_bound

@@ -10,8 +10,7 @@ import torch
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_choice import CODING_S
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.comm.peers import exchanges, summed
-from tests.distributed.cases.tasks import Task, identical, shared
+from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.codec.cases.codec_cases import (
     Seen,
     bereaved,
@@ -23,7 +22,8 @@ from tests.comm.codec.cases.codec_cases import (
     stood_up,
     uncoded,
 )
-from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.peers import exchanges, summed
+from tests.distributed.cases.tasks import Task, identical, shared
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 

@@ -9,10 +9,10 @@ from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_routes import sent_bytes
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.averaging.cases.averager_state_cases import Work, build, train
-from tests.distributed.cases.tasks import Task, identical, plain, shared
+from tests.comm.averaging.cases.overlap_cases import local_step, meeting
 from tests.comm.codec.cases.codec_cases import offered
 from tests.comm.codec.cases.host_cases import both_ways
-from tests.comm.averaging.cases.overlap_cases import local_step, meeting
+from tests.distributed.cases.tasks import Task, identical, plain, shared
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.buckets import Bucket
-from elche.comm.transport.exchange import SharedExchange
 from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.transport.exchange import SharedExchange
 from elche.errors import ConfigError
 
 OTHERS = 10

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.comm.gradients.test_gradient_window import Batches, Net, made, on_one, relative, run
 from tests.comm.averaging.cases.overlap_cases import all_changed, joined, meeting
+from tests.comm.gradients.test_gradient_window import (
+    Batches,
+    Net,
+    made,
+    on_one,
+    relative,
+    run,
+)
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
 

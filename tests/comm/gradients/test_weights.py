@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elche.coordination.auto import auto_policy
 from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.coordination.auto import auto_policy
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.tasks import Task, difference, identical, shared
-from tests.distributed.cases.one_process import replay
-from tests.runtime.test_resume_sync_ranks import Scripted
-from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.comm.gradients.cases.weight_cases import (
     Ended,
     Job,
@@ -25,7 +21,11 @@ from tests.comm.gradients.cases.weight_cases import (
     on_ranks,
     weigh_by,
 )
+from tests.distributed.cases.one_process import replay
+from tests.distributed.cases.tasks import Task, difference, identical, shared
+from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.runtime.test_resume_sync_ranks import Scripted
 
 pytestmark = pytest.mark.distributed
 

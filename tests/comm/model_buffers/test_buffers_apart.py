@@ -14,10 +14,10 @@ import elche
 from elche import session
 from elche.cadence.chooser import Choice
 from elche.cadence.goodput import Cluster, predict
-from elche.coordination.auto import auto_calibration
-from elche.coordination.auto import auto_policy
+from elche.coordination.auto import auto_calibration, auto_policy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.comm.model_buffers.cases.buffer_cases import (
     Cached,
     Script,
@@ -27,7 +27,6 @@ from tests.comm.model_buffers.cases.buffer_cases import (
     train,
 )
 from tests.distributed.cases.tasks import identical
-from tests.comm.averaging.cases.overlap_cases import meeting
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -10,8 +10,8 @@ import torch
 
 import elche
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.tasks import Task, difference, identical, plain
 from tests.comm.norm.cases.sync_batch_norm_cases import train_with_setup
+from tests.distributed.cases.tasks import Task, difference, identical, plain
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.comm.tensors.cases.equal_cases import made_equal
 from tests.comm.averaging.cases.overlap_cases import meeting
+from tests.comm.tensors.cases.equal_cases import made_equal
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

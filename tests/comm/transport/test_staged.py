@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from elche.comm.tensors import flat
 from elche.comm.averaging.averaging import ParameterAverager
-from tests.comm.bus import Bus
-from tests.comm.plans import plan
+from elche.comm.tensors import flat
 from tests.comm.averaging.cases.overlap_cases import (
     Script,
     averager_of,
@@ -22,6 +20,8 @@ from tests.comm.averaging.cases.overlap_cases import (
     local_step,
     simulate,
 )
+from tests.comm.bus import Bus
+from tests.comm.plans import plan
 
 
 class LateStage:

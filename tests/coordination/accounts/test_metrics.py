@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.coordination.accounts.exact_mean import ExactSum, WeightedMean
-from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
 from elche.coordination.accounts.metrics import (
     EpochMetrics,
     MetricsBook,
@@ -20,6 +19,7 @@ from elche.coordination.accounts.metrics import (
     WindowMetrics,
 )
 from elche.coordination.policy import EpochTotals
+from elche.coordination.protocol.instructions import EndEpoch, MetricsReported
 from elche.errors import ProtocolError
 from tests.harness.work import lines_run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_policy import USUAL_EPOCHS, AutoPolicy
-from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.policy import Member
 
 SIZES = BatchSizes.of([32] * 100 + [8])

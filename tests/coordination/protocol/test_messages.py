@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import Disconnected, Interrupted, Tick
-from elche.coordination.protocol.wire import FROM_COORDINATOR, FROM_WORKERS, from_wire, to_wire
+from elche.coordination.protocol.wire import (
+    FROM_COORDINATOR,
+    FROM_WORKERS,
+    from_wire,
+    to_wire,
+)
 from elche.errors import ProtocolError
 from tests.harness.reached import reach
 

@@ -8,9 +8,9 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
-from elche.coordination.policy import Member
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 BATCH, HORIZON, STEPS = 32, 3, 40

@@ -14,8 +14,8 @@ from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instr
 from elche.coordination.sync.nonfinite import OwnNumbers
 from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.report.timeline import Timeline
+from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.window_epoch import EpochHooks
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch

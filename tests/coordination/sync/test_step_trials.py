@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_policy import AutoPolicy
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.policy import Member, Policy
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
-from elche.coordination.policy import Member, Policy
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 HORIZON = 3

@@ -8,7 +8,12 @@ import pytest
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.protocol.instructions import Adopt, OpenWindow, Reduce, Regroup
-from elche.coordination.windows.window_loop import LINGER_S, LOOK_EVERY_S, Do, WindowLoop
+from elche.coordination.windows.window_loop import (
+    LINGER_S,
+    LOOK_EVERY_S,
+    Do,
+    WindowLoop,
+)
 
 
 def opened(window: int = 0, **changes: Any) -> OpenWindow:

@@ -8,8 +8,8 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
 from elche.coordination.policy import Member
+from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
 from elche.coordination.windows.window_policy import WindowPolicy
 
 RANKS = (0, 1)

@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch import nn
 
 import elche
-from elche.comm.transport.exchange import SharedExchange
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.transport.exchange import SharedExchange
 from elche.ddp.wrapper import DistributedDataParallel
 from tests.ddp.cases.ddp_cases import (
     Plan,

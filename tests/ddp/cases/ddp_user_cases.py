@@ -21,13 +21,13 @@ from torch.distributions import Categorical
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from elche.ddp.group import as_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
+from elche.ddp.group import as_group
 from elche.ddp.wrapper import DistributedDataParallel
 from tests.ddp.cases.ddp_cases import FEATURES, build, gradients_of, torch_world
 from tests.ddp.cases.ddp_contract_cases import KINDS, Shared, batch_of, data
-from tests.pipeline.cases.pipeline_cases import Omit
 from tests.harness.rank_main import this_place
+from tests.pipeline.cases.pipeline_cases import Omit
 
 Found = dict[str, Any]
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.pipeline import Pipeline
-from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
 from tests.harness.rank_main import this_place
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
 
 SAMPLES = 8
 

@@ -25,7 +25,7 @@ from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
 WIDTH = 6
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline.py"
 CALM: dict[str, Any] = {"timeout_s": 100.0, "min_patience_s": 100.0}
 """Deadlines for ranks that a busy machine may keep from running for a while."""
 

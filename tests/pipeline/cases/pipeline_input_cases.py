@@ -14,8 +14,8 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
-from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
 from tests.harness.rank_main import this_place
+from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, loss_of
 
 SAMPLES = 8
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
     MODELS,
@@ -19,7 +20,6 @@ from tests.pipeline.cases.pipeline_cases import (
     data_for,
     loss_of,
 )
-from tests.harness.rank_main import this_place
 
 Counts = tuple[int, ...]
 

@@ -15,6 +15,7 @@ from torch import nn
 from elche.pipeline.moving import replanning
 from elche.pipeline.pipeline import Pipeline
 from elche.schedule.formats import to_text
+from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
     WIDTH,
@@ -25,7 +26,6 @@ from tests.pipeline.cases.pipeline_cases import (
     loss_of,
 )
 from tests.pipeline.cases.pipeline_move_cases import first_layers, optimizer_of
-from tests.harness.rank_main import this_place
 from tests.pipeline.setup.cases.profiling_cases import Delay, batch, virtual_time
 
 STEPS, DRIFT_STEP = 14, 6

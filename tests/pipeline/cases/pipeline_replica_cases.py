@@ -13,6 +13,7 @@ from torch import nn
 from elche.pipeline.pipeline import Pipeline
 from elche.pipeline.replicas.reduction import Reduction
 from elche.schedule.actions import Kind
+from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
     MODELS,
@@ -22,7 +23,6 @@ from tests.pipeline.cases.pipeline_cases import (
     lose_patience,
     loss_of,
 )
-from tests.harness.rank_main import this_place
 
 Groups = list[list[int]]
 CLASSES = 3

@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 
 from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
     CALM,
     Work,
@@ -19,7 +20,6 @@ from tests.pipeline.cases.pipeline_cases import (
     layers_for,
     loss_of,
 )
-from tests.harness.rank_main import this_place
 
 MICRO_BATCHES = 4
 ELCHE_NAMES = {

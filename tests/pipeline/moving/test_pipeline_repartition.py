@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_move_cases import (
     Counts,
@@ -15,7 +16,6 @@ from tests.pipeline.cases.pipeline_move_cases import (
     refused,
     trained_alone,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_replan_cases import (
     DRIFT_STEP,
@@ -16,7 +17,6 @@ from tests.pipeline.cases.pipeline_replan_cases import (
     stalled,
     throttled,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.setup.building import join_ties, layers_of
 from elche.pipeline.moving.optimizer_state import OptimizerGroups
 from elche.pipeline.moving.relocation import (
     Baggage,
@@ -19,6 +18,7 @@ from elche.pipeline.moving.relocation import (
     release,
     unload,
 )
+from elche.pipeline.setup.building import join_ties, layers_of
 from elche.pipeline.stage import Layer
 
 CPU = torch.device("cpu")

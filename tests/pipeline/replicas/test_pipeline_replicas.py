@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import furthest
 from tests.pipeline.cases.pipeline_replica_cases import (
     Outcome,
@@ -26,11 +27,10 @@ from tests.pipeline.cases.pipeline_replica_cases import (
     stumbles,
     together,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "auto")
 
 
@@ -200,7 +200,7 @@ def test_statistics_of_batch_norm_are_the_mean_of_the_replicas(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_example_with_replicas_ends_with_the_loss_of_one_process() -> None:
-    script = ("-m", "elche.cli.main", "run", "--nproc", "4", "examples/pipeline.py")
+    script = ("-m", "elche", "run", "--nproc", "4", "examples/pipeline.py")
     commands = ((script[-1],), (*script, "--replicas", "2"))
     shown = []
     for command in commands:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.setup.building import layers_of
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.setup.building import layers_of
+from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
     as_message,

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elche.errors import ContributionError
-from elche.pipeline.split_backward.deferred import WeightGradients
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.split_backward.deferred import WeightGradients
 from tests.pipeline.cases.pipeline_cases import Omit
 from tests.pipeline.split_backward.test_split_backward import Own, forward, runner_for
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.step.executor import Executor
-from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.setup.planning import PipelinePlan, make_plan
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks

@@ -13,6 +13,7 @@ from elche.pipeline.peers.peers import Peers
 from elche.pipeline.peers.rendezvous import Rendezvous
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_call_cases import (
     after_close,
     arrays,
@@ -24,7 +25,6 @@ from tests.pipeline.cases.pipeline_call_cases import (
     norms_that_are_none,
     wrong_calls,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

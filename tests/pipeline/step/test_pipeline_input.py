@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_input_cases import (
     FILES,
     MISTAKES,
     mistaken,
     shuffled,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

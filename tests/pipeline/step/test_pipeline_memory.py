@@ -6,9 +6,9 @@ import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_cases import MODELS, Work
 from tests.pipeline.cases.pipeline_memory_cases import left_over
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

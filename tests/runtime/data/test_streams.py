@@ -9,6 +9,8 @@ import pytest
 from elche.errors import MismatchError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, difference, identical, plain
+from tests.harness.rank_pool import RankPool
+from tests.harness.rank_process import Outcome
 from tests.runtime.data.cases.stream_cases import (
     Batches,
     Broken,
@@ -24,8 +26,6 @@ from tests.runtime.data.cases.stream_cases import (
     StreamTask,
     streamed,
 )
-from tests.harness.rank_pool import RankPool
-from tests.harness.rank_process import Outcome
 
 pytestmark = pytest.mark.distributed
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import elche
 from elche import session
+from elche.by_hand.replica import Replica, init_group
 from elche.comm.transport.exchange import SharedExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import DeadlineError, ElcheError
-from elche.by_hand.replica import Replica, init_group
 from elche.runtime.process import worker
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build

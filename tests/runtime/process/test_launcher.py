@@ -16,11 +16,16 @@ import pytest
 
 from elche.ddp.group import _has_ended
 from elche.runtime.process import torch_store
-from elche.runtime.process.launch import LaunchConfig, LaunchResult, launch, python_command
+from elche.runtime.process.launch import (
+    LaunchConfig,
+    LaunchResult,
+    launch,
+    python_command,
+)
 
 pytestmark = pytest.mark.distributed
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "cases"
 RANKS = str(HERE / "launcher_ranks.py")
 TRAINING = str(HERE / "scripts.py")
 WAIT_S = 200.0

@@ -15,8 +15,8 @@ from elche.cli.main import main
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = str(Path(__file__).with_name("scripts.py"))
-ELCHE = [sys.executable, "-m", "elche.cli.main"]
+SCRIPT = str(Path(__file__).parent / "cases" / "scripts.py")
+ELCHE = [sys.executable, "-m", "elche"]
 ENDS_WITHIN_S = 240.0
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import elche
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.data.prefetch import DevicePrefetcher
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.virtual_clock import VirtualClock, virtual_clock
 from tests.harness.rank_pool import RankPool
 

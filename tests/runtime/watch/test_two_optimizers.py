@@ -9,11 +9,11 @@ import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task
+from tests.harness.rank_pool import RankPool
 from tests.runtime.windows.cases.lost_cases import (
     train_through_bad_samples,
     train_with_a_late_optimizer,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ import elche
 from elche.errors import NonFiniteError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
-from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 from tests.harness.rank_pool import RankPool
+from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 
 pytestmark = pytest.mark.distributed
 

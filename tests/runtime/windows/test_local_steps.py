@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.windows.local_steps import LocalSteps
 
 
 @pytest.mark.parametrize("only_lost", [True, False])

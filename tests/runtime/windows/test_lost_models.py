@@ -9,12 +9,12 @@ import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, label_sum
+from tests.harness.rank_pool import RankPool
 from tests.runtime.windows.cases.lost_cases import (
     leave_at_unequal_steps,
     train_several_passes,
     train_to_the_end,
 )
-from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

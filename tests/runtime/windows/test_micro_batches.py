@@ -21,7 +21,11 @@ from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.emulation import EmulationConfig, emulate
 from elche.runtime.memory_limits import check_caps, memory_hint
-from elche.runtime.windows.micro_batches import MicroBatches, PartsConfig, meets_in_batches
+from elche.runtime.windows.micro_batches import (
+    MicroBatches,
+    PartsConfig,
+    meets_in_batches,
+)
 
 CPU = torch.device("cpu")
 OutOfMemory = torch.cuda.OutOfMemoryError

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from elche.errors import ConfigError
 from elche.schedule.actions import Kind, Schedule, loop_placement, v_placement
-from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.bounds import MakespanBounds
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
+from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.critical_path import improve
 from elche.schedule.generators.list_scheduling import Rule, list_schedule, place_weights
-from elche.schedule.lowering import lower
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
     fits_placement,
     make_schedule,
     placement_for,
 )
+from elche.schedule.lowering import lower
 from elche.schedule.timing import CostTable, makespan_of, run_rows, simulate
 from tests.schedule.strategies import assert_complete, costs_on, named, placements
 

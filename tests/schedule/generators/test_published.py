@@ -8,7 +8,11 @@ import pytest
 
 from elche.schedule.actions import loop_placement
 from elche.schedule.costs import RankTimes, equal_costs
-from elche.schedule.generators.schedules import make_schedule, memory_bound, placement_for
+from elche.schedule.generators.schedules import (
+    make_schedule,
+    memory_bound,
+    placement_for,
+)
 from elche.schedule.timing import Timing, simulate
 
 # Zero Bubble Pipeline Parallelism (ICLR 2024), efficiency.py of its repository: ranks,

@@ -14,9 +14,13 @@ from elche.schedule.actions import Action, Kind, Schedule, loop_placement
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
-from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.generators.one_chunk import gpipe_rows
-from elche.schedule.generators.schedules import make_schedule, memory_bound, placement_for
+from elche.schedule.generators.schedules import (
+    make_schedule,
+    memory_bound,
+    placement_for,
+)
+from elche.schedule.lowering import check_deadlock_free, lower
 from elche.schedule.timing import simulate
 from tests.schedule.strategies import (
     assert_complete,

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts
+from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.device_orders import ALL_ORDERS, device_orders
 from elche.schedule.planning.partition import (
     Partition,

@@ -13,9 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    fits_placement,
+    make_schedule,
+)
 from elche.schedule.lowering import lower
-from elche.schedule.planning.partition import Partition, Places, ProfileTable, best_partition
+from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
+from elche.schedule.planning.partition import (
+    Partition,
+    Places,
+    ProfileTable,
+    best_partition,
+)
 from elche.schedule.planning.partition_costs import costs_of, link_bound, shortage
 from elche.schedule.planning.plan import Candidate, Plan, PlanConfig, ideal_step_s
 from elche.schedule.planning.planner import plan_pipeline
@@ -26,10 +36,9 @@ from elche.schedule.planning.profile import (
     LinkProfile,
     PipelineProfile,
 )
-from elche.schedule.generators.schedules import FIXED_SCHEDULES, fits_placement, make_schedule
 from elche.schedule.timing import simulate
-from tests.schedule.strategies import assert_complete
 from tests.schedule.planning.test_partition import equal_layers, profiles
+from tests.schedule.strategies import assert_complete
 
 
 def gpt(

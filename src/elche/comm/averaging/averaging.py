@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
-from elche.comm.tensors.nan_check import all_finite
+from elche.comm.averaging.consensus_distance import Spread, SyncResult
 from elche.comm.averaging.optimizer_state import (
     Optimizers,
     OptimizerStateAverager,
@@ -28,9 +28,9 @@ from elche.comm.averaging.optimizer_state import (
 )
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.transport.process_group import Group
-from elche.comm.averaging.consensus_distance import Spread, SyncResult
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.comm.tensors.nan_check import all_finite
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, wire_dtype
+from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.consensus_distance import Spread, SyncResult
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.transport.process_group import Group
-from elche.comm.averaging.consensus_distance import Spread, SyncResult
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ProtocolError
 

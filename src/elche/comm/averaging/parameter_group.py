@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.codec.driven_exchange import DrivenExchange
-from elche.comm.tensors.flat import wire_dtype
+from elche.comm.averaging.consensus_distance import Spread
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_memory import ParameterMemory
 from elche.comm.averaging.prepared_step import PreparedStep, scale_of
-from elche.comm.averaging.consensus_distance import Spread
+from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.tensors.flat import wire_dtype
 
 
 @final

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from elche.comm.averaging.averager_state import dtype_name
-from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.driven_exchange import DrivenExchange
-from elche.comm.transport.exchange import Exchange
-from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.averaging.outer import OuterOptimizer
 from elche.comm.averaging.prepared_step import PreparedStep
-from elche.comm.transport.process_group import Group
+from elche.comm.codec.codec_opening import open_coded_exchange
+from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
+from elche.comm.transport.exchange import Exchange
+from elche.comm.transport.process_group import Group
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import final
 
 import torch
 
-from elche.comm.tensors.flat import FlatImage, Segment
 from elche.comm.averaging.outer import OuterOptimizer, OuterStep
+from elche.comm.tensors.flat import FlatImage, Segment
 
 
 @final

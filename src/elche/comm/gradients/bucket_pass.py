@@ -29,8 +29,8 @@ from elche.comm.gradients.bucket_contract import Owner, PassOptions
 from elche.comm.gradients.buckets import Bucket, BucketInfo, make_buckets
 from elche.comm.gradients.gradient_counts import GradientCounts
 from elche.comm.gradients.gradient_hooks import GradientHooks
-from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.gradients.gradient_views import HandedOut
+from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.transport.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
 

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from elche.comm.transport.exchange import Exchange, open_exchange
-from elche.comm.tensors.nan_check import all_finite
 from elche.comm.tensors.flat import shaped, wire_dtype
+from elche.comm.tensors.nan_check import all_finite
+from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
 from elche.torch_internals import foreach_add_, foreach_copy_, foreach_zero_

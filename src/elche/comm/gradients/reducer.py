@@ -3,13 +3,14 @@
 Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
 the group sums, which gives the gradient of the mean over the union batch of N samples,
 whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
-:mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket and out of
-place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with what weight. A rank's
-own gradients are kept until the next backward's reduction; then ``p.grad`` becomes a
-view of the reduced bucket. Cost: two gradient copies beside ``p.grad``, or four where
-ranks sum in shared memory. A ``p.grad`` kept by reference is overwritten two passes
-later. Where ranks hold parameters in other memory formats (channels last on a GPU,
-say), the sum is copied into the gradient that is there instead.
+:mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
+and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
+what weight. A rank's own gradients are kept until the next backward's reduction; then
+``p.grad`` becomes a view of the reduced bucket. Cost: two gradient copies beside
+``p.grad``, or four where ranks sum in shared memory. A ``p.grad`` kept by reference is
+overwritten two passes later. Where ranks hold parameters in other memory formats
+(channels last on a GPU, say), the sum is copied into the gradient that is there
+instead.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.
@@ -25,10 +26,10 @@ from torch import nn
 
 from elche.comm.gradients.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.bucket_pass import BucketPass
+from elche.comm.gradients.step_weights import StepWeights
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
-from elche.comm.gradients.step_weights import StepWeights
 from elche.errors import CommunicationError, ConfigError
 
 

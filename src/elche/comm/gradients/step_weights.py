@@ -22,8 +22,8 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 
 WHAT = "agreeing on what the ranks' batches weigh"

@@ -10,8 +10,8 @@ is granted before. It goes on measuring. Windows change between ``cadence`` and
 only where the fastest device would be faster alone: it then trains in windows of its
 own, which is no other rule, and the others follow it.
 
-A rank that is left out is timed again now and then (`elche.coordination.auto.auto_trials`).
-So are ways back found. Pure.
+A rank that is left out is timed again now and then
+(`elche.coordination.auto.auto_trials`). So are ways back found. Pure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 
 from elche.cadence.chooser import Choice, Chooser
 from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_calibration import Calibration, Found
 from elche.coordination.auto.auto_gauge import Gauge
 from elche.coordination.auto.auto_trials import TRIAL_GRANTS, Trials
 from elche.coordination.auto.auto_windows import is_outdated, windows_config
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
     EpochLeft,
@@ -39,7 +40,6 @@ from elche.coordination.protocol.instructions import (
     PolicyChosen,
     SwitchPolicy,
 )
-from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 

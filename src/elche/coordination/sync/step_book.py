@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.coordination.accounts.metrics import RankReport
+from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.errors import ProtocolError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.protocol.events import EpochLeft
 from elche.coordination.accounts.metrics import RankReport
+from elche.coordination.protocol.events import EpochLeft
 from elche.errors import ProtocolError
 
 

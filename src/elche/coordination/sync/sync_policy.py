@@ -23,18 +23,23 @@ from dataclasses import replace
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.epoch_plan import EpochPlan
-from elche.coordination.protocol.events import EpochLeft, Event, StepsDone, WindowReduced
+from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.protocol.events import (
+    EpochLeft,
+    Event,
+    StepsDone,
+    WindowReduced,
+)
 from elche.coordination.protocol.instructions import (
     Adopt,
     GrantSteps,
     Instruction,
     MetricsReported,
 )
-from elche.coordination.accounts.ledger import EpochLedger
-from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.sync.nonfinite import StepNumbers
 from elche.coordination.sync.step_book import Granted, StepBook
 from elche.coordination.sync.step_leaving import EarlyEnd, report_of
-from elche.coordination.sync.nonfinite import StepNumbers
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elche.coordination.protocol.instructions import GrantBatches
 from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.protocol.instructions import GrantBatches
 
 LOOKAHEAD_S = 0.2
 """Work beside what its loader draws ahead that a rank holds: so many seconds. A rank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.policy import Member
+from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_book import Reduction
 from elche.coordination.windows.window_state import WindowState

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.metrics import RankReport
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
     EpochLeft,
@@ -23,8 +25,6 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.coordination.protocol.instructions import Instruction
-from elche.coordination.accounts.metrics import RankReport
-from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_book import check_claim
 from elche.coordination.windows.window_closing import (

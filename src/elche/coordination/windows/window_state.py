@@ -13,10 +13,10 @@ from elche.coordination.accounts.epoch_plan import (
     WindowPlan,
     WindowSource,
 )
-from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.accounts.ledger import EpochLedger
-from elche.coordination.windows.pacing import Pace, Pacing
 from elche.coordination.policy import EpochTotals, Member
+from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
+from elche.coordination.windows.pacing import Pace, Pacing
 from elche.coordination.windows.throttle import Throttle
 from elche.coordination.windows.window_book import Part, Reduction, WindowBook
 

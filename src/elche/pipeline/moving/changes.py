@@ -15,19 +15,19 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.setup.assembly import Parts, rescheduled
-from elche.pipeline.peers.communicator import Crew
-from elche.pipeline.step.executor import Executor
 from elche.pipeline.moving.optimizer_state import (
     GivenOptimizers,
     OptimizerGroups,
     as_optimizers,
 )
-from elche.pipeline.peers.patience import Forecast
-from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.moving.repartition import Repartition, Terms
 from elche.pipeline.moving.replanning import Change, Planner
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.patience import Forecast
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.setup.assembly import Parts, rescheduled
+from elche.pipeline.setup.planning import PipelinePlan
+from elche.pipeline.step.executor import Executor
 
 _UNCHANGED, _RESCHEDULES, _MOVES = range(3)
 """What ranks want before the next step; a larger one outranks the others."""

@@ -15,11 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.setup.assembly import Parts, assemble
-from elche.pipeline.setup.building import join_ties
-from elche.pipeline.peers.communicator import Crew
 from elche.pipeline.moving.optimizer_state import Moving, OptimizerGroups, check_alike
-from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.moving.relocation import (
     Baggage,
     check_forms,
@@ -29,6 +25,10 @@ from elche.pipeline.moving.relocation import (
     release,
     unload,
 )
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.setup.assembly import Parts, assemble
+from elche.pipeline.setup.building import join_ties
+from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.stage import Layer
 from elche.schedule.formats import to_text
 

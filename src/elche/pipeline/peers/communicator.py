@@ -14,10 +14,10 @@ from elche.errors import (
     MismatchError,
     RemoteRankError,
 )
-from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.inputs import Given, Told, check_told
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.inputs import Given, Told, check_told
 from elche.pipeline.step.step_io import (
     PeerFailedError,
     StepInput,

@@ -22,9 +22,9 @@ from elche.errors import (
 )
 from elche.pipeline.peers.messages import Message
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
-from elche.pipeline.step.step_io import failure_of
 from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
 from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
+from elche.pipeline.step.step_io import failure_of
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, RemoteRankError
-from elche.pipeline.replicas.gradient_buckets import Bucket, make_buckets
 from elche.pipeline.peers.peers import Peers
+from elche.pipeline.replicas.gradient_buckets import Bucket, make_buckets
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.step_io import StepInput, StepResults
 

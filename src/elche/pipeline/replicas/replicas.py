@@ -3,8 +3,8 @@
 Each replica is a pipeline on ranks of its own, with batches of its own. Replicas may
 differ in the number of ranks, partition, schedule and microbatches; the model is the
 same. They start equal, every step sums their gradients
-(`elche.pipeline.replicas.reduction`), and they take the same optimizer steps, so they stay equal
-bit by bit where their devices are of one kind.
+(`elche.pipeline.replicas.reduction`), and they take the same optimizer steps, so they
+stay equal bit by bit where their devices are of one kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.peers.communicator import Crew
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.replicas.reduction import GradientReduction, Reduction
@@ -41,6 +40,7 @@ from elche.pipeline.replicas.replica_units import (
     plan_units,
     read_layer,
 )
+from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.step_io import StepInput, StepResults
 

@@ -10,14 +10,14 @@ from typing import Any
 import msgpack
 import torch
 
-from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.setup.building import LayerList, join_ties
 from elche.pipeline.config import PipelineConfig
-from elche.pipeline.step.executor import Executor
-from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.peers.peers import Peers
+from elche.pipeline.setup.building import LayerList, join_ties
 from elche.pipeline.setup.planning import PipelinePlan
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.tied import Tie, TiedParameters
 from elche.schedule.formats import to_text
 

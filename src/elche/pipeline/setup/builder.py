@@ -9,11 +9,13 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
+from elche.pipeline.config import PipelineConfig
+from elche.pipeline.moving.changes import Changes
+from elche.pipeline.moving.replanning import Planner
+from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
 from elche.pipeline.setup.building import Split, layers_of
-from elche.pipeline.moving.changes import Changes
-from elche.pipeline.config import PipelineConfig
-from elche.pipeline.peers.communicator import Crew
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import (
@@ -23,8 +25,6 @@ from elche.pipeline.setup.profiling import (
     plan_measured,
     profile_layers,
 )
-from elche.pipeline.moving.replanning import Planner
-from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.runtime.process.environment import Placement, check_device
 from elche.schedule.actions import Schedule
 

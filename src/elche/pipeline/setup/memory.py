@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline.setup.building import LayerList
 from elche.pipeline.config import PipelineConfig
+from elche.pipeline.setup.building import LayerList
 from elche.runtime.process.environment import Placement
 
 USABLE_SHARE = 0.9

@@ -8,11 +8,11 @@ from pathlib import Path
 from elche.errors import ConfigError
 from elche.pipeline.config import PipelineConfig
 from elche.schedule.actions import Schedule, loop_placement, v_placement
-from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.formats import from_csv
-from elche.schedule.lowering import check_deadlock_free, lower
+from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.generators.schedules import make_schedule, placement_for
+from elche.schedule.lowering import check_deadlock_free, lower
 
 _EQUAL = RankTimes(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 

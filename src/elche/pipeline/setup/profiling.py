@@ -1,8 +1,9 @@
 """Measuring a model's layers on this rank's device, and the plan from all ranks' times.
 
-A layer is timed as it will run: through `elche.pipeline.split_backward.backward.StageBackward`, with
-its weight gradients put off. The ranks exchange what they found, and each makes the
-same partition and schedule of it (`elche.schedule.planning.planner`).
+A layer is timed as it will run: through
+`elche.pipeline.split_backward.backward.StageBackward`, with its weight gradients put
+off. The ranks exchange what they found, and each makes the same partition and schedule
+of it (`elche.schedule.planning.planner`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.peers.messages import Message
+from elche.pipeline.setup.building import LayerList, layers_of
+from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, Stage
 from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule

@@ -1,9 +1,10 @@
 """Forward, input gradient, weight gradient and full backward of a stage.
 
 The input gradient (I) is an ordinary backward through the stage's graph, in which the
-weight gradients of matrix products are put off (`elche.pipeline.split_backward.deferred`); the weight
-gradient (W) computes those. What cannot be put off is done in I, so I and W together
-do the work of one full backward, once.
+weight gradients of matrix products are put off
+(`elche.pipeline.split_backward.deferred`); the weight gradient (W) computes those. What
+cannot be put off is done in I, so I and W together do the work of one full backward,
+once.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError, ProtocolError
+from elche.pipeline.peers.messages import Message
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.split_backward.known_modules import KnownModules
-from elche.pipeline.peers.messages import Message
-from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
-from elche.pipeline.trees import flatten, unflatten
 from elche.pipeline.split_backward.weight_gradients import (
     Site,
     WeightGradients,
     differentiates_inside,
     hooks_made,
 )
+from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
+from elche.pipeline.trees import flatten, unflatten
 from elche.torch_internals import run_backward
 
 

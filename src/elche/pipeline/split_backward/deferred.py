@@ -2,10 +2,10 @@
 
 While a stage runs forward, its parameters are replaced by :class:`DeferredWeight`
 views. They cost operations without a parameter nothing; an operation that
-`elche.pipeline.split_backward.recognition` knows runs without its weight in autograd's graph, and a
-:class:`~elche.pipeline.split_backward.weight_gradients.Site` keeps what the weight's gradient needs.
-Anything else gets the parameter itself, and autograd computes its gradient with that of
-the activations.
+`elche.pipeline.split_backward.recognition` knows runs without its weight in autograd's
+graph, and a :class:`~elche.pipeline.split_backward.weight_gradients.Site` keeps what
+the weight's gradient needs. Anything else gets the parameter itself, and autograd
+computes its gradient with that of the activations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Modules of torch whose forward goes straight to the deferred operations.
 
 Any module is split without this: its weights are found out by their type
-(`elche.pipeline.split_backward.deferred`), which costs each operation some microseconds, and attention
-more. Linear layers and `nn.MultiheadAttention` are spared that.
+(`elche.pipeline.split_backward.deferred`), which costs each operation some
+microseconds, and attention more. Linear layers and `nn.MultiheadAttention` are spared
+that.
 """
 
 from __future__ import annotations

@@ -14,10 +14,15 @@ from typing import Any, ClassVar, final
 import torch
 
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.peers.messages import Message
-from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults, failure_of
 from elche.pipeline.peers.transport import Address, Transport
+from elche.pipeline.split_backward.backward import StageBackward
+from elche.pipeline.step.step_io import (
+    PeerFailedError,
+    StepInput,
+    StepResults,
+    failure_of,
+)
 from elche.pipeline.trees import flatten, unflatten
 from elche.schedule.actions import Action, Kind, Schedule
 

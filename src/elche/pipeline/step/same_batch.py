@@ -14,8 +14,8 @@ import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import Crew
-from elche.pipeline.step.inputs import Seat
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.step.inputs import Seat
 from elche.pipeline.trees import as_tensors, map_tensors
 
 COMPARED_STEPS = 2

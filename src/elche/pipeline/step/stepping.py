@@ -8,15 +8,15 @@ from typing import Any, final
 
 import torch
 
-from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.moving.changes import Changes
 from elche.pipeline.config import PipelineConfig
+from elche.pipeline.moving.changes import Changes
 from elche.pipeline.peers.communicator import Crew
-from elche.pipeline.step.inputs import Call, Given, Seat, Told, check_shared, read_call
-from elche.pipeline.step.outputs import EvaluationOutput, StepOutput, joined_gradients
 from elche.pipeline.peers.patience import Patience
 from elche.pipeline.replicas.replica_groups import ReplicaGroups, StepShares
 from elche.pipeline.replicas.replicas import Replicas
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.inputs import Call, Given, Seat, Told, check_shared, read_call
+from elche.pipeline.step.outputs import EvaluationOutput, StepOutput, joined_gradients
 from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
 from elche.pipeline.trees import join_batches, split_batch

@@ -25,8 +25,8 @@ from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.protocol.events import Disconnected, Event, Failed, Left, Tick
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
-from elche.coordination.state import Coordinator
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
+from elche.coordination.state import Coordinator
 from elche.errors import ProtocolError
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from elche.errors import ConfigError
-from elche.runtime.process.coordinator import KEY_BYTES, CoordinatorServer, rank_environments
+from elche.runtime.process.coordinator import (
+    KEY_BYTES,
+    CoordinatorServer,
+    rank_environments,
+)
 from elche.runtime.process.rank_processes import RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 

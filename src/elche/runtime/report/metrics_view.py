@@ -10,7 +10,11 @@ from typing import Protocol
 
 import torch
 
-from elche.coordination.accounts.metrics import WINDOWS_KEPT, EpochMetrics, WindowMetrics
+from elche.coordination.accounts.metrics import (
+    WINDOWS_KEPT,
+    EpochMetrics,
+    WindowMetrics,
+)
 from elche.errors import CommunicationError, ConfigError, DeadlineError
 from elche.runtime.report.scalars import ScalarLog
 

@@ -8,11 +8,11 @@ from typing import final
 import torch
 from torch import nn
 
+from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.gradient_hooks import GradientHooks
 from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.graph_capture import refuse_capture
-from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.model_buffers.window_buffers import WindowBuffers
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.tensors.nan_check import all_finite
 from elche.comm.averaging.optimizer_state import forget_state
+from elche.comm.tensors.nan_check import all_finite
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 
 

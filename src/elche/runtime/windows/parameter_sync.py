@@ -7,9 +7,9 @@ from abc import abstractmethod
 from typing import Any, final
 
 from elche.comm.averaging.averaging import Averager, ParameterAverager
-from elche.comm.gradients.gradient_factor import GradientFactor
-from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import drift_weight
 from elche.runtime.windows.local_steps import LocalSteps

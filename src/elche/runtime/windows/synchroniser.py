@@ -12,21 +12,21 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from elche.comm.averaging.averaging import ParameterAverager
-from elche.comm.model_buffers.buffers import BufferAverager
+from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.codec.codec_choice import measured_codec
 from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.gradient_window import GradientWindow
-from elche.comm.averaging.overlap import OverlappedAverager
-from elche.comm.transport.process_group import Group
 from elche.comm.gradients.reducer import GradientReducer
-from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
+from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
-from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.windows.window_sync import WindowSync
 

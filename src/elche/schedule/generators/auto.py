@@ -39,8 +39,12 @@ from elche.schedule.generators.schedules import (
     fixed_orders,
 )
 from elche.schedule.generators.shaking import shaken_schedule
+from elche.schedule.generators.v_shape import (
+    V_HALF_STEPS,
+    V_TWO_THIRDS_STEPS,
+    block_rows,
+)
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
-from elche.schedule.generators.v_shape import V_HALF_STEPS, V_TWO_THIRDS_STEPS, block_rows
 
 EXTRA_ACTIONS = 150_000  # actions in variants beyond the published schedules
 MAX_EVALUATIONS = 60

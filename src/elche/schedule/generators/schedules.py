@@ -14,8 +14,13 @@ from elche.schedule.generators.one_chunk import (
     zb_h1_rows,
     zb_h2_rows,
 )
+from elche.schedule.generators.v_shape import (
+    V_HALF_STEPS,
+    V_MIN_STEPS,
+    block_rows,
+    zb_v_rows,
+)
 from elche.schedule.timing import CostTable, makespan_of, peaks, run_rows
-from elche.schedule.generators.v_shape import V_HALF_STEPS, V_MIN_STEPS, block_rows, zb_v_rows
 
 ONE_STAGE = ("1f1b", "zb-h1", "zb-h2")
 LOOPED = ("interleaved-1f1b", "interleaved-zb")

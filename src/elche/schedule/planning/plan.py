@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from elche.errors import ConfigError
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import PipelineCosts
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.planning.partition import Partition, ProfileTable
 from elche.schedule.planning.profile import PipelineProfile
-from elche.schedule.generators.schedules import FIXED_SCHEDULES
 from elche.schedule.timing import Timing
 
 

@@ -19,6 +19,13 @@ from itertools import chain, islice, zip_longest
 
 from elche.errors import ConfigError
 from elche.schedule.generators.auto import auto_schedule
+from elche.schedule.generators.schedules import (
+    FIXED_SCHEDULES,
+    LOOPED,
+    V_SHAPED,
+    make_schedule,
+    placement_for,
+)
 from elche.schedule.planning.device_orders import device_orders
 from elche.schedule.planning.partition import (
     Partition,
@@ -43,13 +50,6 @@ from elche.schedule.planning.plan import (
     ideal_step_s,
 )
 from elche.schedule.planning.profile import PipelineProfile
-from elche.schedule.generators.schedules import (
-    FIXED_SCHEDULES,
-    LOOPED,
-    V_SHAPED,
-    make_schedule,
-    placement_for,
-)
 from elche.schedule.timing import simulate
 
 REFINED_ACTIONS = 100_000  # timed while one partition is refined

@@ -13,11 +13,10 @@ from torch import nn
 from elche.comm.averaging.averaging import ParameterAverager
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.averaging.parameter_group import ParameterGroup
-from elche.comm.transport.process_group import Group
 from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError, MismatchError
-from tests.comm.plans import plan
 from tests.comm.averaging.cases.overlap_cases import (
     STORE,
     all_changed,
@@ -25,6 +24,7 @@ from tests.comm.averaging.cases.overlap_cases import (
     local_step,
     state_of,
 )
+from tests.comm.plans import plan
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 

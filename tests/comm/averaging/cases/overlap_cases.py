@@ -19,8 +19,8 @@ from torch import distributed as dist
 from torch import nn
 
 from elche.comm.averaging.averaging import Averager, ParameterAverager
-from elche.comm.transport.exchange import GlooExchange, SharedExchange
 from elche.comm.averaging.overlap import OverlappedAverager
+from elche.comm.transport.exchange import GlooExchange, SharedExchange
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import CommunicationError

@@ -15,8 +15,8 @@ from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_choice import measured_codec
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.codec_routes import sent_bytes
-from elche.comm.transport.process_group import Group
 from elche.comm.codec.residual_exchange import ResidualExchange
+from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, MismatchError
 from tests.comm.averaging.cases.overlap_cases import joined
 from tests.distributed.patience import all_here, lose_patience

@@ -10,8 +10,8 @@ import torch
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_peers import GroupPeers
 from elche.comm.codec.coded_exchange import CodedExchange
-from tests.comm.codec.cases.codec_cases import leave, offered
 from tests.comm.averaging.cases.overlap_cases import joined
+from tests.comm.codec.cases.codec_cases import leave, offered
 
 
 @dataclass

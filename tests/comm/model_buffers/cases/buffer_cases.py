@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 import elche
 from elche import session
 from elche.comm.averaging.averaging import ParameterAverager
-from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.model_buffers.known_buffers import shared_tensors
+from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.process_group import Group
 from elche.errors import ElcheError
-from tests.comm.plans import plan
 from tests.comm.averaging.cases.overlap_cases import all_changed, averager_of, joined
+from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
 
 FEATURES = 4

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline.step import executor
-from elche.pipeline.setup import profiling
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.setup import profiling
+from elche.pipeline.step import executor
 from tests.harness.rank_main import this_place
 
 WIDTH, LAYERS, MICRO_BATCHES = 6, 10, 4

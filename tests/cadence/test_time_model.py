@@ -79,11 +79,11 @@ def test_evidence_fades_so_that_a_larger_step_is_hoped_for_again() -> None:
     model = TimeModel()
     for samples in (32, 1) * 5:
         model.observe(samples, 0.01 * samples)
-    known = model.least_factor(1, 2)
-    assert known > 1.5  # two samples take about twice as long as one
+    known = model.most_samples(1, 2.0)
+    assert known == pytest.approx(2.0, abs=0.7)  # twice the time for twice as many
     for _ in range(2000):
         model.observe(1, 0.01)
-    assert model.least_factor(1, 2) < 1.1
+    assert model.most_samples(1, 2.0) > 100.0
     assert model.fixed_samples == 0.0
 
 

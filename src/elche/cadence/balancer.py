@@ -29,6 +29,8 @@ TRIAL_COST = 0.01
 """What trials may cost: part of the time of the steps between two of them."""
 TRIAL_STEPS = 32
 """Fewest steps between two trials."""
+MOST_TRIAL = 2.0
+"""Part of a step that a trial may be longer at most, after however many steps."""
 
 _Times: TypeAlias = tuple[list[float], list[float]]
 
@@ -199,7 +201,7 @@ class Balancer:
         At a few samples a fixed cost looks like a slow rank, of which one more sample
         seems to take longer than it is worth; only another size shows that it is not.
         A rank that waits for the others is tried, each in its turn, with the most that
-        it is sure to finish in time, or one sample more.
+        costs no more than this even if nothing of its time is fixed.
 
         Args:
             batch_samples: samples of the global batch.
@@ -219,15 +221,13 @@ class Balancer:
         if kept[ends.index(longest)] <= minimum:
             return None  # who has least decides how long a step takes
         most = batch_samples - minimum * (len(served) - 1)
+        longer = 1.0 + min(TRIAL_COST * steps, MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):
-            part, end = kept[rank], ends[rank]
-            more = max(part + 1, int(part * longest / end))
-            more = min(more, self._room(self._caps[rank], most, minimum))
-            if more <= part:
-                continue
-            cost = end * more / part / longest - 1.0
-            hope = end / longest * self._models[rank].least_factor(part, more)
-            if hope < TRIAL_IDLE and cost <= TRIAL_COST * steps:
+            part, room = kept[rank], longest / ends[rank]
+            more = max(part + 1, int(part * room * longer))
+            hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))
+            more = min(more, hoped, self._room(self._caps[rank], most, minimum))
+            if part < more <= part * room * longer:
                 self._tried = served.index(rank) + 1
                 return self._divide(batch_samples, served, times, {rank: more})
         return None

@@ -80,10 +80,15 @@ class TimeModel:
         """Seconds that a step of so many samples takes; 0.0 before any report."""
         return self._levels[self._shape] * (self.fixed_samples + samples)
 
-    def least_factor(self, samples: int, more: int) -> float:
-        """By what a larger step takes longer at least, as far as was shown."""
+    def most_samples(self, samples: int, factor: float) -> float:
+        """Of a step that may be done in so many times the time, as far as was shown.
+
+        Args:
+            samples: of a step as it was seen.
+            factor: by what the larger step may take longer.
+        """
         most = max(SHAPES[index] for index in self._believed(CLEAR))
-        return (most + more) / (most + samples)
+        return (most + samples) * factor - most
 
     def observe(self, samples: int, busy_s: float) -> None:
         """Takes in one step.

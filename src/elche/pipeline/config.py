@@ -35,8 +35,8 @@ class PipelineConfig:
         split_backward: defer weight gradients where the schedule splits backward;
             otherwise they are all computed with the input gradient.
         guard: check every parameter's contributions, see
-        `elche.pipeline.split_backward.guard`. seed: makes initialisation of layers that
-        are built here, and dropout, the same
+            `elche.pipeline.split_backward.guard`.
+        seed: makes initialisation of layers that are built here, and dropout, the same
             for every placement. None takes what the script gave torch.manual_seed, so
             does that too where it seeds all ranks alike; in one process it draws as
             plain torch does. Several ranks leave torch's generators as they were.

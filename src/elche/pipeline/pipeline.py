@@ -56,9 +56,9 @@ class Pipeline:
         model: an nn.Sequential, a list of layers or of factories of layers, or any
             module together with `split`.
         loss_fn: of output and target of one microbatch; returns a scalar.
-        micro_batches: how many parts a batch is cut into. schedule: a name
-        (`elche.schedule.generators.schedules.FIXED_SCHEDULES` or "auto"), the
-            path of a CSV file, or a schedule.
+        micro_batches: how many parts a batch is cut into.
+        schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
+            or a schedule.
         devices: name of each rank's device; None takes what the launcher says.
         split: cuts a module into layers, see `elche.pipeline.setup.building.layers_of`.
         config: further settings as one value; or give them as options.

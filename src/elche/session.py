@@ -1,4 +1,4 @@
-"""`elche.setup`: the user's loop stays, the training is shared.
+"""`elche.setup`: shared training with the user's own loop.
 
 One run at a time per process. On one device nothing is wrapped, hooked or started.
 """

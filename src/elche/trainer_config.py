@@ -1,4 +1,4 @@
-"""What a `Trainer` is told, and what it tells."""
+"""Trainer configuration and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policy ``auto`` runs, on which ranks, by predicted goodput."""
+"""Choice of policy and ranks for ``auto``, by predicted goodput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples a policy costs, by world size, window and lag.
+"""Sample cost of each policy, by world size, window and lag.
 
 The figures are those of `docs/convergence.md` and, for two ranks and the longest
 windows, of the prototypes that the design rests on: character models of 64 k and 107 k

@@ -1,4 +1,4 @@
-"""Ranks that come together without a loader: a group, barriers, a clean end.
+"""Runs without a loader: a group, barriers, a clean end.
 
 For loops that reduce by hand (`elche.Replica`). The coordinator is the same as in a run
 of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no epoch.

@@ -1,4 +1,4 @@
-"""What a rank is told beside its work: metrics, choices, updates discarded."""
+"""Metrics and policy notifications."""
 
 from __future__ import annotations
 

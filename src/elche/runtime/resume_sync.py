@@ -1,4 +1,4 @@
-"""One rank has trained alone; now all train in step again, from where it stands.
+"""Broadcast of model and optimizer state from the rank that trained alone.
 
 Parameters are equal by then, up to how each kind of device rounds. The optimizer's
 state is not: the other ranks took no step.

@@ -1,4 +1,4 @@
-"""An epoch under ``sync``, as one rank runs it."""
+"""Execution of an epoch under ``sync`` on one rank."""
 
 from __future__ import annotations
 

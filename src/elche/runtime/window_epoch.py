@@ -1,4 +1,4 @@
-"""An epoch of windows, as one rank runs it: carries out what `WindowLoop` decides."""
+"""Execution of an epoch of windows on one rank, as `WindowLoop` decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An epoch under ``sync`` as a simulated rank runs it. Pure.
+"""An epoch under ``sync`` on a simulated rank. Pure.
 
 A step's forward pass takes a third of its time, its backward pass the rest; gradients
 appear during backward, bucket by bucket, and are reduced as soon as all ranks have

@@ -1,4 +1,4 @@
-"""What a synchronisation finds out: how far ranks' parameters lay apart."""
+"""Consensus distance, accumulated during a reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter averaging that goes on while the next window is trained.
+"""Parameter averaging overlapped with training of the next window.
 
 At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
 snapshot`), which begins its reduction, and trains on. A rank that trained knows its

@@ -1,4 +1,4 @@
-"""Parameters of one dtype, and how averaging takes them to the next common ones.
+"""Parameters of one dtype, and the outer step on their flat values.
 
 θ_k are the parameters that all ranks hold after reduction k, θ_r what this rank made of
 them. A rank sends weight × (θ_k − θ_r), its weighted *drift*, and after it the weight.

@@ -1,4 +1,4 @@
-"""What averaging holds of parameters of one dtype, and how it is saved.
+"""Memory of averaging for the parameters of one dtype, and its saved state.
 
 θ_k are the parameters that all ranks hold after reduction k. They and what was taken
 of them stay when a reduction fails, and go to another group with the rank.

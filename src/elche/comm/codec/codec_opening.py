@@ -1,4 +1,4 @@
-"""Makes an exchange whose messages travel encoded, together with all ranks."""
+"""Collective construction of exchanges with encoded messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread beside the training thread, for what encoded messages need meanwhile.
+"""Background thread of encoded exchanges: encoding, decoding, error feedback.
 
 Encoding, decoding and error feedback are elementwise work on host memory. torch lets go
 of the interpreter while it computes, so a second thread does it while the training

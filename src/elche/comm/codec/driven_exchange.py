@@ -1,4 +1,4 @@
-"""An encoded sum that a second thread drives while this one trains.
+"""An encoded exchange carried out by a background thread while training goes on.
 
 A :class:`DrivenExchange` is a :class:`CodedExchange` whose work is done elsewhere: the
 training thread fills the contribution, says :meth:`DrivenExchange.begin`, and later

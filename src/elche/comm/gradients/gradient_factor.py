@@ -1,4 +1,4 @@
-"""Multiplies what a backward pass adds to ``p.grad``, before it is added."""
+"""A factor on the gradients of a backward pass, before their accumulation."""
 
 from __future__ import annotations
 

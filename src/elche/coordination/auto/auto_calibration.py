@@ -1,4 +1,4 @@
-"""``auto``: from a run's first steps to its first choice.
+"""``auto``: calibration, from a run's first steps to its first choice.
 
 After one grant of steps if something is much better, after the very first step where
 reductions are slow, and otherwise after grants in which either half of the ranks got

@@ -1,4 +1,4 @@
-"""What ``auto`` measures: a batch on each rank, and a reduction of the model.
+"""Measurements of ``auto``: batch times per rank, and the model's reduction time.
 
 Under ``sync`` steps of different sizes tell what a rank's step costs, however small,
 and what each sample adds; from then on a factor follows its speed. What a reduction

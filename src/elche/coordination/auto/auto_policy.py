@@ -1,4 +1,4 @@
-"""``auto``: begins under ``sync``, measures, and goes on with what pays most.
+"""``auto``: starts under ``sync``, measures, and runs the policy of most goodput.
 
 The first steps of a run are taken under ``sync``, which leaves the optimisation as it
 is. They tell what a batch costs every rank; what a reduction costs was probed when the

@@ -1,4 +1,4 @@
-"""Whether the model is still numbers under ``sync``, and who made it none. Pure.
+"""NaN/Inf detection under ``sync``, attributed to a rank. Pure.
 
 All ranks take the same step, so parameters that are no numbers are so on all of them,
 and nothing says whose gradient it was: after the reduction everybody's is none. Each

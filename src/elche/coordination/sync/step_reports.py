@@ -1,4 +1,4 @@
-"""What a rank says of its steps under ``sync``, and when.
+"""A rank's step reports under ``sync``: contents and time of sending.
 
 The worker's shell and the simulator run this same code. A report of a grant's steps is
 due when the last of them is done. Saying it there would keep the device, and every

@@ -1,4 +1,4 @@
-"""How long windows last: El Che fed with what the ranks report. Pure."""
+"""Window lengths: El Che fed with the ranks' reports. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accounts of windows: who has done what in which, and who still owes its end.
+"""Accounts of windows: each rank's work, and the reports still due.
 
 Under ``cadence`` all ranks are in one window. *Overlapped*, a rank that has closed the
 window being collected is already in the next one, so there are two accounts. Pure.

@@ -1,4 +1,4 @@
-"""What is made of a window that ranks have closed: discarded, reduced, recorded.
+"""Evaluation of closed windows: updates discarded, reduced, recorded.
 
 An update that is not finite, NaN or infinite, has no weight: its batches are done and
 *discarded*, and are not trained on again. Its rank goes back to the common parameters

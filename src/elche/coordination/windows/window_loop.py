@@ -1,4 +1,4 @@
-"""What a rank does next in an epoch of windows: its decisions, without its deeds.
+"""A rank's decisions in an epoch of windows, as a state machine without effects.
 
 The worker's shell and the simulator run this same code: they hand in instructions and
 the time, ask for the next action, carry it out, and say when it is done. Under

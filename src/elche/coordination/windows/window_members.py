@@ -1,4 +1,4 @@
-"""Windows when the membership changes: who keeps what, and what is redone. Pure."""
+"""Windows across changes of membership: leases kept, work redone. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks are given work: windows opened, batches leased, idle ranks told. Pure."""
+"""Work for ranks: open windows, leases, notifications to idle ranks. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that the window policies know of an epoch under way. Pure."""
+"""State of an epoch under the window policies. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline changes about itself between steps: schedule, and who has what.
+"""Changes of a pipeline between steps: its schedule and partition.
 
 Ranks tell each other what they measured with the end of a step that they exchange
 anyway. What one replica then wants is told with the next step, and carried out by all

@@ -1,4 +1,4 @@
-"""Carrying out another partition: layers, their values and their optimizer state move.
+"""Repartition: transfer of layers, their values and optimizer state.
 
 Every step that can fail is agreed on by all ranks before anything changes: what leaves
 is packed and what comes is built first, then it travels, and only when every rank has

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do together: build, begin a step, end it, or fail."""
+"""The ranks of a pipeline: exchange, agree, fail together."""
 
 from __future__ import annotations
 

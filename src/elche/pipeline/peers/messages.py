@@ -1,4 +1,4 @@
-"""What travels between stages: tensors with their shapes, structure, and failures.
+"""Messages between stages: tensors with their shapes, structure, and failures.
 
 A message is a head of fixed size, which says what follows, and one message per tensor.
 A head that needs more room is followed by the rest of it.

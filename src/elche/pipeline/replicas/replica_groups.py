@@ -1,4 +1,4 @@
-"""Which ranks make up each replica of a pipeline, and what each has of a step."""
+"""Assignment of ranks to the replicas of a pipeline, and their shares of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a `Pipeline`'s arguments to its stages: measured, planned, built, agreed."""
+"""Builder of a `Pipeline`: measurement, plan, stages, agreement of all ranks."""
 
 from __future__ import annotations
 

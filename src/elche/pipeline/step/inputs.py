@@ -1,4 +1,4 @@
-"""What ranks are given for a step or an evaluation: read, checked and cut.
+"""Inputs of a step or an evaluation: read, checked and cut.
 
 Each rank reads its own part and tells the others about it before anything runs, so
 that whatever is wrong with it is raised on all of them.

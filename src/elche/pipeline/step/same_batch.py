@@ -1,4 +1,4 @@
-"""Whether the rank of the input and the rank of the target speak of the same samples.
+"""Check that inputs and targets belong to the same samples.
 
 Each reads its own part of the batch. Scripts whose loaders shuffle differently on two
 ranks would train on pairs that do not belong together, and no gradient is wrong.

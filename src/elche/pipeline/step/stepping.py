@@ -1,4 +1,4 @@
-"""One step or evaluation of a pipeline: begun by all ranks, run, and ended by all."""
+"""One step or evaluation of a pipeline, begun and ended by all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process leaves its run: at its end, and when an exception ends it."""
+"""Leave or abort notification at process exit."""
 
 from __future__ import annotations
 

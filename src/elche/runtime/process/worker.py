@@ -1,4 +1,4 @@
-"""A worker's shell: carries out instructions, decides nothing.
+"""Worker shell: execution of the coordinator's instructions, without decisions.
 
 One per rank, in the training thread. Everything happens where the loop asks for the
 next batch; messages are sent one way and read without waiting, except in the named

@@ -1,4 +1,4 @@
-"""Looks at a rank's own gradients before they are reduced, and at the parameters.
+"""NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
 Where a loss is no number, nearly every gradient is none: small tensors tell. Looked at
 are the first and the last one that a backward pass brought: the last, near the model's

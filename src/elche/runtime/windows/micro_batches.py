@@ -1,4 +1,4 @@
-"""A batch run in micro-batches where the device does not hold it at once.
+"""Batches run in micro-batches where the device does not hold them at once.
 
 For a loop that the library owns: what it runs forward and backward it can run again.
 When the device runs out of memory the attempt is taken back (gradients, statistics,

@@ -1,4 +1,4 @@
-"""Windows that end in averaged parameters, at their end or while the next one runs."""
+"""Windows ended by parameter averaging, blocking or overlapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this rank trains, and what brings it together with the other ranks."""
+"""Synchronisation of this rank's model with the other ranks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     return any("initial_lr" in group for group in optimizer.param_groups)
 
 
-def take_over(
+def broadcast_from(
     group: Group,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

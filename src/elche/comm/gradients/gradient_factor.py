@@ -22,7 +22,7 @@ class GradientFactor:
         parameters: the trainable ones.
 
     Attributes:
-        value: the factor; with 0 zeros are added, also where gradients are no numbers.
+        value: the factor; with 0 zeros are added, also where gradients are NaN or Inf.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

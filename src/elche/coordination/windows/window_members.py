@@ -28,7 +28,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.pacing.change(sorted(state.members))
     state.last_pace = -1, None  # it was of other ranks
     state.uncalibrated.discard(rank)
-    state.astray.pop(rank, None)
+    state.diverged.pop(rank, None)
     if state.is_draining:
         state.ledger.abandon()
     if state.reduction is not None:

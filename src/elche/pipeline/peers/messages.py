@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One activation or gradient, or the news that there is none.
+    """One activation or gradient, or the notification that there is none.
 
     Attributes:
         tensors: on the sender's device, or on the CPU of the receiver.

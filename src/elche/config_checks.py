@@ -1,4 +1,4 @@
-"""What a setting may be: checked, and brought into the form that is kept. Pure."""
+"""Checks and normal forms of settings. Pure."""
 
 from __future__ import annotations
 

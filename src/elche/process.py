@@ -1,4 +1,4 @@
-"""What this process has under way: at most one run."""
+"""The active run of this process, at most one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elche.setup`: the user's loop stays, the training is shared.
+"""`elche.setup`: shared training with the user's own loop.
 
 One run at a time per process. On one device nothing is wrapped, hooked or started.
 """
@@ -131,7 +131,7 @@ def setup(
         loader, samples_per_epoch, placement.world_size, config.seed
     )
     if placement.world_size == 1:
-        _say(_single_line(placement))
+        _write_stderr(_single_line(placement))
         if config.seed is not None:
             seed_rank(config.seed, 0)
         single = SingleRun(
@@ -155,8 +155,8 @@ def setup(
         seed = torch.initial_seed() if config.seed is None else config.seed
         positions.dataset.join(run.worker.group, seed)
     if placement.rank == 0:
-        run.news.say = _say
-        _say(run.headline())
+        run.notifications.emit = _write_stderr
+        _write_stderr(run.headline())
     return model, optimizer, RunLoader(loader, positions, run)
 
 
@@ -281,8 +281,8 @@ def _single_line(placement: Placement) -> str:
     return line
 
 
-def _say(line: str) -> None:
-    """One line on standard error, which the issue asks for, whatever logging does."""
+def _write_stderr(line: str) -> None:
+    """Writes a line to stderr regardless of logging configuration."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
@@ -303,6 +303,6 @@ def _tell_failure(error: BaseException) -> None:
         return
     hint = memory_hint(error, run.worker.rank, run.last_samples)
     if hint:
-        _say(f"elche: {hint}")
+        _write_stderr(f"elche: {hint}")
     with contextlib.suppress(ElcheError):
         run.close(failure_of(run.worker.rank, error, hint))

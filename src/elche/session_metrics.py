@@ -1,4 +1,4 @@
-"""Metrics of the run under way: what the user logs, and what is told."""
+"""Metrics of the active run: the user's scalars, and reports."""
 
 from __future__ import annotations
 

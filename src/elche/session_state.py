@@ -1,4 +1,4 @@
-"""How far a run has come, and what it goes on from."""
+"""Progress of a run, and its state for a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch: every one that elche uses, and what is done without it.
+"""Private names of torch: every one that elche uses, and its fallback.
 
 torch may rename what begins with an underscore in any release, so no other module of
 elche names it. Each name is looked up here once, when this module is imported, so that

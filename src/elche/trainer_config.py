@@ -1,4 +1,4 @@
-"""What a `Trainer` is told, and what it tells."""
+"""Trainer configuration and results."""
 
 from __future__ import annotations
 
@@ -117,14 +117,15 @@ class TrainerConfig:
         """Samples of an epoch, an incomplete last batch included.
 
         Raises:
-            ConfigError: nobody knows, or it is said of a data set that is no stream.
+            ConfigError: the length is unknown, or samples_per_epoch is set for a data
+                set that is not an IterableDataset.
         """
         if self.samples_per_epoch is not None:
             _whole("samples_per_epoch", self.samples_per_epoch)
             if not self.is_stream:
                 raise ConfigError(
-                    "samples_per_epoch says how long an epoch of an IterableDataset "
-                    f"is; {type(self.dataset).__name__} is none"
+                    "samples_per_epoch is only for an IterableDataset, got "
+                    f"{type(self.dataset).__name__}"
                 )
             return self.samples_per_epoch
         try:

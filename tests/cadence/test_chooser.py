@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.cadence.chooser import MARGIN, UNSURE, Choice, Chooser
+from elche.cadence.chooser import MARGIN, SAMPLE_COST_SAFETY, Choice, Chooser
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import Cluster, Fleet, Prediction, predict
 from elche.errors import ConfigError
@@ -64,7 +64,7 @@ def at_worst(found: Prediction) -> float:
     """Goodput where windows cost twice the samples that the table says."""
     if found.policy == "sync":
         return found.goodput
-    worst = 1.0 / (1.0 + UNSURE * (1.0 / found.sample_efficiency - 1.0))
+    worst = 1.0 / (1.0 + SAMPLE_COST_SAFETY * (1.0 / found.sample_efficiency - 1.0))
     return found.goodput * worst / found.sample_efficiency
 
 
@@ -319,7 +319,7 @@ def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
     choice = Chooser().observe(cluster(*speeds, sync_s=0.02))
     assert choice.left_out == tuple(range(3, 3 + slow))
     assert "left out: rank 3" in choice.reason
-    assert "(with all ranks at most " in choice.reason
+    assert "which would slow the run (with all ranks predicted " in choice.reason
     assert choice.prediction.world_size == 3
 
 

@@ -50,7 +50,7 @@ def test_a_cluster_is_simulated_and_told(tmp_path: Path, policy: str) -> None:
     assert "µs per event" in result.output
     assert "rank 0 fast" in result.output
     assert "times the fastest device alone" in result.output
-    chosen = re.findall(r"at +[\d.]+ s +policy (\w+): ", result.output)
+    chosen = re.findall(r"at +[\d.]+ s +auto: (\w+) on ", result.output)
     assert len(chosen) == (policy == "auto")
 
 
@@ -134,7 +134,7 @@ def test_stories_are_printed_after_the_report(tmp_path: Path) -> None:
 def test_the_whole_story_has_the_decisions(tmp_path: Path) -> None:
     result = simulate(tmp_path, CLUSTER, "--policy", "auto", "--story", "all")
     assert result.exit_code == 0, result.output
-    chosen = re.search(r"policy \w+: (.+)", result.output)
+    chosen = re.search(r" auto: (.+)", result.output)
     assert chosen is not None
     assert f"!! {chosen.group(1)}" in result.output.partition("story of all:")[2]
 

@@ -223,7 +223,7 @@ def test_auto_picks_by_what_a_reduction_costs(ranks2: RankPool, sync_s: float) -
     )
     traces = [trace for trace, _ in results]
     said = results[0][1]
-    stays = "elche: policy sync" in said
+    stays = "elche: auto: sync" in said
     assert "predicted" in said
     assert sync_s == 0.0 or not stays
     for epoch in range(task.epochs):

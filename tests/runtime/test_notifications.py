@@ -9,7 +9,7 @@ import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.notifications import tell_discarded
+from elche.runtime.notifications import warn_discarded
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 
@@ -27,14 +27,14 @@ def test_a_discarded_update_is_told_with_its_rank_batches_and_samples(
     """The samples are keys of the data set, as the sampler drew them."""
     positions = EpochPositions(keys, BatchSizes(((2, 3), (1, 1))), 4, None)
     with caplog.at_level(logging.WARNING, "elche"):
-        tell_discarded(3, [(1, 2), (2, 4)], positions)
+        warn_discarded(3, [(1, 2), (2, 4)], positions)
     (said,) = caplog.messages
-    assert said.startswith("rank 3: what it learned in epoch 4 from batches 1 to 3 is ")
+    assert said.startswith("rank 3: the update of epoch 4 from batches 1 to 3 ")
     assert said.endswith(f"samples {named}")
 
 
 def test_of_many_samples_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
     positions = EpochPositions(torch.arange(200), BatchSizes(((2, 100),)), 0, None)
     with caplog.at_level(logging.WARNING, "elche"):
-        tell_discarded(0, [(0, 50)], positions)
+        warn_discarded(0, [(0, 50)], positions)
     assert caplog.messages[0].endswith("62, 63] and 36 more")

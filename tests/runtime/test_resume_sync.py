@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elche
-from elche.runtime.resume_sync import rates, take_over
+from elche.runtime.resume_sync import broadcast_from, rates
 from tests.comm.thread_group import on_ranks
 
 
@@ -55,7 +55,7 @@ def test_a_rate_that_follows_progress_is_alike_and_a_scheduler_of_torch_is_not()
 def _taken_over(group: Any, job: tuple[float, int]) -> tuple[Any, Any, float]:
     lr, steps = job
     model, optimizer = made(lr, seed=steps, steps=steps)
-    take_over(group, model, [optimizer], 1)
+    broadcast_from(group, model, [optimizer], 1)
     state = [
         value.clone()
         for parameter in model.parameters()
@@ -92,7 +92,7 @@ def _counts_taken_over(group: Any, steps: int) -> list[dict[str, Any]]:
     for _ in range(steps):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    take_over(group, model, [optimizer], 1)
+    broadcast_from(group, model, [optimizer], 1)
     keys = ("steps", "scale", "name", "nothing")
     return [{key: s[key] for key in keys} for s in optimizer.state.values()]
 
@@ -121,7 +121,7 @@ def _with_cache(group: Any, length: int) -> tuple[Any, list[int]]:
     else:
         model[1].running_var = model[1].running_var.double()
     model[1].running_mean.fill_(float(group.rank))
-    take_over(group, model, [optimizer], 1)
+    broadcast_from(group, model, [optimizer], 1)
     return model, model.cache.tolist()
 
 

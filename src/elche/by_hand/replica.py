@@ -1,4 +1,4 @@
-"""Manual control: several models in one group, reduced when the loop says so.
+"""Manual control: several models in one group, with explicit gradient reductions.
 
 For GANs, reinforcement learning and progressive training, where no loader tells what a
 step is::

@@ -1,4 +1,4 @@
-"""How much each rank runs between two synchronisations, decided from timings.
+"""The amount of work per rank between two synchronisations, from timings.
 
 Pure: timings in, counts and sizes out. No torch, no clock, no threads.
 

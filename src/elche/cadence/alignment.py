@@ -1,4 +1,4 @@
-"""Which anchor makes whole batches of every rank end together.
+"""Anchors at which whole batches of all ranks end together.
 
 A blocking window loses on each rank the part of a batch by which its last boundary
 misses the common end. With 12.5 batches of the fast rank to 5 of the slow one half a

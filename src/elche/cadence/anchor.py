@@ -1,4 +1,4 @@
-"""How many batches the slowest rank runs per window, tuned by what syncing costs."""
+"""Batches per window on the slowest rank, tuned by synchronisation overhead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policy ``auto`` runs, on which ranks, by predicted goodput."""
+"""Choice of policy and ranks for ``auto``, by predicted goodput."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from elche.cadence.throughput import CostEstimate, check_int
 from elche.errors import ConfigError
 
 MARGIN = 0.025
-"""What is better by this part is clearly better."""
-UNSURE = 2.0
-"""Models differ by so much and more in what windows cost them: the GPT of `elche demo`
-loses three times the samples of the study's network. Steps of ``sync`` cost none."""
+"""Least relative difference of goodput that counts as clearly better."""
+SAMPLE_COST_SAFETY = 2.0
+"""Safety factor on the sample cost of windows; it varies two-fold and more between
+models: the GPT of `elche demo` loses three times the samples of the study's network.
+Steps of ``sync`` cost none."""
 PATIENCE = 2
 """Observations in a row that a change takes."""
-NEWS = 1.1
-"""A change must promise so many times as much as it did when the choice was made."""
+SWITCH_HYSTERESIS = 1.1
+"""Hysteresis: a switch needs 1.1 times the gain predicted at the last choice."""
 SETTLING = 10
 """Observations that may correct what the others promised at that time."""
 JITTER = 1.1 / 0.9
@@ -94,11 +95,11 @@ class _Option:
 
     @property
     def goodput_at_worst(self) -> float:
-        """If windows cost `UNSURE` times the samples that the table says."""
+        """Goodput with windows at `SAMPLE_COST_SAFETY` times their sample cost."""
         known = self.prediction.sample_efficiency
         if self.policy == "sync":
             return self.goodput
-        return self.goodput / (known + UNSURE * (1.0 - known))
+        return self.goodput / (known + SAMPLE_COST_SAFETY * (1.0 - known))
 
     @property
     def policy(self) -> str:
@@ -285,7 +286,9 @@ class Chooser:
             for_good = option.policy == "sync" and len(option.ranks) == 1
             gain = self._margin if for_good else BELOW_ONE_GAIN
             return option.goodput >= (1.0 + gain) * present.goodput
-        least = max(1.0 + self._margin, NEWS * self._promised[option.policy])
+        least = max(
+            1.0 + self._margin, SWITCH_HYSTERESIS * self._promised[option.policy]
+        )
         return option.goodput >= least * present.goodput
 
     def _rival_of(self, present: _Option, options: Sequence[_Option]) -> _Option | None:
@@ -332,6 +335,8 @@ class Chooser:
 
     def _reason(self, chosen: _Option, options: Sequence[_Option], fleet: Fleet) -> str:
         said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
+        if chosen.policy == "sync" and len(chosen.ranks) == 1 < len(fleet.ranks):
+            said = f"training on one device alone: {_figures(chosen)}"
         others = [o for o in options if o.policy != chosen.policy]
         for other in others:
             said += f"; {other.policy} {other.goodput:.2f}"
@@ -346,7 +351,10 @@ class Chooser:
             named = ", ".join(map(str, left_out[:NAMED_RANKS]))
             if len(left_out) > NAMED_RANKS:
                 named += f" and {len(left_out) - NAMED_RANKS} more"
-            said += f"; left out: rank {named} (with all ranks at most {most:.2f})"
+            said += (
+                f"; left out: rank {named}, which would slow the run (with all ranks "
+            )
+            said += f"predicted {most:.2f} at most)"
         return said
 
 

@@ -1,7 +1,7 @@
-"""How many samples a policy costs, by world size, window and lag.
+"""Sample cost of each policy, by world size, window and lag.
 
 The figures are those of `docs/convergence.md` and, for two ranks and the longest
-windows, of the prototypes that the design rests on: character models of 64 k and 107 k
+windows, of earlier measurements: character models of 64 k and 107 k
 parameters, AdamW, global batches or equal drift weights with a Nesterov outer step, one
 to eight seeds, runs of 8000 batches. They rank policies and promise nothing about a
 given model. What is lost is mostly lost early, as if the run were shorter by so many

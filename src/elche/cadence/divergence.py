@@ -1,4 +1,4 @@
-"""Whether the ranks drift apart, judged at every synchronisation.
+"""Guard against diverging ranks, evaluated at every synchronisation.
 
 Between two synchronisations each rank trains on its own. How far rank ``r`` went from
 the others is its *divergence* ``||θ_r − θ̄|| / ||θ̄||``, ``θ̄`` being the mean that they

@@ -1,4 +1,4 @@
-"""How fast each policy would learn on a cluster, predicted from what was measured.
+"""Predicted goodput of each policy on a cluster, from measured times.
 
 *Hardware efficiency* is samples per second of the whole over the sum of what the
 devices deliver alone, *sample efficiency* (``elche.cadence.convergence``) the samples

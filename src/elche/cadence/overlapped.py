@@ -1,4 +1,4 @@
-"""How long overlapped windows are best, by the convergence table. Pure.
+"""Best length of overlapped windows, by the convergence table. Pure.
 
 Short windows learn more per sample, but each costs its copies, and an average that
 comes late in a short window costs samples too. What of that weighs most depends on the

@@ -1,4 +1,4 @@
-"""How many batches to hold on a device ahead of their use, and whether all fit.
+"""Prefetch depth on a device, and whether the whole data set fits.
 
 Figures in, decision out. What is free counts together with what prefetched batches
 already hold, or a filled buffer would talk the next decision down; the activation peak

@@ -1,4 +1,4 @@
-"""How a batch is divided among ranks of unlike speed and memory, for a short step."""
+"""Split of a batch among ranks of unlike speed and memory, for a short step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a unit of work costs a rank: measured, smoothed, hinted."""
+"""Cost of a unit of work on a rank: measured, smoothed, hinted."""
 
 from __future__ import annotations
 

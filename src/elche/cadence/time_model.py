@@ -1,4 +1,4 @@
-"""What a step costs a rank in dependence of its number of samples."""
+"""Step time of a rank as a function of its number of samples."""
 
 from __future__ import annotations
 

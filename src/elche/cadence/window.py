@@ -1,4 +1,4 @@
-"""At which batch boundary a window ends, when windows end by wall time."""
+"""Batch boundary at which a window of fixed wall time ends."""
 
 from __future__ import annotations
 

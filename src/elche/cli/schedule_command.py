@@ -1,4 +1,4 @@
-"""``elche schedule``: draws a pipeline schedule and says what it costs."""
+"""``elche schedule``: drawing and cost of a pipeline schedule."""
 
 from __future__ import annotations
 

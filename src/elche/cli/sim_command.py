@@ -169,7 +169,7 @@ def summary(report: Report, took_s: float) -> str:
     )
     lines.append(f"  waits             {waits or 'none'}")
     lines += [
-        f"  at {choice.at_s:8.2f} s     policy {choice.policy}: {choice.reason}"
+        f"  at {choice.at_s:8.2f} s     auto: {choice.reason}"
         for choice in report.choices
     ]
     if report.lag_batches[1]:

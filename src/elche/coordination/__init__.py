@@ -1,4 +1,4 @@
-"""Decisions about a run: who trains on what, and when ranks come together.
+"""Decisions about a run: batches, shares, windows and synchronisations.
 
 Pure: events and ``now_s`` in, instructions out. No torch, socket, clock or thread.
 """

@@ -1,4 +1,4 @@
-"""What ranks must agree on before they train together. Pure."""
+"""Comparison of the ranks' settings, models and data before training. Pure."""
 
 from __future__ import annotations
 

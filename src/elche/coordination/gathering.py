@@ -1,4 +1,4 @@
-"""Where all ranks come together: barriers, and the end of an epoch. Pure."""
+"""Barriers of all ranks, and the end of an epoch. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a run: ranks join, are lost, come later, or leave. Pure."""
+"""Membership of a run: joins, losses, late ranks, departures. Pure."""
 
 from __future__ import annotations
 

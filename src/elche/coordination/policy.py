@@ -1,4 +1,4 @@
-"""What the coordinator and its policies share. Pure."""
+"""Interface between the coordinator and its policies. Pure."""
 
 from __future__ import annotations
 

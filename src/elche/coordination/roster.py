@@ -1,4 +1,4 @@
-"""Generations: who is being waited for to form the group of the next one. Pure."""
+"""Generations: the ranks that form the group of the next one. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said and decided lately, told when somebody asks. Pure."""
+"""Log of recent messages and decisions, read on request. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compare before they reduce together, and the model they begin with."""
+"""Comparison of the ranks' models before reductions, and the initial broadcast."""
 
 from __future__ import annotations
 

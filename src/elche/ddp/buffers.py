@@ -1,4 +1,4 @@
-"""Buffers that one rank wrote, copied to all others bit for bit.
+"""Buffers written by one rank, broadcast to all others bit for bit.
 
 torch's DistributedDataParallel broadcasts all buffers of rank 0 before every forward.
 Here they travel after a backward, when they have changed, so that an evaluation on one

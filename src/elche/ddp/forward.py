@@ -1,4 +1,4 @@
-"""What a forward pass tells about the reduction that its backward will need."""
+"""Analysis of a forward pass for the reduction of its backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a group: what `elche.DistributedDataParallel` holds until that changes."""
+"""The state of `elche.DistributedDataParallel` in one process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When `elche.DistributedDataParallel` reduces, and how much each rank weighs.
+"""Reductions of `elche.DistributedDataParallel`, weighted by rank.
 
 A rank knows its own weight (samples, tokens) when backward begins, not the others'. It
 sends its gradients times w_r / T, where T is the total of the pass before, and in a

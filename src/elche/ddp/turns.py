@@ -1,4 +1,4 @@
-"""Several wrappers in one process group: whose backward pass it is.
+"""Several wrappers in one process group, and the owner of a backward pass.
 
 Collectives of one group are paired by their order. Where ranks run the backward passes
 of two models in another order, sums of one model meet those of the other, and gloo ends

@@ -1,4 +1,4 @@
-"""``elche bench hetero``: what each way of training delivers on unequal devices."""
+"""``elche bench hetero``: a comparison of ways to train on unequal devices."""
 
 from __future__ import annotations
 

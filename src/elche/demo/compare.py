@@ -1,4 +1,4 @@
-"""Runs contenders one after the other on the same devices, and reads their results."""
+"""Runs of several contenders on the same devices, and their results."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
     samples = [window.samples for window in second_half]
     late = zip(*(window.late_batches for window in second_half), strict=True)
     return {
-        "choices": run.news.choices,
+        "choices": run.notifications.choices,
         "window_samples": statistics.median(samples) if samples else None,
         "late_batches": [statistics.fmean(each) for each in late],
         "window_log": [

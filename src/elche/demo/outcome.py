@@ -1,4 +1,4 @@
-"""What the demo found: the table, the words, and the files."""
+"""The demo's results: table, sentences, and files."""
 
 from __future__ import annotations
 

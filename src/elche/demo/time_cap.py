@@ -1,4 +1,4 @@
-"""When the ranks of a contender leave a run of capped time.
+"""The common last step of a contender's run of capped time.
 
 Under ``sync`` all have to leave after the same step, and no two clocks say the same.
 """

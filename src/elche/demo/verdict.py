@@ -1,4 +1,4 @@
-"""What repeated runs of the contenders show, and whether they may be believed."""
+"""Conclusions from repeated runs of the contenders, and their reliability."""
 
 from __future__ import annotations
 

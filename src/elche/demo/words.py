@@ -1,4 +1,4 @@
-"""What the demo's figures mean, in sentences that are made from them."""
+"""The demo's figures as sentences."""
 
 from __future__ import annotations
 

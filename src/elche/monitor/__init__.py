@@ -1,1 +1,1 @@
-"""What a run looks like from outside: traces, tables, curves and progress."""
+"""Views of a run: traces, tables, curves and progress."""

@@ -1,4 +1,4 @@
-"""Progress while something long runs: bars on a terminal, log lines elsewhere."""
+"""Progress of long operations: bars on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from typing_extensions import Self
 from elche.errors import ConfigError
 from elche.pipeline.config import PipelineConfig, pipeline_config
 from elche.pipeline.moving.optimizer_state import GivenOptimizers, as_optimizers
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.replicas.reduction import Reduction
 from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.setup.builder import Founding, Request
+from elche.pipeline.setup.builder import PipelineBuilder, Request
 from elche.pipeline.setup.building import Split
 from elche.pipeline.setup.profiling import (
     LayerMeasurement,
@@ -93,7 +93,9 @@ class Pipeline:
         peers = None
         if self.world_size > 1:
             peers = Peers.join(placement, self.config.timeout_s)
-        self._crew = Crew(self.rank, peers, self.config.timeout_s)
+        self._communicator = PipelineCommunicator(
+            self.rank, peers, self.config.timeout_s
+        )
         asked = Request(
             model=model,
             loss_fn=loss_fn,
@@ -103,20 +105,22 @@ class Pipeline:
             split=split,
         )
         # Whoever cannot go on with this ends it for the others, too.
-        with self._crew.ending_on_failure():
+        with self._communicator.ending_on_failure():
             self._found(asked, placement)
 
     def _found(self, asked: Request, placement: Placement) -> None:
         self._groups = agree_on_groups(
-            self.config.replicas, self.rank, self.world_size, self._crew
+            self.config.replicas, self.rank, self.world_size, self._communicator
         )
-        founding = Founding(asked, self.config, placement, self._crew, self._groups)
-        parts = founding.build()
-        self._changes, self.config = founding.changes, founding.config
+        builder = PipelineBuilder(
+            asked, self.config, placement, self._communicator, self._groups
+        )
+        parts = builder.build()
+        self._changes, self.config = builder.changes, builder.config
         if parts.tied is not None:
             parts.tied.make_equal(self.config.timeout_s)
         self._stepping = Stepping(
-            self._crew, self._groups, parts, self._changes, self.config
+            self._communicator, self._groups, parts, self._changes, self.config
         )
 
     def __enter__(self) -> Self:
@@ -129,7 +133,7 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, (Exception, KeyboardInterrupt)):
-            self._crew.fail(error)
+            self._communicator.fail(error)
         self.close()
 
     def __reduce__(self) -> Any:
@@ -299,7 +303,7 @@ class Pipeline:
         copies: Set[int] = self._stepping.replicas.copies
         if self._parts.tied is not None and not self._groups.are_several:
             copies = self._parts.tied.copies
-        return clip_norm(self.parameters(), copies, max_norm, self._crew)
+        return clip_norm(self.parameters(), copies, max_norm, self._communicator)
 
     def unscale_(self, loss_scale: float) -> bool:
         """Divides the gradients by a loss scale.
@@ -315,7 +319,7 @@ class Pipeline:
             MismatchError: ranks give different ones.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-        return unscale(self.parameters(), loss_scale, self._crew)
+        return unscale(self.parameters(), loss_scale, self._communicator)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank under the model's names."""
@@ -327,13 +331,13 @@ class Pipeline:
         Args:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
-        self._crew.agree_on(rank, "state_dict")
+        self._communicator.agree_on(rank, "state_dict")
         replicas = self._stepping.replicas
-        replicas.average_buffers(self._crew, self.config.timeout_s)
+        replicas.average_buffers(self._communicator, self.config.timeout_s)
         return gather_state(
             self.local_state_dict(),
             self._parts.order_of,
-            self._crew,
+            self._communicator,
             range(self.world_size) if rank is None else (rank,),
             self.config.timeout_s,
             lambda to: to in self._groups.members,
@@ -388,7 +392,7 @@ class Pipeline:
             layers = self._parts.given.layers
             return as_message(profile_layers(layers, given, self.device))
 
-        told = self._crew.agree(measure, "profile_layers")
+        told = self._communicator.agree(measure, "profile_layers")
         mine = [told[rank] for rank in self._groups.members]
         self._changes.planner.learn(layer_costs_of(mine))
         return [[LayerMeasurement(*one) for one in rows] for rows in told]
@@ -428,7 +432,7 @@ class Pipeline:
         """
         if partition is None and self.config.sample is not None:
             self.profile_layers()
-        self._crew.check_open()
+        self._communicator.check_open()
         self._stepping.adopt(
             self._changes.repartition(self._parts, partition, placement, optimizer)
         )
@@ -437,7 +441,7 @@ class Pipeline:
     def close(self) -> None:
         """Ends the connections. Call it on every rank; may be called twice."""
         self._parts.detach()
-        self._crew.close()
+        self._communicator.close()
 
     @property
     def _parts(self) -> Parts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.stage import Layer
 
 SHOWN = 3
@@ -35,7 +35,7 @@ def local_state(
 def gather_state(
     mine: Mapping[str, torch.Tensor],
     order_of: Callable[[str], Any],
-    crew: Crew,
+    communicator: PipelineCommunicator,
     ranks: Iterable[int],
     timeout_s: float,
     of: Callable[[int], bool] = lambda rank: True,
@@ -45,19 +45,19 @@ def gather_state(
     Args:
         mine: this rank's part.
         order_of: where a name stands in the model.
-        crew: all ranks.
+        communicator: all ranks.
         ranks: those that need it; the others get an empty dict.
         timeout_s: deadline of each rank's part.
         of: whether a rank gets this rank's part; others have it from their replica.
     """
     copied = {name: value.detach().to("cpu", copy=True) for name, value in mine.items()}
-    if crew.peers is None:
+    if communicator.peers is None:
         return copied
     found: dict[str, torch.Tensor] = {}
-    with crew.ending_on_failure():
+    with communicator.ending_on_failure():
         for rank in ranks:
             part = copied if of(rank) else {}
-            found.update(crew.peers.gather(part, rank, timeout_s))
+            found.update(communicator.peers.gather(part, rank, timeout_s))
     return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
 
 

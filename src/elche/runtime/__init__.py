@@ -1,1 +1,1 @@
-"""Processes, devices and clocks: the shells that execute what the core decides."""
+"""Processes, devices and clocks: execution of the core's decisions."""

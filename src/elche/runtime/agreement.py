@@ -1,4 +1,4 @@
-"""What a rank presents at the start: settings, model, data."""
+"""A rank's report at the start: settings, model, data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `elche.setup` returns in place of the user's DataLoader."""
+"""The loader that `elche.setup` returns in place of the user's DataLoader."""
 
 from __future__ import annotations
 

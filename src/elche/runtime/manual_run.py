@@ -1,4 +1,4 @@
-"""Ranks that come together without a loader: a group, barriers, a clean end.
+"""Runs without a loader: a group, barriers, a clean end.
 
 For loops that reduce by hand (`elche.Replica`). The coordinator is the same as in a run
 of `elche.setup`; it sees ranks join, fail, wait at barriers and leave, and no epoch.
@@ -89,10 +89,10 @@ class ManualRun:
             return
         self._end(failure_of(self._worker.rank, error))
 
-    def _end(self, farewell: Event) -> None:
+    def _end(self, last_event: Event) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.close(farewell)
+            worker.close(last_event)
 
 
 def _join(placement: Placement, config: RunConfig) -> Join:

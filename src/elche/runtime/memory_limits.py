@@ -1,4 +1,4 @@
-"""Limits of a rank's memory: given by the user, met while training, told to the run."""
+"""Memory limits of a rank: given by the user, met in training, reported to the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told beside its work: metrics, choices, updates discarded."""
+"""Metrics and policy notifications."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 KEYS_SHOWN = 64
 
 
-class RunNews:
-    """Keeps metrics for the user, and says what they should know.
+class RunNotifications:
+    """Keeps metrics for the user, and emits notifications of the run.
 
     Args:
         rank: this rank.
@@ -35,7 +35,7 @@ class RunNews:
         window_metrics: of windows that have ended; always empty but on rank 0.
         epoch_metrics: of epochs that have ended.
         choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
-        say: told lines for people.
+        emit: writes a line for the user.
     """
 
     def __init__(self, rank: int) -> None:
@@ -44,13 +44,13 @@ class RunNews:
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self.epoch_metrics: list[EpochMetrics] = []
         self.choices: list[tuple[str, str]] = []
-        self.say: Callable[[str], None] = logger.info
+        self.emit: Callable[[str], None] = logger.info
 
-    def take(self, report: MetricsReported | PolicyChosen) -> None:
-        """Keeps what a window or an epoch brought; says what was chosen."""
+    def handle(self, report: MetricsReported | PolicyChosen) -> None:
+        """Keeps the metrics of a window or an epoch; emits a choice of ``auto``."""
         if isinstance(report, PolicyChosen):
             self.choices.append((report.policy, report.reason))
-            self.say(f"elche: policy {report.policy}: {report.reason}")
+            self.emit(f"elche: auto: {report.reason}")
             return
         if report.window < 0:
             metrics = EpochMetrics.from_json(report.values)
@@ -67,10 +67,10 @@ class RunNews:
             self.window_metrics.append(WindowMetrics.from_json(report.values))
 
 
-def tell_discarded(
+def warn_discarded(
     rank: int, batches: Sequence[tuple[int, int]], positions: EpochPositions
 ) -> None:
-    """Warns that this rank's update is discarded, and says what it was learned from.
+    """Warns that this rank's update is discarded, with its batches and samples.
 
     Args:
         rank: this rank.
@@ -78,9 +78,9 @@ def tell_discarded(
         positions: the epoch.
     """
     logger.warning(
-        "rank %d: what it learned in epoch %d from batches %s is not finite, so it is "
-        "discarded; these are not trained on again, and windows of this rank are of "
-        "one batch until its update is finite; samples %s",
+        "rank %d: the update of epoch %d from batches %s contains NaN or Inf and is "
+        "discarded; these batches are not trained on again, and windows of this rank "
+        "have one batch until its update is finite; samples %s",
         rank,
         positions.epoch,
         named(batches),

@@ -1,4 +1,4 @@
-"""One rank has trained alone; now all train in step again, from where it stands.
+"""Broadcast of model and optimizer state from the rank that trained alone.
 
 Parameters are equal by then, up to how each kind of device rounds. The optimizer's
 state is not: the other ranks took no step.
@@ -52,7 +52,7 @@ def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     return any("initial_lr" in group for group in optimizer.param_groups)
 
 
-def take_over(
+def broadcast_from(
     group: Group,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

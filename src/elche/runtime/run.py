@@ -25,7 +25,7 @@ from elche.runtime.agreement import (
     state_tensors,
 )
 from elche.runtime.memory_limits import RankHost, check_caps
-from elche.runtime.notifications import RunNews
+from elche.runtime.notifications import RunNotifications
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
@@ -64,10 +64,10 @@ class Run:
     ) -> None:
         self.worker = worker
         self.config = training.config
-        self.news = RunNews(worker.rank)
-        worker.on_news = self.news.take
+        self.notifications = RunNotifications(worker.rank)
+        worker.on_notification = self.notifications.handle
         self._devices = devices
-        skips = ScalerSkips(training.optimizer, self.news.scalars)
+        skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         optimizers = OptimizersSeen(training.model, training.optimizer)
         self._synchroniser = Synchroniser(
             training.config,
@@ -82,7 +82,7 @@ class Run:
             worker,
             training,
             self._synchroniser,
-            self.news,
+            self.notifications,
             plans,
             RankWatch(skips, optimizers, devices),
         )
@@ -184,17 +184,17 @@ class Run:
     @property
     def scalars(self) -> ScalarLog:
         """What this rank logs."""
-        return self.news.scalars
+        return self.notifications.scalars
 
     @property
     def window_metrics(self) -> deque[WindowMetrics]:
         """Of windows that have ended; always empty on ranks other than 0."""
-        return self.news.window_metrics
+        return self.notifications.window_metrics
 
     @property
     def epoch_metrics(self) -> list[EpochMetrics]:
         """Of epochs that have ended."""
-        return self.news.epoch_metrics
+        return self.notifications.epoch_metrics
 
     def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
         """Waits for an epoch's metrics, if it was left early and they are to come."""
@@ -271,17 +271,17 @@ class Run:
         """Opens the next epoch on all ranks and hands out this rank's part."""
         return self._epochs.iterate()
 
-    def close(self, farewell: Event) -> None:
+    def close(self, last_event: Event) -> None:
         """Leaves the run. May be called twice."""
         if self._closed:
             return
         try:
-            if not isinstance(farewell, Failed):
+            if not isinstance(last_event, Failed):
                 self._epochs.end_iteration()
         finally:
             self._closed = True
             self._release()
-            self.worker.close(farewell)
+            self.worker.close(last_event)
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

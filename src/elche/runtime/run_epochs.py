@@ -20,17 +20,17 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import EpochOpened
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.coordination.protocol.messages import Scalars
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
 from elche.runtime.agreement import checksum, min_share_samples
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
-from elche.runtime.notifications import RunNews, with_samples
+from elche.runtime.notifications import RunNotifications, with_samples
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.process.worker import Worker
-from elche.runtime.resume_sync import rates, take_over
+from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
@@ -42,7 +42,7 @@ from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.synchroniser import Synchroniser
 
 STEPS_WITHOUT_BACKWARD = 3
-"""Under ``sync``, when it is no skipped batch any more if none had a backward pass."""
+"""Steps of ``sync`` without a backward pass after which no skipping is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RunEpochs:
         worker: this rank's shell, its group formed.
         training: what is trained.
         synchroniser: brings it together with the other ranks.
-        news: told what epochs bring.
+        notifications: receives the metrics of epochs.
         plans: what is recorded or replayed.
         watch: what is seen of this rank's loop, and the devices.
 
@@ -83,14 +83,14 @@ class RunEpochs:
         worker: Worker,
         training: Training,
         synchroniser: Synchroniser,
-        news: RunNews,
+        notifications: RunNotifications,
         plans: PlanFile,
         watch: RankWatch,
     ) -> None:
         self._worker = worker
         self._training = training
         self._synchroniser = synchroniser
-        self._news = news
+        self._notifications = notifications
         self._plans = plans
         devices = watch.devices
         on_cpu = all(name.startswith("CPU") for name in devices)
@@ -106,7 +106,7 @@ class RunEpochs:
         self._trailing = TrailingSteps(training.model)
         self._skips, self._optimizers = watch.skips, watch.optimizers
         self._left_epoch: int | None = None
-        self._numbers = OwnNumbers()
+        self._numbers = NonFiniteRecord()
         self._rates = RateWatch()
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -178,10 +178,13 @@ class RunEpochs:
         left = self._left_epoch
         if left is None or epoch not in (None, left):
             return
-        news, what = self._news.epoch_metrics, f"all ranks to leave epoch {left}"
+        notifications, what = (
+            self._notifications.epoch_metrics,
+            f"all ranks to leave epoch {left}",
+        )
         began_s = time.monotonic()
         self._worker.take_all(_pass_over)
-        while not news or news[-1].epoch < left:
+        while not notifications or notifications[-1].epoch < left:
             left_s = None
             if timeout_s is not None:
                 left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
@@ -259,7 +262,7 @@ class RunEpochs:
         """Agrees on the epoch and shares its positions; also its first window."""
         self._epoch += 1
         self._skips.settle()
-        self._news.scalars.clear()  # of an epoch that was left early
+        self._notifications.scalars.clear()  # of an epoch that was left early
         worker, model = self._worker, self._training.model
         keys, sizes = None, None
         if worker.rank == 0:
@@ -283,10 +286,12 @@ class RunEpochs:
             make_equal(worker.group, named, "sharing a changed model")
         if changed or begin.policy != self._synchroniser.policy:
             self._synchroniser.build(begin.policy)
-            self._numbers = OwnNumbers()  # it counts the parameters that are trained
+            self._numbers = (
+                NonFiniteRecord()
+            )  # it counts the parameters that are trained
         if begin.state_from is not None:
             optimizers = self._optimizers.all()
-            take_over(worker.group, model, optimizers, begin.state_from)
+            broadcast_from(worker.group, model, optimizers, begin.state_from)
         shared = share_keys(worker.group, keys)
         positions = EpochPositions(
             shared, BatchSizes(begin.sizes), self._epoch, self._training.config.seed
@@ -343,7 +348,7 @@ class RunEpochs:
 
     def _drain_scalars(self, final: bool) -> Scalars:
         self._skips.settle()
-        return self._news.scalars.drain(final=final)
+        return self._notifications.scalars.drain(final=final)
 
     def _check_training(self) -> None:
         """Refuses what elche cannot see, or cannot follow, inside an epoch."""

@@ -1,4 +1,4 @@
-"""One device: the user's loader, with a watch on it."""
+"""Runs on one device: the user's loader under observation."""
 
 from __future__ import annotations
 

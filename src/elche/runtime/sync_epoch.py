@@ -1,4 +1,4 @@
-"""An epoch under ``sync``, as one rank runs it."""
+"""Execution of an epoch under ``sync`` on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elche.errors import CommunicationError, ProtocolError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
-from elche.runtime.watch.number_watch import NumberWatch
+from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 from elche.runtime.window_epoch import EpochHooks
 from elche.runtime.windows.summed_loss import SummedReducer
 
@@ -71,7 +71,7 @@ class SyncEpoch:
         self._hooks = hooks
         numbers = hooks.numbers
         self._reports = StepReports(worker.rank, positions.epoch, numbers)
-        self._numbers = NumberWatch(reducer.parameters, numbers)
+        self._numbers = NonFiniteWatch(reducer.parameters, numbers)
         reducer.look_before(self._numbers.look)
         self._granted_until = 0
         self.end: EndEpoch | None = None

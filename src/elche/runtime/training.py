@@ -1,4 +1,4 @@
-"""What a rank trains, as the user has given it."""
+"""The user's objects to train: model, optimizer, loader."""
 
 from __future__ import annotations
 

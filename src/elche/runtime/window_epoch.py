@@ -1,4 +1,4 @@
-"""An epoch of windows, as one rank runs it: carries out what `WindowLoop` decides."""
+"""Execution of an epoch of windows on one rank, as `WindowLoop` decides."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from elche.coordination.protocol.instructions import (
     Reduce,
 )
 from elche.coordination.protocol.messages import Scalars
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.notifications import tell_discarded
+from elche.runtime.notifications import warn_discarded
 from elche.runtime.process.worker import Worker
 from elche.runtime.windows.window_sync import WindowSync
 
@@ -56,7 +56,7 @@ class EpochHooks:
     check: Callable[[], None]
     scalars: Callable[[bool], Scalars]
     parameter_norm: Callable[[], float]
-    numbers: OwnNumbers = field(default_factory=OwnNumbers)
+    numbers: NonFiniteRecord = field(default_factory=NonFiniteRecord)
 
 
 @dataclass(slots=True)
@@ -274,7 +274,7 @@ class WindowEpoch:
         began_s = time.monotonic()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
         if not is_finite:
-            tell_discarded(self._worker.rank, self._trained, self._positions)
+            warn_discarded(self._worker.rank, self._trained, self._positions)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
         self._worker.send(
             *self._done(),

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each rank runs, in which order, and what it costs.
+"""Pipeline schedules as data: actions per rank, their order and cost.
 
 - ``actions``: the value types, in the words of torch.distributed.pipelining.
 - ``formats``: text and CSV, also torch's own.

@@ -1,4 +1,4 @@
-"""Makespans that no schedule can beat, and a given order cannot.
+"""Lower bounds on makespans, of any schedule and of a given order.
 
 What no order can hide is the *fill*, until the first gradient comes back to a rank,
 less the forwards that its memory lets it run meanwhile; and the *drain*, from a rank's

@@ -1,4 +1,4 @@
-"""What a pipeline's stages and links cost: the input of timing and of `auto`.
+"""Costs of a pipeline's stages and links: the input of timing and of `auto`.
 
 Times are in any one unit. Activation memory is in units of one microbatch on one rank:
 the whole model's activations of a microbatch, divided by the number of ranks. With

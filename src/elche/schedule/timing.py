@@ -1,4 +1,4 @@
-"""How long a schedule takes: an event simulation of its action lists.
+"""Step time of a schedule: an event simulation of its action lists.
 
 A rank runs its actions in order, each as soon as the rank is free and what it needs has
 arrived. A message leaves when the computation (in a lowered schedule: its send) is

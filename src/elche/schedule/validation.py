@@ -1,4 +1,4 @@
-"""What a schedule must contain, whatever its order between ranks."""
+"""Completeness checks of a schedule, whatever its order between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batches are in which rank's model: the account that a simulation checks.
+"""Batches in each rank's model: the account that a simulation checks.
 
 A rank's model is the *common* model, a drift of its own, and, while a window is
 reduced, a snapshot of the drift that it has offered. Here each is the batches that went

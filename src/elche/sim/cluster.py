@@ -1,4 +1,4 @@
-"""What is simulated: devices, link, faults and the run, as checked values. Pure."""
+"""Description of a simulation: devices, link, faults and the run. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a simulated run: sums always, details if they are wanted. Pure."""
+"""History of a simulated run: sums always, details on request. Pure."""
 
 from __future__ import annotations
 

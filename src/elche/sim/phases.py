@@ -1,4 +1,4 @@
-"""What a simulated run is worth: its phases, and their goodput. Pure.
+"""Phases of a simulated run, and their goodput. Pure.
 
 A simulation trains nothing, so samples count as the convergence table says
 (`elche.cadence.convergence`), by the windows and lags that really came about. What is

@@ -1,4 +1,4 @@
-"""One rank's life in a simulated run: join, epochs, leave. Pure."""
+"""Life of one rank in a simulated run: join, epochs, leave. Pure."""
 
 from __future__ import annotations
 

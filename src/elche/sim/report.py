@@ -1,4 +1,4 @@
-"""What a simulation tells: efficiency, waits, staleness, recovery, load. Pure."""
+"""Report of a simulation: efficiency, waits, staleness, recovery, load. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An epoch under ``sync`` as a simulated rank runs it. Pure.
+"""An epoch under ``sync`` on a simulated rank. Pure.
 
 A step's forward pass takes a third of its time, its backward pass the rest; gradients
 appear during backward, bucket by bucket, and are reduced as soon as all ranks have
@@ -24,7 +24,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     SwitchPolicy,
 )
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
@@ -53,7 +53,7 @@ class SyncEpoch:
         self._sim = rank.sim
         self._epoch = begin.epoch
         self._loader = Loader(rank.device.load_seconds_per_sample, rank.device.prefetch)
-        self._reports = StepReports(rank.rank, begin.epoch, OwnNumbers())
+        self._reports = StepReports(rank.rank, begin.epoch, NonFiniteRecord())
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None

@@ -1,4 +1,4 @@
-"""An epoch of windows as a simulated rank runs it: the deeds to `WindowLoop`'s words.
+"""An epoch of windows on a simulated rank: execution of `WindowLoop`'s actions.
 
 What `elche.runtime.window_epoch` does with a loader, a device and collectives happens
 here in virtual time. The decisions are the same code. Pure.

@@ -1,4 +1,4 @@
-"""What a simulated rank sees of its run. Pure."""
+"""A simulated rank's view of its run. Pure."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 WINDOWS = 3
 ALLOWED = 1.10
-"""Of what a raw all-reduce of one flat tensor would move (issue 4)."""
+"""Of what a raw all-reduce of one flat tensor would move."""
 
 
 def _moved(is_overlapped: bool, codec: str, with_state: bool) -> tuple[list[int], int]:

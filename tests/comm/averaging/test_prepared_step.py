@@ -12,8 +12,8 @@ from elche.comm.averaging import parameter_memory
 from elche.comm.averaging.outer import KINDS, OuterOptimizer, OuterStep
 from elche.comm.averaging.parameter_group import ParameterGroup
 from elche.comm.averaging.prepared_step import PreparedStep
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout
 from elche.comm.transport.exchange import Exchange
 from tests.comm.bus import Bus
@@ -101,9 +101,9 @@ class Nobody:
         pass
 
 
-def opened() -> tuple[Wire, list[DrivenExchange]]:
+def opened() -> tuple[Wire, list[BackgroundExchange]]:
     wire, ends = exchanges(2, CODECS["int8"], NUMEL + 1, sides=2)
-    return wire, [DrivenExchange(end, Nobody()) for end in ends]
+    return wire, [BackgroundExchange(end, Nobody()) for end in ends]
 
 
 def test_no_step_is_made_of_a_sum_that_comes_after_a_new_group(

@@ -137,17 +137,17 @@ def test_a_glance_takes_cold_steps_and_leaves_the_gauge_as_it_was() -> None:
     gauge = gauge_of()
     reports = cold_reports([16, 16], [5.0, 2.5])
     gauge.took_steps(reports)
-    glance = gauge.at_a_glance(reports, 3.0)
-    found = glance.cluster(BATCH)
+    quick = gauge.quick_gauge(reports, 3.0)
+    found = quick.cluster(BATCH)
     assert found.sync_s == pytest.approx(3.0)
     assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([10.0, 5.0])
     assert gauge.grants == 0
-    glance.finish_learning()
-    glance.trained(batches(0, 0.5))  # warm now
-    glance.trained(batches(1, 0.25))
-    glance.follow()
-    assert glance.batch_s(0, BATCH) == pytest.approx(0.5)
-    assert glance.batch_s(1, BATCH) == pytest.approx(0.25)
+    quick.finish_learning()
+    quick.trained(batches(0, 0.5))  # warm now
+    quick.trained(batches(1, 0.25))
+    quick.follow()
+    assert quick.batch_s(0, BATCH) == pytest.approx(0.5)
+    assert quick.batch_s(1, BATCH) == pytest.approx(0.25)
 
 
 def test_what_shows_of_a_reduction_tells_how_much_hides_and_follows_the_link() -> None:

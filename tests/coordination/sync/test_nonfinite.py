@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.nonfinite import (
     PATIENCE_REPORTS,
-    OwnNumbers,
-    StepNumbers,
+    NonFiniteRecord,
+    NonFiniteReports,
 )
 from elche.errors import NonFiniteError
 from tests.harness.reached import reach
 
 
-def report(rank: int, numbers: OwnNumbers, step: int) -> StepsDone:
+def report(rank: int, numbers: NonFiniteRecord, step: int) -> StepsDone:
     return StepsDone(
         rank=rank,
         epoch=0,
@@ -50,8 +50,8 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
     reach("several culprits", len(culprits) > 1)
     reach("skipped steps", len(skipped))
     reach("accumulated steps", held > 1)
-    numbers = [OwnNumbers() for _ in range(ranks)]
-    steps = StepNumbers()
+    numbers = [NonFiniteRecord() for _ in range(ranks)]
+    steps = NonFiniteReports()
     stops_at = lost_at + held - 1
     for step in range(lost_at + held):
         for rank, own in enumerate(numbers):
@@ -77,7 +77,7 @@ def test_whoever_was_first_is_named_and_what_was_skipped_is_not(
 
 def test_what_an_epoch_leaves_to_the_next_is_the_fault_of_who_began_it() -> None:
     # Once: counted anew in each epoch, in whose first pass all ranks' are none.
-    steps, numbers = StepNumbers(), [OwnNumbers(), OwnNumbers()]
+    steps, numbers = NonFiniteReports(), [NonFiniteRecord(), NonFiniteRecord()]
     numbers[1].gradients((2, 7, 0, 4, 8), 0, is_finite=False)
     for rank, own in enumerate(numbers):
         own.gradients((3, 0, 0, 4 * rank, 4 * rank + 4), 0, is_finite=False)
@@ -92,7 +92,7 @@ def test_what_an_epoch_leaves_to_the_next_is_the_fault_of_who_began_it() -> None
 
 
 def test_a_rank_that_finds_out_later_is_waited_for_but_not_for_ever() -> None:
-    lost, fine, steps = OwnNumbers(), OwnNumbers(), StepNumbers()
+    lost, fine, steps = NonFiniteRecord(), NonFiniteRecord(), NonFiniteReports()
     lost.parameters(is_finite=False)
     for step in range(PATIENCE_REPORTS):
         steps.check(0, (0, 1), is_last=False)

@@ -11,7 +11,7 @@ import pytest
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.events import Event, StepsDone
 from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instruction
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
@@ -40,7 +40,7 @@ def cost(busy_s: float, *, warm: bool = True) -> StepCost:
 
 
 def test_a_report_sums_what_its_steps_took() -> None:
-    reports = StepReports(0, 3, OwnNumbers())
+    reports = StepReports(0, 3, NonFiniteRecord())
     reports.granted(grant(0, 2))
     reports.granted(grant(2, 3))
     assert not reports.step_done(0, cost(1.0, warm=False))
@@ -72,7 +72,7 @@ def test_a_report_sums_what_its_steps_took() -> None:
 
 
 def test_a_change_of_the_group_voids_grants_and_what_was_measured() -> None:
-    reports = StepReports(0, 0, OwnNumbers())
+    reports = StepReports(0, 0, NonFiniteRecord())
     reports.granted(grant(0, 2))
     assert not reports.step_done(0, cost(1.0))
     reports.void()

@@ -141,7 +141,7 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
     runs: Policy = (
         SyncPolicy(config, members(world), least)
         if policy == "sync"
-        else AutoPolicy(config, members(world), agreed, lambda: None)  # type: ignore[arg-type,return-value]
+        else AutoPolicy(config, members(world), agreed)
     )
     runs.prepare_epoch(1e-4, alike=True)
     for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):

@@ -71,7 +71,7 @@ def test_a_rank_that_went_astray_trains_no_batch_that_would_be_lost() -> None:
 
 
 def test_a_model_that_is_handed_over_is_not_the_mean_to_start_from() -> None:
-    """Once: a rank that was astray trained on after it, and lost that to the mean."""
+    """Once: a rank that was diverged trained on after it, and lost that to the mean."""
     loop = overlapped()
     loop.closed(1.0, is_finite=False)
     loop.handle(opened(1), 1.0)

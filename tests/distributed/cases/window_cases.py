@@ -14,7 +14,7 @@ import elche
 from elche import session
 from elche.comm.transport.process_group import Group
 from elche.runtime import run_epochs
-from elche.runtime.notifications import RunNews
+from elche.runtime.notifications import RunNotifications
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
 
@@ -51,17 +51,17 @@ def shared_and_heard(
     task: Task, said: list[str], at_step: Callable[[], None] = lambda: None
 ) -> Trace:
     """The task, with what the run says to people."""
-    take = RunNews.take
+    handle = RunNotifications.handle
 
-    def listen(news: Any, report: Any) -> None:
-        news.say = said.append
-        take(news, report)
+    def listen(notifications: Any, report: Any) -> None:
+        notifications.emit = said.append
+        handle(notifications, report)
 
-    RunNews.take = listen  # type: ignore[method-assign]
+    RunNotifications.handle = listen  # type: ignore[method-assign]
     try:
         return shared(task, at_step)
     finally:
-        RunNews.take = take  # type: ignore[method-assign]
+        RunNotifications.handle = handle  # type: ignore[method-assign]
 
 
 class SlowToLoad(Dataset[Any]):

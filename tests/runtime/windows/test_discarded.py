@@ -65,7 +65,7 @@ def discarded(ranks: list[Survived]) -> list[int]:
 
 def batches_in(line: str) -> list[int]:
     """Those that a rank says it has discarded."""
-    named = re.search(r"from batches ([\d, to]+) is not finite", line)
+    named = re.search(r"from batches ([\d, to]+) contains NaN or Inf", line)
     assert named is not None, line
     found: list[int] = []
     for part in named[1].split(", "):
@@ -96,7 +96,7 @@ def test_one_window_is_lost_with_a_batch_that_gives_no_number(
     assert identical(models(ranks))
     assert not ranks[1].discarded
     (said,) = ranks[0].discarded
-    assert said.startswith("rank 0: what it learned in epoch 0 from batches 16 to 19 ")
+    assert said.startswith("rank 0: the update of epoch 0 from batches 16 to 19 ")
     assert said.endswith(f"samples {list(range(16 * BATCH, 20 * BATCH))}")
 
 
@@ -231,7 +231,9 @@ def train_on_a_lost_model(task: Task) -> str:
         pass
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"before windows began in epoch 1") as no:
+    with pytest.raises(
+        NonFiniteError, match=r"parameters contain NaN at the start of epoch 1"
+    ) as no:
         next(iter(loader))
     elche.shutdown()
     return str(no.value)

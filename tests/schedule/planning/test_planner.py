@@ -164,7 +164,7 @@ def test_no_exact_partition_is_better_with_any_published_schedule(
     ],
 )
 def test_one_device_three_times_slower(blocks: int) -> None:
-    """The goal of issue 5: at most 1.12 times the time of all devices always busy."""
+    """At most 1.12 times the time of all devices always busy."""
     profile = gpt(blocks, (1, 1, 1, 1 / 3))
     plan = plan_pipeline(profile, PlanConfig(num_microbatches=16))
     check(plan, profile)

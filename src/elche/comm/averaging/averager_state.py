@@ -1,4 +1,4 @@
-"""What averaging holds of a run beside the model, as values to save and to load.
+"""State of parameter averaging beside the model, for saving and loading.
 
 A *committed state* is that of a rank at a synchronisation: it holds the common model,
 and nothing is under way. Beside model and optimizer there are the outer momentum, which

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elche.comm.averaging.averager_state import VERSION, blank, check_alike, misfit_of
-from elche.comm.averaging.consensus_distance import Spread, SyncResult
+from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
 from elche.comm.averaging.optimizer_state import (
     Optimizers,
     OptimizerStateAverager,
@@ -252,7 +252,7 @@ class ParameterAverager(Averager):
             ConfigError: a parameter has another shape, dtype or device than before.
         """
         self._refuse_changed()
-        rule, spread = OuterStep.of(plan), Spread()
+        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._buffers.take()
         for group in self._groups:
             group.send(plan.weight)
@@ -261,7 +261,7 @@ class ParameterAverager(Averager):
         self._buffers.begin(plan)
         self._wait()
         for group in self._groups:
-            group.replace(rule, spread)
+            group.replace(rule, consensus)
         self._state.apply()
         self._end()
-        return spread.result(plan.weight)
+        return consensus.result(plan.weight)

@@ -1,4 +1,4 @@
-"""What a synchronisation finds out: how far ranks' parameters lay apart."""
+"""Consensus distance, accumulated during a reduction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What a synchronisation found out about this rank.
+    """Result of a synchronisation on this rank.
 
     Attributes:
         divergence: ‖θ_r − θ̄‖ / ‖θ_{k+1}‖ over the trained parameters; 0.0 if the rank
@@ -21,8 +21,8 @@ class SyncResult:
 
 
 @dataclass(slots=True)
-class Spread:
-    """Sums of squares over the parameters.
+class ConsensusSums:
+    """Sums of squares over the parameters, for the consensus distance.
 
     Attributes:
         distance: Σ (θ_r − θ̄)².
@@ -33,7 +33,7 @@ class Spread:
     size: float = 0.0
 
     def result(self, weight: float) -> SyncResult:
-        """What the sums say of a rank that contributed with this weight."""
+        """The result of a rank that contributed with this weight."""
         norm = math.sqrt(self.size) if self.size >= 0 else math.nan
         if not math.isfinite(self.distance) or not math.isfinite(norm):
             return SyncResult(math.nan, norm)

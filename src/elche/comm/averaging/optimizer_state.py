@@ -1,4 +1,4 @@
-"""Optimizer state averaged over the ranks, with the weights of their drifts.
+"""Optimizer state averaged over the ranks, with the weights of their updates.
 
 What is averaged are the entries of a parameter's state that are shaped like it:
 moments, momentum buffers. Step counts stay each rank's own.

@@ -1,4 +1,4 @@
-"""Outer optimizers: from the mean drift of a window to the next common parameters.
+"""Outer optimizers: the step along the mean pseudo-gradient of a window.
 
 The drift Δ_r = θ_k − θ_r of a rank is what its local steps added, with the sign of a
 gradient. ``average`` takes θ_{k+1} = θ_k − mean Δ (plain parameter averaging).

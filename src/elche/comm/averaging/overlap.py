@@ -1,4 +1,4 @@
-"""Parameter averaging that goes on while the next window is trained.
+"""Parameter averaging overlapped with training of the next window.
 
 At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
 snapshot`), which begins its reduction, and trains on. A rank that trained knows its
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from elche.comm.averaging.averaging import Averager
-from elche.comm.averaging.consensus_distance import Spread, SyncResult
+from elche.comm.averaging.consensus_distance import ConsensusSums, SyncResult
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
@@ -35,7 +35,21 @@ from elche.errors import ProtocolError
 
 
 class _Phase(Enum):
-    """Where the one reduction is."""
+    """Where the one reduction is.
+
+    =======================================  ==================  =====
+    call                                     from                to
+    =======================================  ==================  =====
+    ``snapshot``, weight 0 or no ``begins``  IDLE, TAKEN         TAKEN
+    ``snapshot``, weight > 0                 IDLE, TAKEN         SENT
+    ``begin``                                TAKEN, SENT         BEGUN
+    ``adopt``                                BEGUN               IDLE
+    ``rebase``                               IDLE, TAKEN         IDLE
+    ``connect``, after a failed reduction    TAKEN, SENT, BEGUN  TAKEN
+    =======================================  ==================  =====
+
+    ``connect`` leaves IDLE as it is; any other call out of order is refused.
+    """
 
     IDLE = "nothing has been taken"
     TAKEN = "a snapshot has been taken"
@@ -184,17 +198,17 @@ class OverlappedAverager(Averager):
                 f"expected to adopt window {self._window}, got {plan.window}"
             )
         self._wait()
-        rule, spread = OuterStep.of(plan), Spread()
+        rule, consensus = OuterStep.of(plan), ConsensusSums()
         if not self._is_finite:
-            spread.distance = math.nan
+            consensus.distance = math.nan
         for group in self._groups:
             if drained or not self._is_finite:
-                group.replace(rule, spread)
+                group.replace(rule, consensus)
             else:
-                group.correct(rule, spread)
+                group.correct(rule, consensus)
         self._phase = _Phase.IDLE
         self._end()
-        return spread.result(plan.weight)
+        return consensus.result(plan.weight)
 
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:

@@ -1,4 +1,4 @@
-"""Parameters of one dtype, and how averaging takes them to the next common ones.
+"""Parameters of one dtype, and the outer step on their flat values.
 
 θ_k are the parameters that all ranks hold after reduction k, θ_r what this rank made of
 them. A rank sends weight × (θ_k − θ_r), its weighted *drift*, and after it the weight.
@@ -16,11 +16,11 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.comm.averaging.consensus_distance import Spread
+from elche.comm.averaging.consensus_distance import ConsensusSums
 from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_memory import ParameterMemory
 from elche.comm.averaging.prepared_step import PreparedStep, scale_of
-from elche.comm.codec.driven_exchange import DrivenExchange
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.tensors.flat import wire_dtype
 
 
@@ -104,7 +104,7 @@ class ParameterGroup(ParameterMemory):
         memory: where the drift itself is the message.
         """
         exchange = self.exchange
-        if not isinstance(exchange, DrivenExchange) or self._drift is self._own:
+        if not isinstance(exchange, BackgroundExchange) or self._drift is self._own:
             return
         self._prepared = PreparedStep(
             self._layout.segments,
@@ -117,36 +117,36 @@ class ParameterGroup(ParameterMemory):
         )
         exchange.follow_up(self._prepared.work_out)
 
-    def replace(self, rule: OuterStep, spread: Spread) -> None:
+    def replace(self, rule: OuterStep, consensus: ConsensusSums) -> None:
         """When the sum is there: the parameters become θ_{k+1}."""
-        prepared = self._taken(spread)
+        prepared = self._taken(consensus)
         if prepared is not None:
             prepared.take()
         scale = self._scale() if prepared is None else 1.0
         for index in range(len(self._layout.segments)):
             if prepared is None:
-                self._step(index, scale, rule, spread)
+                self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
         self.exchange.release()
         self._layout.flush(self._base)
 
-    def correct(self, rule: OuterStep, spread: Spread) -> None:
+    def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
         """When the sum is there: adds θ_{k+1} − θ_r to what the parameters hold now.
 
         That is θ_r's drift from θ_k less the outer step.
         """
-        prepared = self._taken(spread)
+        prepared = self._taken(consensus)
         if prepared is not None:
             for index in range(len(self._layout.segments)):
                 self._layout.add(index, self._own)
-            assert isinstance(self.exchange, DrivenExchange)
+            assert isinstance(self.exchange, BackgroundExchange)
             self.exchange.put_off(prepared.take)
             self.exchange.release()
             return
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
         for index, drift in enumerate(self._drift.parts):
-            step = self._step(index, scale, rule, spread)
+            step = self._step(index, scale, rule, consensus)
             torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
             self._layout.add(index, added)
         self.exchange.release()
@@ -159,16 +159,16 @@ class ParameterGroup(ParameterMemory):
         self.exchange.sum_into(numel, numel + 1, total)
         return scale_of(float(total[0].real))
 
-    def _taken(self, spread: Spread) -> PreparedStep | None:
+    def _taken(self, consensus: ConsensusSums) -> PreparedStep | None:
         """The step that was worked out meanwhile, if there is one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            spread.distance += prepared.distance
-            spread.size += prepared.size
+            consensus.distance += prepared.distance
+            consensus.size += prepared.size
         return prepared
 
     def _step(
-        self, index: int, scale: float, rule: OuterStep, spread: Spread
+        self, index: int, scale: float, rule: OuterStep, consensus: ConsensusSums
     ) -> torch.Tensor:
         """Takes θ_k to θ_{k+1} in one segment; returns the step's direction.
 
@@ -180,10 +180,10 @@ class ParameterGroup(ParameterMemory):
         if scale != 1.0:
             mean_drift.mul_(scale)
         apart = self._apart_from(index, mean_drift)
-        spread.distance += float(torch.vdot(apart, apart).real)
+        consensus.distance += float(torch.vdot(apart, apart).real)
         self._outer.step(segment.start, mean_drift, rule)
         base = self._base.parts[index]
-        spread.size += float(torch.vdot(base, base).real)
+        consensus.size += float(torch.vdot(base, base).real)
         return mean_drift
 
     def _apart_from(self, index: int, mean_drift: torch.Tensor) -> torch.Tensor:

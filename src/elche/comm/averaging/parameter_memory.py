@@ -1,4 +1,4 @@
-"""What averaging holds of parameters of one dtype, and how it is saved.
+"""Memory of averaging for the parameters of one dtype, and its saved state.
 
 θ_k are the parameters that all ranks hold after reduction k. They and what was taken
 of them stay when a reduction fails, and go to another group with the rank.
@@ -16,8 +16,8 @@ from torch import nn
 from elche.comm.averaging.averager_state import dtype_name
 from elche.comm.averaging.outer import OuterOptimizer
 from elche.comm.averaging.prepared_step import PreparedStep
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
-from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.transport.exchange import Exchange
@@ -201,7 +201,7 @@ class ParameterMemory:
 
     def _settle(self) -> None:
         """θ_k and the outer momentum are those of the last step that was taken."""
-        if isinstance(self._exchange, DrivenExchange):
+        if isinstance(self._exchange, BackgroundExchange):
             self._exchange.settle()
 
     def _lay_out(self) -> None:

@@ -1,4 +1,4 @@
-"""An outer step that is worked out before it is taken, beside the training thread.
+"""An outer step computed ahead of its adoption, beside the training thread.
 
 When a sum has come, most of what adopting it takes can be done without the parameters:
 the mean, how far this rank is from it, and what is to be added. So another thread does

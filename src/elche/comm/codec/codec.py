@@ -247,7 +247,7 @@ class _BlockEncoded(Encoded):
         return bool((largest < LIMIT).all())
 
     def _scales_of(self, largest: torch.Tensor) -> torch.Tensor:
-        """Float32 values that bfloat16 holds exactly; 0 for none, NaN for no numbers.
+        """Float32 values that bfloat16 holds exactly; 0 for none, NaN for NaN or Inf.
 
         Adding just under one unit of bfloat16 to the bits of a positive float32 and
         cutting them there rounds up.

@@ -1,4 +1,4 @@
-"""Which codec pays on this link: ``codec="auto"``.
+"""Choice of the codec for a measured link: ``codec="auto"``.
 
 Encoding costs the training core time that a fast link does not give back, and takes
 something off every message. A less exact codec is therefore chosen only where every

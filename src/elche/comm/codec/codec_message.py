@@ -1,4 +1,4 @@
-"""A message of encoded elements, and how a sum is cut into parts that ranks own."""
+"""Layout of encoded messages, and partition of a sum into parts owned by ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes an exchange whose messages travel encoded, together with all ranks."""
+"""Collective construction of exchanges with encoded messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 
 import torch
 
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec import CODECS, Codec, codec_named
 from elche.comm.codec.codec_peers import GroupPeers
 from elche.comm.codec.codec_thread import codec_thread_of
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.comm.codec.host_routes import spans_hosts
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
@@ -65,7 +65,7 @@ def open_coded_exchange(
             codec,
         )
     made = CodedExchange(GroupPeers(group), chosen, numel, sides, tag, hosts)
-    return made if sides == 1 else DrivenExchange(made, codec_thread_of(group))
+    return made if sides == 1 else BackgroundExchange(made, codec_thread_of(group))
 
 
 def _agree(

@@ -1,4 +1,4 @@
-"""What all ways to an encoded sum share: encoding, transfers, and error feedback.
+"""Base of encoded reductions: encoding, transfers, and error feedback.
 
 *Error feedback* (Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847):
 what encoding took off a message is added to the next one. A rank holds it in one

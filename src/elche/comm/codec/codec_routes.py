@@ -1,4 +1,4 @@
-"""How encoded messages travel, so that every rank has their sum.
+"""Routes of an encoded all-reduce.
 
 Two ranks send each other all they have. More ranks sum by parts: each sends every other
 one that one's part, sums the part that it owns itself, and sends the sum to everybody.

@@ -1,4 +1,4 @@
-"""A thread beside the training thread, for what encoded messages need meanwhile.
+"""Background thread of encoded exchanges: encoding, decoding, error feedback.
 
 Encoding, decoding and error feedback are elementwise work on host memory. torch lets go
 of the interpreter while it computes, so a second thread does it while the training
@@ -19,8 +19,8 @@ import torch
 from elche.comm.transport.process_group import Group
 
 
-class Driven(Protocol):
-    """What has something to be done for it."""
+class BackgroundTask(Protocol):
+    """Work that a `CodecThread` does for an object."""
 
     def drive(self) -> float | None:
         """Does what can be done without waiting for other ranks.
@@ -41,18 +41,18 @@ class CodecThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._served: SimpleQueue[Driven | None] = SimpleQueue()
+        self._served: SimpleQueue[BackgroundTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
 
-    def serve(self, driven: Driven) -> None:
-        """Something is to be done for it; does not wait.
+    def serve(self, task: BackgroundTask) -> None:
+        """The task has something to do; does not wait.
 
-        After :meth:`end` nobody does it here.
+        After :meth:`end` it is not done here.
         """
         if self._has_ended:
             return
-        self._served.put(driven)
+        self._served.put(task)
         if self._thread is None:
             self._begin()
 
@@ -80,12 +80,12 @@ class CodecThread:
             torch.set_num_threads(1)  # the others belong to the training thread
         finally:
             is_set.set()
-        pauses_s: dict[Driven, float] = {}
+        pauses_s: dict[BackgroundTask, float] = {}
         while self._drive(pauses_s):
             pass
 
-    def _drive(self, pauses_s: dict[Driven, float]) -> bool:
-        """Waits for something to do, and does it; False when it is told to end.
+    def _drive(self, pauses_s: dict[BackgroundTask, float]) -> bool:
+        """Waits for a task, and drives it; False after :meth:`end`.
 
         What is done is not held while it waits: a message takes as much as the model.
         """

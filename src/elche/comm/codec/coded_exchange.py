@@ -29,7 +29,18 @@ from elche.errors import CommunicationError, ElcheError, MismatchError, Protocol
 
 
 class _Phase(Enum):
-    """Where the one message is."""
+    """Where the one message is.
+
+    ::
+
+        IDLE ──start──> BEGUN ──poll, wait: the sum is complete──> ARRIVED
+         ^                │                                          │
+         │                └──an error, rollback──> BROKEN (final)    │
+         └──────────────────release, commit, rollback────────────────┘
+
+    ``commit`` of a sum that has not arrived keeps what encoding left out, and the
+    message stays BEGUN or BROKEN.
+    """
 
     IDLE = "nothing is under way"
     BEGUN = "a message is under way"

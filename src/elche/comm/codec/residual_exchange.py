@@ -1,4 +1,4 @@
-"""What exchanges have in common that round, and keep what the rounding took off."""
+"""Base of exchanges with rounding and an error-feedback residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a backward pass has ended, also where another one runs inside it.
+"""Detection of the end of a backward pass, reentrant ones included.
 
 Reentrant activation checkpointing runs a backward pass of its own inside a node of the
 one that the loop began, and autograd calls back at the end of each. Gradients are

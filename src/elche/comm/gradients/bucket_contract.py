@@ -1,4 +1,4 @@
-"""What a pass over buckets needs to know, and what it asks of its owner."""
+"""Inputs of a pass over buckets, and the interface of its owner."""
 
 from __future__ import annotations
 

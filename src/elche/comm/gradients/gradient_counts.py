@@ -1,4 +1,4 @@
-"""Which gradients a backward pass brings, and how often: what buckets wait for.
+"""Expected gradients per parameter and backward pass, for bucket readiness.
 
 A parameter usually gets one gradient in a pass. It gets several where it is used in
 several segments of reentrant activation checkpointing, each of which accumulates for

@@ -1,4 +1,4 @@
-"""Multiplies what a backward pass adds to ``p.grad``, before it is added."""
+"""A factor on the gradients of a backward pass, before their accumulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GradientFactor:
         parameters: the trainable ones.
 
     Attributes:
-        value: the factor; with 0 zeros are added, also where gradients are no numbers.
+        value: the factor; with 0 zeros are added, also where gradients are NaN or Inf.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

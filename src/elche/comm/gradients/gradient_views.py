@@ -1,4 +1,4 @@
-"""What a reduction gives: ``p.grad`` of every parameter that any rank used."""
+"""Reduced buckets published as ``p.grad``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ comes after the reduction.
 The message carries a flag per parameter, so that one that no rank used keeps
 ``grad=None``, and the rank's samples. What a rank added up is kept until it adds to the
 next window, so a reduction that fails can be redone (:meth:`GradientWindow.connect`).
-A rank whose sums are no numbers sends zeros, and no samples.
+A rank whose sums contain NaN or Inf sends zeros, and no samples.
 Cost: two model copies beside the gradients, and one more where ranks sum in shared
 memory.
 """

@@ -1,4 +1,4 @@
-"""CUDA graphs: what elche can follow of them, and what it cannot.
+"""CUDA graphs: detection of capture, and refusal of what cannot be followed.
 
 Parameters are read and written where they are, never re-pointed, so a graph that was
 captured over them stays valid under any policy. But a replayed graph runs no hook: a

@@ -1,4 +1,4 @@
-"""Gradients reduced during backward, weighted by samples or by what the user says.
+"""Gradients reduced during backward, weighted by samples or by user weights.
 
 Every rank scales its gradient of the *mean* loss over its n_r samples by n_r / N and
 the group sums, which gives the gradient of the mean over the union batch of N samples,

@@ -1,4 +1,4 @@
-"""What the ranks' parts of a step weigh where the user says it: agreed as they go.
+"""Agreement of all ranks on the total of the user's weights of a step.
 
 A rank knows what its own part weighs (tokens, say), not what the others' do. It sends
 its gradients times w_r / R and, in a small message of the same pass, w_r; the sum is

@@ -5,7 +5,7 @@ that trained, never through a drift or an outer step; flags become what most of 
 have, and are raised in a tie. Counters (``num_batches_tracked``) become the common
 value plus the sum of all ranks' increments. All of it travels in float64, which holds
 counters up to 2⁵³ and rounds a mean once. After a window in which no rank's
-contribution counts (all were discarded, say: then their statistics may be no numbers)
+contribution counts (all were discarded, say: then their statistics may be NaN)
 float buffers become again what they were after the last one.
 
 What is sent is taken at the window's end. Increments that come later stay, and count

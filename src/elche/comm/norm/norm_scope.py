@@ -1,4 +1,4 @@
-"""What the SyncBatchNorm layers of a model share: a group, and a batch's weight."""
+"""Shared state of a model's SyncBatchNorm layers: group and batch weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what a rank has learned are numbers."""
+"""All-finite check over tensors."""
 
 from __future__ import annotations
 

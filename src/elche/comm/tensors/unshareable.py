@@ -1,4 +1,4 @@
-"""Tensors that cannot be made equal on all ranks, told by what is wrong with them."""
+"""Tensors that cannot be made equal on all ranks, by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums among CUDA devices that do not pass through the host: NCCL, where it serves.
+"""Sums among CUDA devices without a copy through the host: NCCL, where it serves.
 
 The rule: all ranks are on one host, and each has a CUDA device of its own (NCCL takes
 no device twice; two ranks on one device sum through gloo). A group is tried before it

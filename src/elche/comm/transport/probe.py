@@ -1,4 +1,4 @@
-"""What a reduction takes between these ranks, measured before any is needed."""
+"""Reduction time between these ranks, measured before the first reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch of an epoch is where: pooled, leased, trained, staged, committed.
+"""Ledger of an epoch's batches: pooled, leased, trained, staged, committed.
 
 A batch is a range of *positions* of the epoch's permutation; the ledger keeps the
 account in batches, in which leases are granted, and counts samples by their sizes.

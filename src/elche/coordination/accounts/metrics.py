@@ -1,4 +1,4 @@
-"""What an epoch and its windows brought: sums over what the ranks report.
+"""Metrics of epochs and windows: sums over the ranks' reports.
 
 `MetricsBook` takes reports in any order and at any world size, one addition per number,
 and closes them into plain comparable values. Scalars that users log arrive as weighted

@@ -1,4 +1,4 @@
-"""``auto``: from a run's first steps to its first choice.
+"""``auto``: calibration, from a run's first steps to its first choice.
 
 After one grant of steps if something is much better, after the very first step where
 reductions are slow, and otherwise after grants in which either half of the ranks got
@@ -80,7 +80,9 @@ class Calibration:
         self._sync.grant_singly(False)
         self._sync.spare(())
 
-    def glance(self, reports: Sequence[StepsDone], batch_size: int) -> Found | None:
+    def quick_check(
+        self, reports: Sequence[StepsDone], batch_size: int
+    ) -> Found | None:
         """The first step was run, on devices that are not warm yet.
 
         On a slow link each further one costs more than it tells: windows are chosen at
@@ -89,7 +91,7 @@ class Calibration:
         """
         if self._probe_s < SLOW_REDUCTION_S:
             return None
-        gauge = self._gauge.at_a_glance(reports, self._probe_s)
+        gauge = self._gauge.quick_gauge(reports, self._probe_s)
         found, gain = self._choose(gauge, batch_size)
         return found if gain >= GLANCE_GAIN and not found.choice.left_out else None
 

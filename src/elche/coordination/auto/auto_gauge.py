@@ -1,4 +1,4 @@
-"""What ``auto`` measures: a batch on each rank, and a reduction of the model.
+"""Measurements of ``auto``: batch times per rank, and the model's reduction time.
 
 Under ``sync`` steps of different sizes tell what a rank's step costs, however small,
 and what each sample adds; from then on a factor follows its speed. What a reduction
@@ -25,8 +25,8 @@ SPREAD = 1.25
 MAX_EXPLORING_COST = 3.0
 """How much longer than another step one may take in which half of the ranks rest."""
 KEPT_REPORTS = 64
-NORMAL = 1.4826
-"""Standard deviations in a median deviation."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviations of a normal distribution in one median absolute deviation."""
 LEAST_S = 1e-9
 
 
@@ -180,7 +180,7 @@ class Gauge:
             for rank, cost_s in batch_s.items()
         )
 
-    def at_a_glance(self, reports: Sequence[StepsDone], probe_s: float) -> Gauge:
+    def quick_gauge(self, reports: Sequence[StepsDone], probe_s: float) -> Gauge:
         """Another gauge that knows the ranks by steps that were not warm.
 
         They took longer than steps do. Beside them a reduction looks cheaper than it
@@ -218,7 +218,7 @@ class Gauge:
             costs.spent_s = costs.expected_s = 0.0
         deviations = [d for costs in self._ranks for d in costs.deviations()]
         if deviations:
-            self._jitter = NORMAL * median(deviations)
+            self._jitter = MAD_TO_SIGMA * median(deviations)
         self.sync_s = probe_s
         if self._exposed_s:
             shown_s = median(self._exposed_s)

@@ -1,4 +1,4 @@
-"""``auto``: begins under ``sync``, measures, and goes on with what pays most.
+"""``auto``: starts under ``sync``, measures, and runs the policy of most goodput.
 
 The first steps of a run are taken under ``sync``, which leaves the optimisation as it
 is. They tell what a batch costs every rank; what a reduction costs was probed when the
@@ -44,10 +44,10 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 
 USUAL_EPOCHS = 10
-"""How many a run is taken to have where nobody says."""
+"""Assumed number of epochs when ``epochs=`` is not given."""
 OBSERVED_GRANTS = 16
 OBSERVED_WINDOWS = 8
-"""Measured anew so often, the choice is looked at again."""
+"""Measurements between two evaluations of the choice."""
 
 
 class AutoPolicy(Policy):
@@ -272,7 +272,7 @@ class AutoPolicy(Policy):
             if self._gauge.grants > before:
                 found = self._calibration.measured(self._members, self._batch_size)
             elif not before:
-                found = self._calibration.glance(ordered, self._batch_size)
+                found = self._calibration.quick_check(ordered, self._batch_size)
             if found is not None:
                 self._choose(found, told)
         elif self._trial:
@@ -380,8 +380,9 @@ class AutoPolicy(Policy):
         """What a choice rests on: windows pay less in short runs."""
         said = f"in a run of {self.expected_batches} batches"
         if self._epochs is None:
-            said += f", taking {self._expected_epochs} epochs for granted (epochs= says"
-            said += " how many)"
+            said += (
+                f", assuming {self._expected_epochs} epochs (set epochs= to change it)"
+            )
         return said
 
     def _build_windows(self) -> WindowPolicy:

@@ -1,4 +1,4 @@
-"""``auto``: ranks that are left out are timed again now and then.
+"""``auto``: periodic new measurements of ranks that were left out.
 
 Under windows of averaged parameters by a batch of their own, one rank after the other;
 where the fastest device trains alone in place of ``sync``, by some steps of all ranks

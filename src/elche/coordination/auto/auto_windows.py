@@ -1,4 +1,4 @@
-"""``auto``: the settings of the windows that it goes on with. Pure."""
+"""``auto``: settings of the windows that it chooses. Pure."""
 
 from __future__ import annotations
 

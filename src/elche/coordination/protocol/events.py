@@ -1,4 +1,4 @@
-"""What the coordinator is told: by workers and by its shell. Pure data."""
+"""Events: messages from workers and the shell to the coordinator. Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the fields of a message are what their type hints say. Pure.
+"""Checks of message fields against their type hints. Pure.
 
 Looking at type hints costs more than all else of a message, so a check is made of each
 once, when the messages are defined.

@@ -1,4 +1,4 @@
-"""What the coordinator tells the workers. Pure data."""
+"""Instructions: messages from the coordinator to the workers. Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What worker and coordinator say to each other, and what their messages carry.
+"""Messages between workers and coordinator, and the types of their fields.
 
 Plain frozen values, comparable, versioned, and made only of what msgpack carries.
 *Events* go to the core, *instructions* come from it; both name a rank: the sender of

@@ -1,13 +1,14 @@
-"""Whether the model is still numbers under ``sync``, and who made it none. Pure.
+"""NaN/Inf detection under ``sync``, attributed to a rank. Pure.
 
-All ranks take the same step, so parameters that are no numbers are so on all of them,
-and nothing says whose gradient it was: after the reduction everybody's is none. Each
-rank therefore looks at its own gradients before they are reduced, and says since which
-backward pass they have not been numbers, without one in between that was. Under a
-GradScaler that happens often and means nothing: the next step's are numbers again. Only
-where the parameters are lost is anybody blamed: who was first. A second pass of the
-same step adds to the reduced gradients of the first, so that all ranks' are none there:
-passes are told apart. So are parameters, for passes may be of other parts of the model.
+All ranks take the same step, so NaN parameters are NaN on all of them, and do not show
+whose gradient caused them: after the reduction the gradient is non-finite everywhere.
+Each rank therefore checks its own gradients before they are reduced, and reports since
+which backward pass they have been non-finite without a finite one in between. Under a
+GradScaler that happens often and means nothing: the next step's gradients are finite
+again. Only where the parameters are NaN is a rank named: the first with a non-finite
+gradient. A second pass of the same step adds to the reduced gradients of the first,
+which are then non-finite on all ranks, so passes are distinguished. So are parameters,
+because passes may be of different parts of the model.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from elche.coordination.protocol.messages import OwnPart
 from elche.errors import NonFiniteError
 
 PATIENCE_REPORTS = 3
-"""A rank may find out later than others, whose device is further; not much later."""
+"""Reports that a rank may lag behind others in detecting NaN: its device is behind."""
 
 
 @final
-class OwnNumbers:
-    """What one rank has seen, in the order in which it happened, over all epochs.
+class NonFiniteRecord:
+    """Non-finite gradients of one rank, in order of time, over all epochs.
 
     A gradient that an epoch leaves to the first step of the next is the reduced one,
     the same on all ranks, when the next pass adds to it.
 
     Attributes:
-        is_finite: the parameters were numbers when they were last looked at.
+        is_finite: the parameters were finite at the last check.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class OwnNumbers:
 
     @property
     def broken(self) -> OwnPart:
-        """Since when its own gradients are no numbers; () if they are."""
+        """Since when its own gradients are non-finite; () if they are finite."""
         return min(self._broken.values(), default=())
 
     def gradients(self, part: OwnPart, parameter: int, *, is_finite: bool) -> None:
@@ -50,7 +51,7 @@ class OwnNumbers:
             part: epoch, step, pass, and the samples of the step's batch (first, one
                 past the last) that it is of.
             parameter: which one.
-            is_finite: it is numbers.
+            is_finite: whether it is finite.
         """
         if is_finite:
             self._broken.pop(parameter, None)
@@ -63,8 +64,8 @@ class OwnNumbers:
 
 
 @final
-class StepNumbers:
-    """What ranks have said of their numbers in an epoch."""
+class NonFiniteReports:
+    """The ranks' reports of non-finite values in an epoch."""
 
     def __init__(self) -> None:
         self._broken: dict[int, OwnPart] = {}
@@ -82,15 +83,15 @@ class StepNumbers:
         self._lost[event.rank] = self._lost.get(event.rank, 0) + 1 if is_lost else 0
 
     def check(self, epoch: int, members: Iterable[int], *, is_last: bool) -> None:
-        """Stops the run if the model is lost.
+        """Stops the run if the model's parameters are NaN.
 
         Args:
             epoch: the epoch.
-            members: who is there, and holds the same parameters.
-            is_last: nobody will say more of this epoch.
+            members: the ranks that hold the same parameters.
+            is_last: no more reports of this epoch will come.
 
         Raises:
-            NonFiniteError: it is.
+            NonFiniteError: they are.
         """
         lost = [self._lost.get(rank, 0) for rank in members]
         late = any(lost) and (is_last or max(lost) >= PATIENCE_REPORTS)

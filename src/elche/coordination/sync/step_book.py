@@ -1,4 +1,4 @@
-"""Steps of ``sync`` under way: granted, not committed, and who has run them. Pure."""
+"""Steps of ``sync`` granted and not committed, and the ranks that ran them. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that leave an epoch of ``sync`` early: at the same step on every rank. Pure."""
+"""Early exits from an epoch of ``sync``: at the same step on every rank. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of its steps under ``sync``, and when.
+"""A rank's step reports under ``sync``: contents and time of sending.
 
 The worker's shell and the simulator run this same code. A report of a grant's steps is
 due when the last of them is done. Saying it there would keep the device, and every
@@ -16,7 +16,7 @@ from typing import final
 from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.protocol.messages import Scalars
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class StepReports:
         numbers: whether they were numbers; the shell keeps it up to date.
     """
 
-    def __init__(self, rank: int, epoch: int, numbers: OwnNumbers) -> None:
+    def __init__(self, rank: int, epoch: int, numbers: NonFiniteRecord) -> None:
         self._rank = rank
         self._epoch = epoch
         self._grants: deque[GrantSteps] = deque()

@@ -1,4 +1,4 @@
-"""Who gets how much of a step of ``sync``, by what each rank delivers. Pure."""
+"""Shares of a global batch under ``sync``, by delivered speed. Pure."""
 
 from __future__ import annotations
 

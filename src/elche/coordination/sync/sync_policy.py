@@ -1,8 +1,8 @@
 """``sync``: every global batch divided by delivered speed, reduced at every step.
 
 Steps are granted to all ranks alike and ahead of every rank's loader, so no rank ever
-waits for a message and a change of shares names a step that nobody has drawn yet
-(loop contract 8). Early grants are one step long, so that the first measurements count
+waits for a message and a change of shares names a step that no loader has drawn
+yet. Early grants are one step long, so that the first measurements count
 at once; later ones cover about ``GRANT_S`` seconds. The first steps of unequal devices
 are granted one by one: their shares are guesses, and waiting for a message costs less
 than another step that everybody waits for the slowest device in.
@@ -37,7 +37,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
 )
-from elche.coordination.sync.nonfinite import StepNumbers
+from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, StepBook
 from elche.coordination.sync.step_leaving import EarlyEnd, report_of
 from elche.coordination.sync.step_shares import StepShares
@@ -79,7 +79,7 @@ class SyncPolicy(Policy):
         self._joining: set[int] = set()
         self._adopting: set[int] = set()
         self._left = EarlyEnd(config.policy)
-        self._numbers = StepNumbers()
+        self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
         is_known = config.deterministic or config.speed_hints is not None

@@ -1,4 +1,4 @@
-"""Who is leased which batches, so that nobody waits and all end an epoch together.
+"""Leases of batches to ranks, so that all end an epoch together without waits.
 
 A rank holds as many batches as its loader draws ahead and about ``LOOKAHEAD_S`` of
 work more. Towards the end of an epoch a batch is leased only to a rank that ends it

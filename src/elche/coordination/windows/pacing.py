@@ -1,4 +1,4 @@
-"""How long windows last: El Che fed with what the ranks report. Pure."""
+"""Window lengths: El Che fed with the ranks' reports. Pure."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Pacing:
 
         What a window costs beside its batches is the reduction, and the wait at its
         end as far as it is more than whole batches explain. The end of an epoch tells
-        nothing about either, nor does the wait of a rank that is astray.
+        nothing about either, nor does the wait of a rank that is diverged.
 
         Args:
             parts: what each rank did in the window.
@@ -137,7 +137,7 @@ class Pacing:
         self._pace = None
         before = self.el_che.anchor
         sync_s = 0.0
-        is_usual = last is not None and not (is_tail or last.astray)
+        is_usual = last is not None and not (is_tail or last.diverged)
         if last is not None and is_usual and self._may_grow:
             window_s = self.el_che.anchor_wall_ms / 1e3
             busy = [r for r, part in parts.items() if part.batches and r not in idle]

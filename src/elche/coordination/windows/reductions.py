@@ -1,4 +1,4 @@
-"""How a window is reduced: weights, outer step, and what travels along. Pure."""
+"""Reduction plans of windows: weights, outer step, state and buffers. Pure."""
 
 from __future__ import annotations
 

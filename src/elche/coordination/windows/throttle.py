@@ -1,4 +1,4 @@
-"""Holds a rank that leads the slowest by too many batches. Pure."""
+"""Throttle: a bound on the batches by which ranks lead the slowest. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accounts of windows: who has done what in which, and who still owes its end.
+"""Accounts of windows: each rank's work, and the reports still due.
 
 Under ``cadence`` all ranks are in one window. *Overlapped*, a rank that has closed the
 window being collected is already in the next one, so there are two accounts. Pure.
@@ -22,8 +22,8 @@ class Part:
 
     ``trained`` are its batches once it is closed; ``samples`` those that weigh.
     ``permitted`` batches is the most that it has been told it may run, None without a
-    limit. Where ``is_astray``, its update is not finite, or the one before was not and
-    it is of one batch: how long its rank waits for the others says nothing. Where
+    limit. Where ``is_diverged``, its update is not finite, or the one before was not
+    and it is of one batch: its rank's wait for the others is left out of pacing. Where
     ``is_drained``, its rank knew that the epoch ends when it began it.
     """
 
@@ -36,7 +36,7 @@ class Part:
     opened: OpenWindow | None = None
     told_to_close: bool = False
     permitted: int | None = None
-    is_astray: bool = False
+    is_diverged: bool = False
     is_drained: bool = False
 
     @property
@@ -161,7 +161,7 @@ class Reduction:
     Attributes:
         begun_s: when all ranks had closed the window; None where that says nothing
             about how long it takes.
-        astray: ranks whose waits say nothing; see `Part`.
+        diverged: ranks whose waits are left out of pacing; see `Part`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Reduction:
         self.is_handover = is_handover
         self.attempt = 0
         self.begun_s: float | None = None
-        self.astray: frozenset[int] = frozenset()
+        self.diverged: frozenset[int] = frozenset()
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)
 

@@ -1,9 +1,9 @@
-"""What is made of a window that ranks have closed: discarded, reduced, recorded.
+"""Evaluation of closed windows: updates discarded, reduced, recorded.
 
-An update that is not finite, NaN or infinite, has no weight: its batches are done and
+An update that is not finite (NaN or Inf) has no weight: its batches are done and
 *discarded*, and are not trained on again. Its rank goes back to the common parameters
-and is *astray* until it has brought an update that is finite; meanwhile its windows are
-of one batch, but where a plan says what is in them. A second such update in a row ends
+and is *diverged* until it brings a finite update; meanwhile its windows have one batch,
+but where a recorded plan gives their batches. A second such update in a row ends
 the run and names the rank, or not, as `RunConfig.non_finite` says. Nothing can be left
 out where the common parameters are lost: that ends every run. Pure.
 """
@@ -29,23 +29,23 @@ def judge_update(state: WindowState, rank: int) -> None:
         NonFiniteError: it is the second in a row, and the run is to stop then.
     """
     part, window = state.book.parts[rank], state.book.window
-    closed, before = part.closed, state.astray.get(rank)
+    closed, before = part.closed, state.diverged.get(rank)
     assert closed is not None
     if closed.is_finite:
         if before is not None and part.trained:
             if closed.has_moved:
-                del state.astray[rank]
+                del state.diverged[rank]
             else:  # gradients wait for a step, of which nothing is known yet
                 before += part.trained
         return
     state.ledger.discard(rank)
     state.totals.discard(window, rank, part.samples)
-    part.samples, part.is_astray = 0, True
+    part.samples, part.is_diverged = 0, True
     state.note(
         f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
         "is not finite: it is discarded"
     )
-    state.astray[rank] = batches = [*(before or ()), *part.trained]
+    state.diverged[rank] = batches = [*(before or ()), *part.trained]
     if before is not None and state.config.non_finite == "stop":
         raise NonFiniteError(
             f"the update of rank {rank} was not finite twice in a row, in epoch "
@@ -58,10 +58,10 @@ def judge_update(state: WindowState, rank: int) -> None:
 
 
 def refuse_lost(state: WindowState, event: WindowReduced) -> None:
-    """Ends a run whose common parameters are no numbers: no update can be any more.
+    """Ends a run whose common parameters contain NaN or Inf: every update would, too.
 
     Raises:
-        NonFiniteError: they are none on this rank.
+        NonFiniteError: they do on this rank.
     """
     if math.isfinite(event.parameter_norm):
         return
@@ -98,7 +98,7 @@ def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instr
     """Plans the reduction with what the ranks really did, or as was recorded."""
     state.reduction = Reduction(state.book.window, state.members)
     state.reduced_parts = parts = dict(state.book.parts)
-    state.reduction.astray = frozenset(r for r, p in parts.items() if p.is_astray)
+    state.reduction.diverged = frozenset(r for r, p in parts.items() if p.is_diverged)
     planned = state.planned(state.book.window)
     if planned is not None and planned.reduction is not None:
         settings = dict(planned.reduction)

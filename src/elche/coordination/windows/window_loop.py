@@ -1,4 +1,4 @@
-"""What a rank does next in an epoch of windows: its decisions, without its deeds.
+"""A rank's decisions in an epoch of windows, as a state machine without effects.
 
 The worker's shell and the simulator run this same code: they hand in instructions and
 the time, ask for the next action, carry it out, and say when it is done. Under
@@ -88,6 +88,18 @@ STOP = Action(Do.STOP)
 class WindowLoop:
     """One rank's windows in one epoch.
 
+    The states of the window in hand, and of the reduction of the last closed window::
+
+        window            closed ──OpenWindow──> open ──CLOSE, closed()──> closed
+        cadence           none ──Reduce──> REDUCE, reduced() ──> none
+        async             none ──closed()──> owed ──Reduce──> BEGIN, begun() ──>
+                          in flight ──FINISH, reduced()──> none
+
+    ``Regroup`` makes a reduction void, and the coordinator plans it again; ``Adopt``
+    ends it with the common model of another rank. Under ``async`` a rank trains on
+    while its window is closed or a reduction is owed or in flight; a *diverged* rank
+    (its last update was not finite) waits for the reduction instead.
+
     Args:
         batch_cost: this rank's delivered seconds per batch; outlives the epoch.
         overlapped: train on while a window is reduced.
@@ -108,7 +120,7 @@ class WindowLoop:
         self._adopt: Adopt | None = None
         self._is_open = False
         self._awaits_result = False
-        self._is_astray = False
+        self._is_diverged = False
         self._opened_s = self._looked_s = 0.0
         self._idle_s: float | None = None
         self._owes_until = reduced
@@ -195,7 +207,7 @@ class WindowLoop:
         urgent = self._urgent(is_reduced)
         if urgent is not None:
             return urgent
-        if self._is_astray:  # what it would train on is no number
+        if self._is_diverged:  # it would train on NaN parameters
             return self._finish_or_wait("the mean to start anew from")
         if self._awaits_result:  # its reduction failed, and is done again
             return Action(Do.WAIT, why="the ranks that stay to reduce again")
@@ -217,8 +229,8 @@ class WindowLoop:
             self._batch_cost.observe(busy_s)
 
     def closed(self, now_s: float, *, is_finite: bool = True) -> None:
-        """The window's end has been said, with parameters that are numbers or not."""
-        self._is_astray = self._overlapped and not is_finite
+        """The window's end has been reported, with finite parameters or not."""
+        self._is_diverged = self._overlapped and not is_finite
         self._owes_until = self.window
         self._is_open = False
         if self._permit is not None:
@@ -238,7 +250,7 @@ class WindowLoop:
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = self._in_flight = None
         self._awaits_result = False
-        self._is_astray &= self._owes  # a model that was handed over is no mean
+        self._is_diverged &= self._owes  # a model that was handed over is no mean
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 

@@ -1,4 +1,4 @@
-"""Windows when the membership changes: who keeps what, and what is redone. Pure."""
+"""Windows across changes of membership: leases kept, work redone. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.pacing.change(sorted(state.members))
     state.last_pace = -1, None  # it was of other ranks
     state.uncalibrated.discard(rank)
-    state.astray.pop(rank, None)
+    state.diverged.pop(rank, None)
     if state.is_draining:
         state.ledger.abandon()
     if state.reduction is not None:

@@ -1,4 +1,4 @@
-"""How ranks are given work: windows opened, batches leased, idle ranks told. Pure."""
+"""Work for ranks: open windows, leases, notifications to idle ranks. Pure."""
 
 from __future__ import annotations
 
@@ -198,14 +198,14 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
         batches = most = pace.batches[rank]
         if state.uncalibrated:
             most = max(batches, CALIBRATION_BATCHES)
-        part.is_astray = rank in state.astray
-        ends_by_time = pace.wall_s is not None and not part.is_astray
+        part.is_diverged = rank in state.diverged
+        ends_by_time = pace.wall_s is not None and not part.is_diverged
         opened = OpenWindow(
             rank=rank,
             epoch=state.epoch,
             window=window,
             wall_s=pace.wall_s,
-            max_batches=None if ends_by_time else 1 if part.is_astray else most,
+            max_batches=None if ends_by_time else 1 if part.is_diverged else most,
             hold_after=_permit(state, rank),
             adopt_at=None,
             patience_s=pace.patience_s,

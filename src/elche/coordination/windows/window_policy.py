@@ -333,7 +333,7 @@ class WindowPolicy(Policy):
                 done.window, now_s, min(state.members), done.sync_s
             )
         ]
-        parts, unpaced = state.reduced_parts.items(), state.idle | done.astray
+        parts, unpaced = state.reduced_parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
         if state.source is None:
             state.note(state.pacing.watch(done, min(active, default=0)))

@@ -1,4 +1,4 @@
-"""Everything that the window policies know of an epoch under way. Pure."""
+"""State of an epoch under the window policies. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WindowState:
         self.members = {member.rank: member for member in members}
         self.pacing = Pacing(config, list(self.members), overlapped=self.is_overlapped)
         self.epoch = -1
-        self.astray: dict[int, list[Range]] = {}
+        self.diverged: dict[int, list[Range]] = {}
         self.progress_samples = 0
         self.planned_samples = 0
         self.book = WindowBook(self.members, first_window)
@@ -65,7 +65,7 @@ class WindowState:
         self.reduction_settings: dict[str, object] = {}
         self.joining: list[int] = []
         self.last_pace: tuple[int, Pace | None] = (-1, None)
-        self.astray = {rank: [] for rank in self.astray}
+        self.diverged = {rank: [] for rank in self.diverged}
         self.source: WindowSource | None = None
         self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         self.planned_until = self.first_window = self.book.window

@@ -1,4 +1,4 @@
-"""What a pipeline changes about itself between steps: schedule, and who has what.
+"""Changes of a pipeline between steps: its schedule and partition.
 
 Ranks tell each other what they measured with the end of a step that they exchange
 anyway. What one replica then wants is told with the next step, and carried out by all
@@ -22,7 +22,7 @@ from elche.pipeline.moving.optimizer_state import (
 )
 from elche.pipeline.moving.repartition import Repartition, Terms
 from elche.pipeline.moving.replanning import Change, Planner
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Forecast
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts, rescheduled
@@ -42,7 +42,7 @@ class Changes:
     Args:
         planner: of this replica.
         groups: the replicas.
-        crew: all ranks.
+        communicator: all ranks.
         timeout_s: deadline of each wait.
         moves_by_itself: whether layers may move without being asked.
     """
@@ -51,13 +51,13 @@ class Changes:
         self,
         planner: Planner,
         groups: ReplicaGroups,
-        crew: Crew,
+        communicator: PipelineCommunicator,
         timeout_s: float,
         moves_by_itself: bool,
     ) -> None:
         self.planner = planner
         self.optimizers: tuple[torch.optim.Optimizer, ...] | None = None
-        self._groups, self._crew = groups, crew
+        self._groups, self._communicator = groups, communicator
         self._timeout_s = timeout_s
         self._moves_by_itself = moves_by_itself
         self._pending: Change | None = None
@@ -82,7 +82,7 @@ class Changes:
                 )
             made.append((self._target(partition, placement), OptimizerGroups(found)))
 
-        self._crew.agree(plan, "repartition")
+        self._communicator.agree(plan, "repartition")
         moved = self._move(parts, *made[0])
         assert moved is not None, "there is no limit"
         return moved
@@ -135,7 +135,7 @@ class Changes:
         if change is None:
             return parts  # another replica's schedule: what they have in common is new
         self.planner.adopt(change)
-        return rescheduled(parts, self._placed(change.plan), self._crew.peers)
+        return rescheduled(parts, self._placed(change.plan), self._communicator.peers)
 
     def _target(
         self, partition: Sequence[int] | None, placement: Sequence[int] | None
@@ -156,7 +156,7 @@ class Changes:
         self, parts: Parts, change: Change, optimizers: OptimizerGroups
     ) -> Parts | None:
         plan, members = self._placed(change.plan), self._groups.members
-        asked = Repartition(parts, plan, optimizers, self._crew, members)
+        asked = Repartition(parts, plan, optimizers, self._communicator, members)
         moved = asked.carry_out(Terms(self._timeout_s, change.most_bytes))
         if moved is None:
             logger.info(

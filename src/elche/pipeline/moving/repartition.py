@@ -1,4 +1,4 @@
-"""Carrying out another partition: layers, their values and their optimizer state move.
+"""Repartition: transfer of layers, their values and optimizer state.
 
 Every step that can fail is agreed on by all ranks before anything changes: what leaves
 is packed and what comes is built first, then it travels, and only when every rank has
@@ -25,7 +25,7 @@ from elche.pipeline.moving.relocation import (
     release,
     unload,
 )
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.setup.assembly import Parts, assemble
 from elche.pipeline.setup.building import join_ties
 from elche.pipeline.setup.planning import PipelinePlan
@@ -56,7 +56,7 @@ class Repartition:
         parts: what the rank has.
         plan: what is to run.
         groups: its optimizers.
-        crew: all ranks.
+        communicator: all ranks.
         members: those of this replica.
     """
 
@@ -65,11 +65,11 @@ class Repartition:
         parts: Parts,
         plan: PipelinePlan,
         groups: OptimizerGroups,
-        crew: Crew,
+        communicator: PipelineCommunicator,
         members: Sequence[int],
     ) -> None:
         self._parts, self._plan = parts, plan
-        self._groups, self._crew, self._members = groups, crew, members
+        self._groups, self._communicator, self._members = groups, communicator, members
         self._own = parts.built
         self._moves = moves_between(_owners(parts.plan), _owners(plan))
         self._leaving: dict[int, Baggage] = {}
@@ -88,20 +88,22 @@ class Repartition:
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
         try:
-            told = self._crew.agree(lambda: self._prepare(terms), "repartition")
-            self._crew.agree(lambda: self._check(told), "repartition")
+            told = self._communicator.agree(lambda: self._prepare(terms), "repartition")
+            self._communicator.agree(lambda: self._check(told), "repartition")
             if max(one[0] for one in told) > min(one[1] for one in told):
                 self._give_up()
                 return None
         except Exception:
             self._give_up()
             raise
-        if self._crew.peers is not None:
-            with self._crew.ending_on_failure():
+        if self._communicator.peers is not None:
+            with self._communicator.ending_on_failure():
                 self._travel(terms.timeout_s)
         made: list[Parts] = []
         try:
-            self._crew.agree(lambda: made.append(self._put_together()), "moving layers")
+            self._communicator.agree(
+                lambda: made.append(self._put_together()), "moving layers"
+            )
         except Exception:
             for one in made:
                 one.detach()
@@ -110,7 +112,7 @@ class Repartition:
         self._hand_over(made[0])
         logger.info(
             "rank %d: %d of %d layers have moved; it has %s, stages are %s on ranks %s",
-            self._crew.rank,
+            self._communicator.rank,
             len(self._moves),
             sum(self._plan.partition),
             sorted(made[0].built),
@@ -121,7 +123,7 @@ class Repartition:
 
     def _prepare(self, terms: Terms) -> list[Any]:
         """Packs what leaves, builds what comes; tells the others about both."""
-        rank, given = self._crew.rank, self._parts.given
+        rank, given = self._communicator.rank, self._parts.given
         self._groups.check_holds(_named(self._own), rank)
         for one in self._moves:
             if one.source == rank:
@@ -155,7 +157,7 @@ class Repartition:
 
     def _travel(self, timeout_s: float) -> None:
         """Sends and receives in the model's order, which cannot deadlock."""
-        peers = self._crew.peers
+        peers = self._communicator.peers
         assert peers is not None
         keep = {id(one) for one in _parameters(self._staying())}
         for one in self._moves:
@@ -173,7 +175,7 @@ class Repartition:
 
     def _put_together(self) -> Parts:
         built = {**self._staying(), **self._arriving}
-        return assemble(self._parts.given, self._plan, built, self._crew.peers)
+        return assemble(self._parts.given, self._plan, built, self._communicator.peers)
 
     def _hand_over(self, made: Parts) -> None:
         """The old parts go, the optimizers follow, memory is freed."""
@@ -204,7 +206,9 @@ class Repartition:
         release(layer, given.device, index in given.meta, live)
 
     def _staying(self) -> dict[int, Layer]:
-        gone = {one.layer for one in self._moves if one.source == self._crew.rank}
+        gone = {
+            one.layer for one in self._moves if one.source == self._communicator.rank
+        }
         return {i: layer for i, layer in self._own.items() if i not in gone}
 
 

@@ -1,4 +1,4 @@
-"""The plan of a running pipeline: what it was made from, and when it is made anew.
+"""The plan of a running pipeline: its measured inputs, and its renewal.
 
 Every rank keeps the same account of all ranks' times and so decides the same; nothing
 here talks to anybody. Ranks are seats here: places in the order of this replica.

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do together: build, begin a step, end it, or fail."""
+"""The ranks of a pipeline: exchange, agree, fail together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elche.errors import (
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.inputs import Given, Told, check_told
+from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
 from elche.pipeline.step.step_io import (
     PeerFailedError,
     StepInput,
@@ -29,12 +29,14 @@ OF_ALL_REPLICAS = "the settings"
 
 
 @final
-class Crew:
-    """This rank with the others, or alone.
+class PipelineCommunicator:
+    """Exchange and agreement with the other ranks, and their common failure.
+
+    In a run of one rank every call returns at once.
 
     Args:
         rank: this rank.
-        peers: the others; None where there are none.
+        peers: connections to the other ranks; None where there are none.
         timeout_s: deadline of waits outside steps.
     """
 
@@ -162,7 +164,7 @@ class Crew:
             raise
         return made[0]
 
-    def begin(self, given: Given, groups: ReplicaGroups) -> list[Told]:
+    def begin(self, given: LocalInput, groups: ReplicaGroups) -> list[InputReport]:
         """All ranks begin the same call.
 
         Args:
@@ -170,22 +172,22 @@ class Crew:
             groups: the replicas.
 
         Returns:
-            What each rank has told.
+            The report of each rank.
 
         Raises:
             ConfigError: something is wrong on a rank.
             MismatchError: ranks call different methods.
         """
-        what = given.told.what
-        told = self.exchange(given.told.as_message(), f"the begin of {what}")
+        what = given.report.what
+        told = self.exchange(given.report.as_message(), f"the begin of {what}")
         _check_same_call(told, what)
         if given.raised is not None and not isinstance(given.raised, ConfigError):
             raise given.raised
-        read = [Told(*one) for one in told]
+        read = [InputReport(*one) for one in told]
         errors = [one.error for one in read if one.error]
         if errors:
             raise ConfigError(errors[0])
-        check_told(read, groups)
+        check_reports(read, groups)
         return read
 
     def _tell(

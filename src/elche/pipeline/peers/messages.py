@@ -1,4 +1,4 @@
-"""What travels between stages: tensors with their shapes, structure, and failures.
+"""Messages between stages: tensors with their shapes, structure, and failures.
 
 A message is a head of fixed size, which says what follows, and one message per tensor.
 A head that needs more room is followed by the rest of it.
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One activation or gradient, or the news that there is none.
+    """One activation or gradient, or the notification that there is none.
 
     Attributes:
         tensors: on the sender's device, or on the CPU of the receiver.

@@ -1,4 +1,4 @@
-"""How long the waits of a step may last, from its plan and from earlier steps. Pure."""
+"""Deadlines of a step's waits, from its plan and from earlier steps. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: how they find each other, agree, and fail together."""
+"""Connections among the ranks of a pipeline: discovery, agreement, common failure."""
 
 from __future__ import annotations
 

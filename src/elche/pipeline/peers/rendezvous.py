@@ -1,4 +1,4 @@
-"""Where ranks find each other's addresses, as long as the run goes on."""
+"""Store of the ranks' addresses, for the lifetime of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, told between ranks through the coordinator."""
+"""Wait reports between ranks, through the coordinator."""
 
 from __future__ import annotations
 

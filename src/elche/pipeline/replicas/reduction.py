@@ -1,4 +1,4 @@
-"""Sums the gradients of a pipeline's replicas while their backward passes go on.
+"""Gradient reduction of a pipeline's replicas, overlapped with backward.
 
 When the last weight gradient of a stage has run, its gradients go into flat buckets and
 gloo begins to sum them; the step ends when all sums are there. A replica without a

@@ -1,4 +1,4 @@
-"""Which ranks make up each replica of a pipeline, and what each has of a step."""
+"""Assignment of ranks to the replicas of a pipeline, and their shares of a step."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def read_shares(
                 )
             sizes.append([])
             continue
-        assert total is not None, "the crew has checked it"
+        assert total is not None, "the communicator has checked it"
         if needs_target and labelled is None:
             raise ConfigError(
                 f"replica {index} has a batch but no target; give the target on the "

@@ -1,4 +1,4 @@
-"""What the replicas of a pipeline hold: compared, and cut into units of reduction.
+"""Units of gradient reduction that the replicas of a pipeline have in common.
 
 A unit is a set of parameters that the same ranks hold, and whose gradients are complete
 at the same moment on each of them: after the last weight gradient of the stages that

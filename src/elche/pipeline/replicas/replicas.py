@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import Peers
 from elche.pipeline.replicas.reduction import GradientReduction, Reduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def agree_on_groups(
-    replicas: Grouping, rank: int, world_size: int, crew: Crew
+    replicas: Grouping, rank: int, world_size: int, communicator: PipelineCommunicator
 ) -> ReplicaGroups:
     """The replicas, which all ranks must have given alike.
 
@@ -61,11 +61,11 @@ def agree_on_groups(
         found = group_ranks(replicas, rank, world_size)
         return [list(members) for members in found.ranks]
 
-    told = crew.gather(ranks, "sharing out the ranks among replicas")
+    told = communicator.gather(ranks, "sharing out the ranks among replicas")
     try:
         check_grouping(told)
     except MismatchError:
-        crew.close()
+        communicator.close()
         raise
     return group_ranks(replicas, rank, world_size)
 
@@ -100,7 +100,7 @@ class Replicas:
     def join(
         groups: ReplicaGroups,
         parts: Parts,
-        crew: Crew,
+        communicator: PipelineCommunicator,
         timeout_s: float,
         *,
         are_equal: bool = False,
@@ -112,7 +112,7 @@ class Replicas:
         Args:
             groups: the replicas' ranks.
             parts: this rank's.
-            crew: all ranks.
+            communicator: all ranks.
             timeout_s: deadline of each wait.
             are_equal: whether they have the same values already.
 
@@ -121,13 +121,13 @@ class Replicas:
             CommunicationError: the ranks did not come together.
         """
         count = parts.plan.schedule.num_microbatches
-        peers = crew.peers
+        peers = communicator.peers
         if peers is None or not groups.are_several:
             return Replicas(groups, [count] * len(groups.ranks), None)
         names = _canonical_names(parts)
-        held, by_rank = _agree_on_layers(groups, parts, crew, names)
+        held, by_rank = _agree_on_layers(groups, parts, communicator, names)
         units, kept = plan_units(held), plan_units(held, BUFFER)
-        with crew.ending_on_failure():
+        with communicator.ending_on_failure():
             if not are_equal:
                 _make_equal(held, groups, parts, peers, timeout_s)
             wanted = [unit.ranks for unit in (*units, *kept)]
@@ -168,14 +168,16 @@ class Replicas:
         """Those of the last step."""
         return [] if self._reduction is None else list(self._reduction.last)
 
-    def average_buffers(self, crew: Crew, timeout_s: float) -> None:
+    def average_buffers(
+        self, communicator: PipelineCommunicator, timeout_s: float
+    ) -> None:
         """Makes buffers that training changed equal; with all ranks.
 
         See `elche.pipeline.replicas.replica_buffers`.
         """
-        if self._buffers and crew.peers is not None:
-            with crew.ending_on_failure():
-                average_buffers(self._buffers, crew.peers, timeout_s)
+        if self._buffers and communicator.peers is not None:
+            with communicator.ending_on_failure():
+                average_buffers(self._buffers, communicator.peers, timeout_s)
 
     def late_learner(self) -> str:
         """What is wrong with a parameter that began to learn; "" if none did."""
@@ -217,7 +219,10 @@ class Replicas:
 
 
 def _agree_on_layers(
-    groups: ReplicaGroups, parts: Parts, crew: Crew, names: dict[tuple[int, str], str]
+    groups: ReplicaGroups,
+    parts: Parts,
+    communicator: PipelineCommunicator,
+    names: dict[tuple[int, str], str],
 ) -> tuple[list[list[HeldLayer]], list[int]]:
     """The layers, and the number of microbatches, of each rank."""
     mine = [
@@ -225,12 +230,12 @@ def _agree_on_layers(
         for index, layer in sorted(parts.built.items())
     ]
     said = [parts.plan.schedule.num_microbatches, mine]
-    told = crew.exchange(said, "comparing the replicas")
+    told = communicator.exchange(said, "comparing the replicas")
     held = [[read_layer(one) for one in layers] for _, layers in told]
     try:
         check_equal(held, groups)
     except MismatchError:
-        crew.close()
+        communicator.close()
         raise
     return held, [count for count, _ in told]
 

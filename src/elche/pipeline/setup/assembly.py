@@ -1,4 +1,4 @@
-"""This rank's part of a pipeline, put together."""
+"""Assembly of this rank's part of a pipeline."""
 
 from __future__ import annotations
 

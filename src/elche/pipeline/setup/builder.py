@@ -1,4 +1,4 @@
-"""From a `Pipeline`'s arguments to its stages: measured, planned, built, agreed."""
+"""Builder of a `Pipeline`: measurement, plan, stages, agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elche.errors import ConfigError
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.moving.changes import Changes
 from elche.pipeline.moving.replanning import Planner
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
 from elche.pipeline.setup.building import Split, layers_of
@@ -57,14 +57,14 @@ class Request:
 
 
 @final
-class Founding:
+class PipelineBuilder:
     """Builds a pipeline's stages, together with all ranks.
 
     Args:
         asked: what is wanted.
         config: its settings.
         placement: which rank this is.
-        crew: all ranks.
+        communicator: all ranks.
         groups: the replicas.
 
     Attributes:
@@ -79,13 +79,13 @@ class Founding:
         asked: Request,
         config: PipelineConfig,
         placement: Placement,
-        crew: Crew,
+        communicator: PipelineCommunicator,
         groups: ReplicaGroups,
     ) -> None:
         self.config = config
         self._asked = asked
         self._placement = placement
-        self._crew = crew
+        self._communicator = communicator
         self._groups = groups
 
     def build(self) -> Parts:
@@ -97,8 +97,8 @@ class Founding:
         """
         told: list[Any] = []
         if self.config.costs == "measure":
-            told = self._crew.gather(self._measure, "measuring the layers")
-        return self._crew.build(lambda: self._build(told), self._groups)
+            told = self._communicator.gather(self._measure, "measuring the layers")
+        return self._communicator.build(lambda: self._build(told), self._groups)
 
     def _measure(self) -> list[Any]:
         asked, config = self._asked, self.config
@@ -130,13 +130,13 @@ class Founding:
             says=self._placement.rank == groups.members[0],
         )
         self.changes = Changes(
-            *(planner, groups, self._crew),
+            *(planner, groups, self._communicator),
             *(self.config.timeout_s, self.config.auto_repartition),
         )
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
         built = build_layers(given, plan, self._placement.rank)
-        return assemble(given, plan, built, self._crew.peers)
+        return assemble(given, plan, built, self._communicator.peers)
 
 
 def _checked(

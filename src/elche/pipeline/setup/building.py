@@ -1,4 +1,4 @@
-"""The model's layers, and building those of this rank's stages alone."""
+"""The model's layers, and construction of those of this rank's stages alone."""
 
 from __future__ import annotations
 

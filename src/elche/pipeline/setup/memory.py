@@ -1,4 +1,4 @@
-"""How much of a device a pipeline may fill when it is planned from measured times."""
+"""Memory limit per device for plans from measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model calls the tensors of the layers that it was split into."""
+"""Parameter names of the whole model for the layers that it was split into."""
 
 from __future__ import annotations
 

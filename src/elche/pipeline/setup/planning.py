@@ -1,4 +1,4 @@
-"""Which schedule runs on which stages, from what the user said."""
+"""Choice of schedule and stages from the user's settings."""
 
 from __future__ import annotations
 

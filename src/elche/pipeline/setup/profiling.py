@@ -1,4 +1,4 @@
-"""Measuring a model's layers on this rank's device, and the plan from all ranks' times.
+"""Measured layer times on this rank's device, and the plan from all ranks' times.
 
 A layer is timed as it will run: through
 `elche.pipeline.split_backward.backward.StageBackward`, with its weight gradients put

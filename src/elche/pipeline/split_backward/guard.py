@@ -1,4 +1,4 @@
-"""The guard: each parameter gets its gradient once per microbatch, or the step stops.
+"""Guard: each parameter gets its gradient once per microbatch, or the step fails.
 
 For every microbatch of every stage it knows which parameters got a contribution: from
 autograd, by a hook on accumulation, and from deferred weight gradients, by their

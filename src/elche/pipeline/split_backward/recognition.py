@@ -1,4 +1,4 @@
-"""Which calls of torch are operations with a deferrable weight gradient.
+"""Recognition of torch calls with a deferrable weight gradient.
 
 A rule reads a call's arguments and says which operation it is, on which activation,
 weight and bias; None where it is none of ours, and autograd does it all.

@@ -1,4 +1,4 @@
-"""The weight gradients of a stage that are computed later, and how they are.
+"""Deferred weight gradients of a stage.
 
 The idea of such a store is that of zero-bubble pipelines (Qi et al., ICLR 2024); theirs
 knows linear layers of Megatron only. A gradient is added straight to ``weight.grad`` in

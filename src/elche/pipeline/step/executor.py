@@ -1,4 +1,4 @@
-"""Runs one rank's part of a lowered schedule.
+"""Executor of one rank's part of a lowered schedule.
 
 It carries the list out as it stands: what to run when is the schedule's decision.
 Receives are announced when the step begins and let in where the list has them; they

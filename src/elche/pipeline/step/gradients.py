@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.step.inputs import number_of, scale_of
 
 
 def clip_norm(
-    parameters: Iterable[nn.Parameter], copies: Set[int], max_norm: Any, crew: Crew
+    parameters: Iterable[nn.Parameter],
+    copies: Set[int],
+    max_norm: Any,
+    communicator: PipelineCommunicator,
 ) -> float:
     """Scales this rank's gradients so that the norm over all ranks is not larger.
 
@@ -22,7 +25,7 @@ def clip_norm(
         parameters: of this rank.
         copies: ids of those that another rank counts: copies of shared parameters.
         max_norm: 2-norm.
-        crew: all ranks, which call this together.
+        communicator: all ranks, which call this together.
 
     Returns:
         The norm before, on every rank.
@@ -45,7 +48,7 @@ def clip_norm(
         ]
         return [most, sum(norm**2 for norm in norms)]
 
-    told = crew.agree(measure, "clip_grad_norm_")
+    told = communicator.agree(measure, "clip_grad_norm_")
     most = _common([one for one, _ in told], "max_norm")
     norm = math.sqrt(math.fsum(squares for _, squares in told))
     scale = most / (norm + 1e-6)
@@ -56,7 +59,11 @@ def clip_norm(
     return norm
 
 
-def unscale(parameters: Iterable[nn.Parameter], loss_scale: Any, crew: Crew) -> bool:
+def unscale(
+    parameters: Iterable[nn.Parameter],
+    loss_scale: Any,
+    communicator: PipelineCommunicator,
+) -> bool:
     """Divides this rank's gradients; whether those of all ranks are finite then.
 
     Raises:
@@ -64,13 +71,13 @@ def unscale(parameters: Iterable[nn.Parameter], loss_scale: Any, crew: Crew) -> 
             nothing has changed.
         MismatchError: ranks give different ones; nothing has changed.
     """
-    told = crew.agree(lambda: scale_of(loss_scale), "unscale_")
+    told = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
     scale, finite = _common(told, "loss_scale"), True
     for one in parameters:
         if one.grad is not None:
             one.grad.div_(scale)
             finite = finite and bool(one.grad.isfinite().all())
-    return all(crew.exchange(finite, "whether the gradients are finite"))
+    return all(communicator.exchange(finite, "whether the gradients are finite"))
 
 
 def _common(told: list[float], name: str) -> float:

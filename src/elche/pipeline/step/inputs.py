@@ -1,7 +1,7 @@
-"""What ranks are given for a step or an evaluation: read, checked and cut.
+"""Inputs of a step or an evaluation: read, checked and cut.
 
-Each rank reads its own part and tells the others about it before anything runs, so
-that whatever is wrong with it is raised on all of them.
+Each rank reads its own part and reports it to the others before anything runs, so
+that an error in one part is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank tells the others about a call.
+class InputReport:
+    """A rank's report to the others about its part of a call.
 
     Attributes:
         what: name of the method.
         error: what is wrong, "" if nothing is.
         samples: of the batch, on the rank that reads it.
-        targets: of the target, on the rank that reads it; -1 if that cannot be told.
+        targets: of the target, on the rank that reads it; -1 if they cannot be counted.
         form: shapes of the batch, on the rank that reads it.
         loss_scale: of the call.
         keywords: names of those given, and whether a layer of the rank may take them.
@@ -91,35 +91,37 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What this rank has read of a call.
+class LocalInput:
+    """This rank's own part of a call.
 
     Attributes:
-        told: for the others.
+        report: for the other ranks.
         batch: on the device; None where it is not read.
         target: likewise.
         keywords: on the device.
         raised: what reading it came to.
     """
 
-    told: Told
+    report: InputReport
     batch: Any = None
     target: Any = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
     raised: Exception | None = None
 
 
-def read_call(call: Call, seat: Seat) -> Given:
+def read_call(call: Call, seat: Seat) -> LocalInput:
     """Reads what this rank needs of a call; never raises."""
     try:
         return _read(call, seat)
     except Exception as error:
         name = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         text = f"{name}{error}"
-        return Given(Told(call.what, text or type(error).__name__), raised=error)
+        return LocalInput(
+            InputReport(call.what, text or type(error).__name__), raised=error
+        )
 
 
-def _read(call: Call, seat: Seat) -> Given:
+def _read(call: Call, seat: Seat) -> LocalInput:
     what, rank = call.what, seat.rank
     if what == "step" and not torch.is_grad_enabled():
         raise ConfigError(
@@ -159,8 +161,8 @@ def _read(call: Call, seat: Seat) -> Given:
     }
     takes = {name: any(one.takes(name) for one in seat.stages) for name in keywords}
     form = " ".join(shapes) if seat.is_first else ""
-    told = Told(what, "", samples, targets, form, loss_scale, takes)
-    return Given(told, here(batch), here(target), keywords)
+    report = InputReport(what, "", samples, targets, form, loss_scale, takes)
+    return LocalInput(report, here(batch), here(target), keywords)
 
 
 def scale_of(loss_scale: Any) -> float:
@@ -189,39 +191,41 @@ def number_of(value: Any, name: str) -> float:
         raise ConfigError(f"expected a number as {name}, got {value!r}") from None
 
 
-def check_told(told: Sequence[Told], groups: ReplicaGroups) -> None:
-    """Compares what all ranks have told; raises the same on all of them.
+def check_reports(reports: Sequence[InputReport], groups: ReplicaGroups) -> None:
+    """Compares the reports of all ranks; raises the same error on all of them.
 
     Raises:
         ConfigError: a keyword is taken by no layer where it was given.
         MismatchError: ranks have different loss scales.
     """
-    scales = [one.loss_scale for one in told]
+    scales = [one.loss_scale for one in reports]
     if len(set(scales)) > 1:
         raise MismatchError(
             f"expected one loss_scale on all ranks, got {scales} by rank"
         )
     for members in groups.ranks:
-        given = sorted({name for rank in members for name in told[rank].keywords})
+        given = sorted({name for rank in members for name in reports[rank].keywords})
         for name in given:
-            ranks = [rank for rank in members if name in told[rank].keywords]
-            if not any(told[rank].keywords[name] for rank in ranks):
+            ranks = [rank for rank in members if name in reports[rank].keywords]
+            if not any(reports[rank].keywords[name] for rank in ranks):
                 raise ConfigError(
                     f"no layer of {_ranks(ranks)} takes the keyword {name!r} that "
-                    f"{told[0].what} was given there; check its name, and give it on "
-                    "every rank whose layers take it"
+                    f"{reports[0].what} was given there; check its name, and give it "
+                    "on every rank whose layers take it"
                 )
 
 
 def check_shared(
-    told: Sequence[Told], named: Sequence[Sequence[str]], groups: ReplicaGroups
+    reports: Sequence[InputReport],
+    named: Sequence[Sequence[str]],
+    groups: ReplicaGroups,
 ) -> None:
     """Compares the keywords that were given with those that layers name.
 
     In one process all layers that name a keyword get it.
 
     Args:
-        told: by rank.
+        reports: by rank.
         named: by rank, the keywords of any rank that its layers name.
         groups: the replicas.
 
@@ -229,16 +233,16 @@ def check_shared(
         ConfigError: a rank's layers name a keyword that only others were given.
     """
     for members in groups.ranks:
-        given = sorted({name for rank in members for name in told[rank].keywords})
+        given = sorted({name for rank in members for name in reports[rank].keywords})
         for name in given:
-            have = [rank for rank in members if name in told[rank].keywords]
+            have = [rank for rank in members if name in reports[rank].keywords]
             lack = [rank for rank in members if name in named[rank]]
             lack = [rank for rank in lack if rank not in have]
             if lack:
                 raise ConfigError(
-                    f"{told[0].what} was given the keyword {name!r} on {_ranks(have)}, "
-                    f"but not on {_ranks(lack)}, whose layers take it, too; give it on "
-                    "all of them"
+                    f"{reports[0].what} was given the keyword {name!r} on "
+                    f"{_ranks(have)}, but not on {_ranks(lack)}, whose layers take it, "
+                    "too; give it on all of them"
                 )
 
 

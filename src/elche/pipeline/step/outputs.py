@@ -1,4 +1,4 @@
-"""What steps and evaluations give, and how microbatches make up a batch."""
+"""Results of steps and evaluations, and their composition from microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the rank of the input and the rank of the target speak of the same samples.
+"""Check that inputs and targets belong to the same samples.
 
 Each reads its own part of the batch. Scripts whose loaders shuffle differently on two
 ranks would train on pairs that do not belong together, and no gradient is wrong.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.step.inputs import Seat
 from elche.pipeline.trees import as_tensors, map_tensors
@@ -24,7 +24,9 @@ _LOOKED_AT = 64
 logger = logging.getLogger(__name__)
 
 
-def compare_batches(batch: Any, seat: Seat, crew: Crew, groups: ReplicaGroups) -> None:
+def compare_batches(
+    batch: Any, seat: Seat, communicator: PipelineCommunicator, groups: ReplicaGroups
+) -> None:
     """Warns when the first and the last stage's rank were given different batches.
 
     A rank that was given no batch has nothing to compare. Only a warning: augmentation
@@ -33,16 +35,18 @@ def compare_batches(batch: Any, seat: Seat, crew: Crew, groups: ReplicaGroups) -
     Args:
         batch: as this rank was given it.
         seat: of this rank.
-        crew: all ranks, which call this together.
+        communicator: all ranks, which call this together.
         groups: their replicas.
     """
     reads = seat.is_first or seat.is_last
     given = fingerprint(batch) if reads and batch is not None else ""
-    told = crew.exchange([seat.is_first, seat.is_last, given], "comparing the batches")
+    told = communicator.exchange(
+        [seat.is_first, seat.is_last, given], "comparing the batches"
+    )
     mine = [(rank, *told[rank]) for rank in groups.members]
     first, read = next((rank, text) for rank, has, _, text in mine if has)
     last, seen = next((rank, text) for rank, _, has, text in mine if has)
-    if crew.rank == last and read and seen and read != seen:
+    if communicator.rank == last and read and seen and read != seen:
         logger.warning(
             "rank %d, which reads the batch, was given another batch than rank %d, "
             "which reads the target: input and target may belong to different samples; "

@@ -1,4 +1,4 @@
-"""What one rank's part of a step takes and gives, and how it fails."""
+"""Input and output of one rank's part of a step, and its failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step or evaluation of a pipeline: begun by all ranks, run, and ended by all."""
+"""One step or evaluation of a pipeline, begun and ended by all ranks together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import torch
 
 from elche.pipeline.config import PipelineConfig
 from elche.pipeline.moving.changes import Changes
-from elche.pipeline.peers.communicator import Crew
+from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Patience
 from elche.pipeline.replicas.replica_groups import ReplicaGroups, StepShares
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
-from elche.pipeline.step.inputs import Call, Given, Seat, Told, check_shared, read_call
+from elche.pipeline.step.inputs import (
+    Call,
+    InputReport,
+    LocalInput,
+    Seat,
+    check_shared,
+    read_call,
+)
 from elche.pipeline.step.outputs import EvaluationOutput, StepOutput, joined_gradients
 from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
@@ -27,7 +34,7 @@ class Stepping:
     """Runs the steps of a pipeline on this rank.
 
     Args:
-        crew: all ranks.
+        communicator: all ranks.
         groups: the replicas.
         parts: what this rank has.
         changes: of it, between steps.
@@ -40,14 +47,14 @@ class Stepping:
 
     def __init__(
         self,
-        crew: Crew,
+        communicator: PipelineCommunicator,
         groups: ReplicaGroups,
         parts: Parts,
         changes: Changes,
         config: PipelineConfig,
     ) -> None:
         self.parts = parts
-        self._crew, self._groups, self._changes = crew, groups, changes
+        self._communicator, self._groups, self._changes = communicator, groups, changes
         self._config = config
         self._steps = 0
         self._patience = Patience(
@@ -59,7 +66,7 @@ class Stepping:
     @property
     def seat(self) -> Seat:
         """Where this rank sits now."""
-        placement, rank = self.parts.plan.schedule.placement, self._crew.rank
+        placement, rank = self.parts.plan.schedule.placement, self._communicator.rank
         return Seat(
             rank=rank,
             device=self.parts.given.device,
@@ -81,16 +88,16 @@ class Stepping:
 
     def step(self, call: Call) -> StepOutput:
         """See `elche.pipeline.Pipeline.step`."""
-        self._crew.check_open()
+        self._communicator.check_open()
         self.adopt(self._changes.carry_out(self.parts))
         given, shares = self._begin(call)
         if self._steps < COMPARED_STEPS:
-            compare_batches(call.batch, self.seat, self._crew, self._groups)
+            compare_batches(call.batch, self.seat, self._communicator, self._groups)
         is_timed = self._changes.planner.is_due()
         asked = self._input(
             given,
             shares,
-            weights=shares.weights(shares.index, given.told.loss_scale),
+            weights=shares.weights(shares.index, given.report.loss_scale),
             input_gradients=call.input_gradients,
             arrivals_s=self._patience.arrivals_s,
             stretch=self._patience.stretch,
@@ -100,7 +107,7 @@ class Stepping:
         tied = None if self._groups.are_several else self.parts.tied
         earlier = [] if tied is None else tied.take()
         started_s = time.monotonic()
-        results, told, reports = self._crew.run(
+        results, told, reports = self._communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
             lambda: self._changes.report(
@@ -108,7 +115,7 @@ class Stepping:
             ),
         )
         if tied is not None:
-            with self._crew.ending_on_failure():
+            with self._communicator.ending_on_failure():
                 tied.sum_gradients(earlier, self._config.timeout_s)
         self._patience.ended(time.monotonic() - started_s)
         self._steps += 1
@@ -128,9 +135,9 @@ class Stepping:
 
     def evaluate(self, call: Call) -> EvaluationOutput:
         """See `elche.pipeline.Pipeline.evaluate`."""
-        self._crew.check_open()
+        self._communicator.check_open()
         given, shares = self._begin(call)
-        self.replicas.average_buffers(self._crew, self._config.timeout_s)
+        self.replicas.average_buffers(self._communicator, self._config.timeout_s)
         carry_out: Callable[[StepInput], StepResults] = _nothing
         if shares.mine:
             carry_out = self.parts.executor.evaluate
@@ -142,7 +149,9 @@ class Stepping:
         try:
             for top in layers:
                 top.train(False)
-            results, told, _ = self._crew.run(carry_out, self._input(given, shares))
+            results, told, _ = self._communicator.run(
+                carry_out, self._input(given, shares)
+            )
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -153,24 +162,24 @@ class Stepping:
             outputs=join_batches(outputs) if outputs else None,
         )
 
-    def _begin(self, call: Call) -> tuple[Given, StepShares]:
+    def _begin(self, call: Call) -> tuple[LocalInput, StepShares]:
         """All ranks begin the same thing, and know the samples of all microbatches."""
         seat = self.seat
         given = read_call(call, seat)
-        told = self._crew.begin(given, self._groups)
-        self._compare_keywords(told, seat)
-        self._patience.begin(" ".join(one.form for one in told if one.form))
+        reports = self._communicator.begin(given, self._groups)
+        self._compare_keywords(reports, seat)
+        self._patience.begin(" ".join(one.form for one in reports if one.form))
         for runner in self.parts.stages.values():
             runner.stage.step = self._steps
-        said = [(one.samples, one.targets) for one in told]
+        said = [(one.samples, one.targets) for one in reports]
         reduction = self._config.loss_reduction
         shares = self.replicas.shares(said, reduction, call.what == "step")
         return given, shares
 
-    def _compare_keywords(self, told: list[Told], seat: Seat) -> None:
+    def _compare_keywords(self, reports: list[InputReport], seat: Seat) -> None:
         """Once for each choice of keywords that ranks are given."""
-        given = {name for one in told for name in one.keywords}
-        form = str([sorted(one.keywords) for one in told])
+        given = {name for one in reports for name in one.keywords}
+        form = str([sorted(one.keywords) for one in reports])
         if not given or form in self._compared:
             return
         named = [
@@ -178,10 +187,12 @@ class Stepping:
             for name in sorted(given)
             if any(stage.names(name) for stage in seat.stages)
         ]
-        check_shared(told, self._crew.exchange(named, "the keywords"), self._groups)
+        check_shared(
+            reports, self._communicator.exchange(named, "the keywords"), self._groups
+        )
         self._compared.add(form)
 
-    def _input(self, given: Given, shares: StepShares, **more: Any) -> StepInput:
+    def _input(self, given: LocalInput, shares: StepShares, **more: Any) -> StepInput:
         sizes, has_target = shares.mine, given.target is not None
         return StepInput(
             inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),
@@ -193,7 +204,9 @@ class Stepping:
         )
 
     def _join(self, parts: Parts) -> Replicas:
-        return Replicas.join(self._groups, parts, self._crew, self._config.timeout_s)
+        return Replicas.join(
+            self._groups, parts, self._communicator, self._config.timeout_s
+        )
 
 
 def _nothing(given: StepInput) -> StepResults:

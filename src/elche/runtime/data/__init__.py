@@ -1,1 +1,1 @@
-"""From lease to batch on the device."""
+"""The path of a batch from lease to device."""

@@ -1,4 +1,4 @@
-"""What a batch weighs in means over ranks, where the user says it: tokens, say."""
+"""User-defined batch weights in means over ranks: tokens, say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank finds or starts its coordinator."""
+"""Discovery or start of a rank's coordinator."""
 
 from __future__ import annotations
 

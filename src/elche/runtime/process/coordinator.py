@@ -93,7 +93,7 @@ class CoordinatorServer:
     def take(self, *events: Event) -> None:
         """Hands events to the core and sends what it answers.
 
-        What one rank is told comes in one piece: it wakes up for it once.
+        The instructions to one rank are sent in one piece: it wakes up for them once.
         """
         now_s = asyncio.get_running_loop().time()
         told: dict[int, list[Instruction]] = defaultdict(list)
@@ -106,7 +106,7 @@ class CoordinatorServer:
             self._deliver(rank, instructions)
 
     def meet(self, connection: _Connection) -> None:
-        """A connection was made; it must say who it is within a few seconds."""
+        """A connection was made; its Hello is due within a few seconds."""
         self._strangers[connection] = asyncio.get_running_loop().time()
 
     def forget(self, connection: _Connection) -> None:
@@ -116,8 +116,8 @@ class CoordinatorServer:
     def admit(self, rank: int, connection: _Connection) -> bool:
         """A connection says which rank it is.
 
-        Whoever comes after the end of the run is told why at once: it may only read
-        and wait, as a rank of a pipeline does until the group is there.
+        A rank that connects after the end of the run gets the reason at once: it may
+        only read and wait, as a rank of a pipeline does until the group is there.
         """
         if not 0 <= rank < self._world_size or rank in self._connections:
             return False
@@ -128,7 +128,7 @@ class CoordinatorServer:
         return True
 
     def is_connected(self, rank: int) -> bool:
-        """Whether a rank hears what it is told."""
+        """Whether instructions reach a rank."""
         return rank in self._connections
 
     def release(self, rank: int) -> None:
@@ -155,7 +155,7 @@ class CoordinatorServer:
             self.take(Disconnected(rank=rank))
 
     def write_story(self, path: Path) -> None:
-        """Writes what was said and decided, as far as the core remembers it.
+        """Writes the log of messages and decisions, as far as the core keeps it.
 
         What cannot be written is logged: the run itself has ended by then.
         """
@@ -251,7 +251,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _events(self, message: Any) -> list[Event]:
-        """The event that a message is, or none: what is no event is done here."""
+        """Decodes a message into an event; handles hello and store requests itself."""
         kind = message.get("type") if isinstance(message, dict) else None
         if self._rank is None:
             rank = message.get("rank") if kind == "Hello" else None

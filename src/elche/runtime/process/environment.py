@@ -1,4 +1,4 @@
-"""What this process is in the run: read from the environment that its launcher set.
+"""This process's role in the run, read from the launcher's environment variables.
 
 `elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
 and elche starts its coordinator beside rank 0; a plain ``python script.py`` sets

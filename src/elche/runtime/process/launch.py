@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, with the coordinator in this process.
+"""Launcher of a run's ranks on this machine, with the coordinator in this process.
 
 When a rank fails, or the launcher is sent a signal, all ranks are told through the
 coordinator and end by themselves; what is still there after a while is terminated.

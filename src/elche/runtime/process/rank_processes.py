@@ -1,4 +1,4 @@
-"""The processes of a run's ranks: signals to the launcher, and who ended first.
+"""The processes of a run's ranks: forwarded signals, and the first failure.
 
 Only processes that were handed over here are ever signalled.
 """

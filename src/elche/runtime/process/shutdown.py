@@ -1,4 +1,4 @@
-"""How a process leaves its run: at its end, and when an exception ends it."""
+"""Leave or abort notification at process exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elche.runtime.process.connect import stop_coordinator
 
 
 def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
-    """What the other ranks are told of the exception that ends this one."""
+    """The report to the other ranks of the exception that ends this one."""
     summary = traceback.format_exception_only(error)[-1].strip()
     return Failed(
         rank=rank,
@@ -25,10 +25,10 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
 def watch_process(
     on_failure: Callable[[BaseException], None], on_exit: Callable[[], None]
 ) -> None:
-    """Calls these when this process ends; to be asked for once.
+    """Registers what is called when this process ends; to be called once.
 
     Args:
-        on_failure: told of an uncaught exception, before it is printed.
+        on_failure: called with an uncaught exception, before it is printed.
         on_exit: called at the interpreter's exit, before the coordinator is stopped.
     """
     previous = sys.excepthook

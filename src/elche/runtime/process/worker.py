@@ -1,4 +1,4 @@
-"""A worker's shell: carries out instructions, decides nothing.
+"""Worker shell: execution of the coordinator's instructions, without decisions.
 
 One per rank, in the training thread. Everything happens where the loop asks for the
 next batch; messages are sent one way and read without waiting, except in the named
@@ -45,7 +45,7 @@ ABORT_WAIT_S = 5.0
 ROLL_CALL_S = 2.0
 HOST_AHEAD_BATCHES = 2
 VERDICT_S = 5.0
-"""The coordinator knows whom everybody waits for, and speaks before a rank gives up."""
+"""Margin within which the coordinator names the late rank before a rank's deadline."""
 
 Wanted = TypeVar("Wanted")
 
@@ -74,7 +74,7 @@ class Worker:
         self.timeout_s = timeout_s + VERDICT_S
         self.is_cold = True
         self.max_samples = 0
-        self.on_news: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.timeline = Timeline(self.rank)
         self._channel = channel
@@ -140,7 +140,7 @@ class Worker:
             RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
         """
         for instruction in self._channel.ready():
-            if not self._is_news(instruction):
+            if not self._is_notification(instruction):
                 handle(instruction)
 
     def receive(
@@ -152,7 +152,7 @@ class Worker:
         """Waits for one instruction, ``most_s`` if that is sooner, and handles it."""
         timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
         instruction = self._channel.receive(timeout_s, waiting_for)
-        if not self._is_news(instruction):
+        if not self._is_notification(instruction):
             handle(instruction)
 
     def sleep_until_told(self, timeout_s: float) -> None:
@@ -168,7 +168,7 @@ class Worker:
         while True:
             instruction = self._channel.receive(self.timeout_s, waiting_for)
             stale = isinstance(instruction, (GrantSteps, GrantBatches))
-            if not self._is_news(instruction) and not stale:
+            if not self._is_notification(instruction) and not stale:
                 break
         if not isinstance(instruction, kind):
             raise ProtocolError(
@@ -186,11 +186,11 @@ class Worker:
         if len(self._events) > HOST_AHEAD_BATCHES:
             self._events.popleft().synchronize()
 
-    def close(self, farewell: Event | None) -> None:
-        """Says farewell if asked, and ends group and channel."""
+    def close(self, last_event: Event | None) -> None:
+        """Sends the last event if there is one, and ends group and channel."""
         try:
-            if farewell is not None and self._aborted is None:
-                self._channel.send(farewell)
+            if last_event is not None and self._aborted is None:
+                self._channel.send(last_event)
         except CommunicationError:
             pass
         finally:
@@ -207,11 +207,11 @@ class Worker:
         if abort is not None:
             self._raise_if_abort(abort)
 
-    def _is_news(self, instruction: Instruction) -> bool:
-        """Hands on what is no work; raises if the run was ended."""
+    def _is_notification(self, instruction: Instruction) -> bool:
+        """Dispatches notifications; raises if the run was aborted."""
         self._raise_if_abort(instruction)
         if isinstance(instruction, (MetricsReported, PolicyChosen)):
-            self.on_news(instruction)
+            self.on_notification(instruction)
             return True
         return False
 
@@ -267,8 +267,8 @@ def _as_it_is(error: NonFiniteError) -> NonFiniteError:
     return error
 
 
-def _ignore(news: MetricsReported | PolicyChosen) -> None:
-    """Nobody reads it yet."""
+def _ignore(notification: MetricsReported | PolicyChosen) -> None:
+    """Notifications before the run has set its handler."""
 
 
 def _error_of(abort: Abort) -> ElcheError:

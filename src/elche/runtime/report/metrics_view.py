@@ -1,4 +1,4 @@
-"""What the user sees of a run's metrics, on one device or on several."""
+"""User-facing view of a run's metrics, on one device or on several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank did and when, written at every batch and read once at most."""
+"""Timeline of a rank's activities, written at every batch and read once at most."""
 
 from __future__ import annotations
 

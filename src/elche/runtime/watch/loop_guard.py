@@ -1,4 +1,4 @@
-"""Calls of a loop that a window's common step would make come to nothing."""
+"""Guard against calls that a common step at a window's end would make ineffective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers step a model: the one that `elche.setup` was given, and others."""
+"""Detection of the optimizers that step a model, foreign ones included."""
 
 from __future__ import annotations
 

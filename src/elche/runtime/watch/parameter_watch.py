@@ -1,4 +1,4 @@
-"""Notices a change of what a model trains, cheaply enough for every step."""
+"""Detection of changes to a model's parameters, cheap enough for every step."""
 
 from __future__ import annotations
 

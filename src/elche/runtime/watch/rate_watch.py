@@ -1,4 +1,4 @@
-"""Learning rates that a loop moves inside an epoch of windows."""
+"""Learning rates changed by the user's loop inside an epoch of windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses an optimizer step after the loop, along gradients that the loop left over.
+"""Refusal of an optimizer step after the loop, along left-over gradients.
 
 The old habit of scripts that accumulate gradients: the remainder is stepped when the
 loop is over. Under windows the last reduction has been by then, and what a rank has

@@ -1,1 +1,1 @@
-"""What a rank does at the ends of steps and windows."""
+"""A rank's work at the ends of steps and windows."""

@@ -150,7 +150,7 @@ class GradientSync(WindowSync):
         self._weight = 0.0
 
     def close(self, *, begins: bool) -> bool:
-        """See :meth:`WindowSync.close`; gradients that are no numbers are not sent."""
+        """See :meth:`WindowSync.close`; non-finite gradients are not sent."""
         self._was_finite = self._window.is_finite
         return self._was_finite
 

@@ -1,4 +1,4 @@
-"""The optimizers that step a rank's own model between two reductions."""
+"""Optimizers of a rank's local steps between two reductions."""
 
 from __future__ import annotations
 

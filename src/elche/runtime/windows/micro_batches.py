@@ -1,4 +1,4 @@
-"""A batch run in micro-batches where the device does not hold it at once.
+"""Batches run in micro-batches where the device does not hold them at once.
 
 For a loop that the library owns: what it runs forward and backward it can run again.
 When the device runs out of memory the attempt is taken back (gradients, statistics,
@@ -189,7 +189,7 @@ class MicroBatches:
     def _weighed(self, parts: Sequence[tuple[Any, int]]) -> list[tuple[Any, float]]:
         """Micro-batches and their shares of the whole; without those of no weight.
 
-        A mean over no token is no number, and times 0 neither.
+        A mean over no token is NaN, and so is NaN times 0.
         """
         counts = [float(samples) for _, samples in parts]
         weights = self._config.weights

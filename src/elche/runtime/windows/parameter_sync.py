@@ -1,4 +1,4 @@
-"""Windows that end in averaged parameters, at their end or while the next one runs."""
+"""Windows ended by parameter averaging, blocking or overlapped."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class AveragedSync(WindowSync):
-    """Counts what this rank's drift weighs; how it is averaged is a subclass'.
+    """Weight of this rank's parameter delta; subclasses average it.
 
     Args:
         averager: averages parameters.
-        steps: this rank's own; optimizers lose their state if it went astray.
+        steps: this rank's own; optimizers lose their state after a non-finite update.
         own_factor: of the gradients of a batch, where each says what it weighs: one
             that weighs nothing adds none.
     """
@@ -38,7 +38,7 @@ class AveragedSync(WindowSync):
         self._averager = averager
         self._steps = steps
         self._was_finite = True
-        self._is_astray = False
+        self._is_diverged = False
         self._weight = self._in_hand = 0.0
 
     @property
@@ -86,12 +86,12 @@ class AveragedSync(WindowSync):
 
     def close(self, *, begins: bool) -> bool:
         """See :meth:`WindowSync.close`; gradients of an update that is lost go too."""
-        self.has_moved = not self._is_astray or self._averager.has_moved
+        self.has_moved = not self._is_diverged or self._averager.has_moved
         self._was_finite = self._take(self._weight, begins=begins)
         self._weight = 0.0
         if not self._was_finite:
             self._steps.drop_gradients()
-        self._is_astray = not (self._was_finite and self.has_moved)
+        self._is_diverged = not (self._was_finite and self.has_moved)
         return self._was_finite
 
     @abstractmethod
@@ -110,8 +110,8 @@ class ParameterSync(AveragedSync):
 
     Args:
         averager: averages them.
-        steps: this rank's own; optimizers lose their state if it went astray, where
-            that is not averaged.
+        steps: this rank's own; optimizers lose their state after a non-finite update,
+            where that state is not averaged.
         own_factor: see `AveragedSync`.
     """
 
@@ -134,7 +134,7 @@ class ParameterSync(AveragedSync):
         return self._averager.is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
-        """See :meth:`WindowSync.reduce`; a rank that went astray starts anew."""
+        """See :meth:`WindowSync.reduce`; a diverged rank starts anew."""
         if plan.state_apart and not self._has_told:
             self._has_told = True
             logger.warning(
@@ -157,7 +157,7 @@ class OverlappedSync(AveragedSync):
 
     Args:
         averager: averages them.
-        steps: this rank's own; optimizers lose their state if it went astray.
+        steps: this rank's own; optimizers lose their state after a non-finite update.
         own_factor: see `AveragedSync`.
         drift_weights: how drifts are weighted; see `drift_weight`.
     """

@@ -1,4 +1,4 @@
-"""What this rank trains, and what brings it together with the other ranks."""
+"""Synchronisation of this rank's model with the other ranks."""
 
 from __future__ import annotations
 
@@ -158,27 +158,24 @@ class Synchroniser:
     def parameter_norm(self) -> float:
         """The L2 norm of what is trained; waits for the device.
 
-        0.0, not measured, where parameters were no numbers from the start (memory that
-        nothing has initialised, in a parameter that is not used).
+        0.0, not measured, where parameters were NaN from the start (uninitialised
+        memory in a parameter that is not used).
         """
         return 0.0 if self._is_nan_from_start else self._norm()
 
     def refuse_nan(self, epoch: int) -> None:
-        """Refuses to begin windows in which every batch would seem to be at fault.
+        """Refuses windows from NaN parameters, where every batch would seem at fault.
 
-        So it is where steps under ``sync``, or the loop, have spoilt the model before.
+        Steps under ``sync``, or the loop, have made them NaN before.
 
         Raises:
             NonFiniteError: parameters are NaN that were numbers at the start.
         """
         if math.isnan(self.parameter_norm()):
             raise NonFiniteError(
-                "the model's parameters were no numbers before windows began in epoch "
-                f"{epoch}, so no batch could be trained on: what spoilt them came "
-                "before (under policy 'sync', of which nothing can be left out, or "
-                "outside the loop); look at the data, the loss and the learning rate, "
-                "take a GradScaler, or name a policy of windows, which discards "
-                "updates that are not finite"
+                f"parameters contain NaN at the start of epoch {epoch}: check "
+                "data, loss and learning rate, use a GradScaler, or choose a policy "
+                "of windows from the start, which discards updates that are not finite"
             )
 
     def _norm(self) -> float:

@@ -1,4 +1,4 @@
-"""What a window reduces: what every way of it has in common."""
+"""Base of window reductions."""
 
 from __future__ import annotations
 

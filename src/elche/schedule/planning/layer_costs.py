@@ -1,4 +1,4 @@
-"""What every layer costs on every rank: stages of any partition are sums of these.
+"""Cost of every layer on every rank: stages of any partition are sums of these.
 
 Known from profiles of single layers, or assumed from the times of whole stages.
 """

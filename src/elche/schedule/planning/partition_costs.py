@@ -1,4 +1,4 @@
-"""What a partition costs: stages, links and memory for `timing` and `auto`."""
+"""Costs of a partition: stages, links and memory for `timing` and `auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan and what it is made of: the planner's question and answer."""
+"""A plan and its parts: the planner's question and answer."""
 
 from __future__ import annotations
 

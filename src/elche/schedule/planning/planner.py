@@ -1,4 +1,4 @@
-"""From layers and devices to partition, schedule and what a step will cost.
+"""Planner: partition, schedule and predicted step time from layers and devices.
 
 1. For one stage per device, two in V placement and several interleaved: the exact
    partition (`partition`) for the best orders of the devices, with room for one, some

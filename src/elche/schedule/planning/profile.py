@@ -1,4 +1,4 @@
-"""What the planner knows: layers and devices, as they were measured.
+"""Measured profiles of layers and devices: the planner's input.
 
 Times and bytes are for one microbatch. A layer has times per *kind* of device; a
 device's `speed` scales those of its kind, so that a kind is measured once.

@@ -225,8 +225,8 @@ def _window(
         all_changed(control, ())
         averager.synchronise(reduction)
         return
-    is_astray = not all(p.isfinite().all() for p in model.parameters())
-    averager.snapshot(1.0 if is_astray else reduction.weight)
+    is_diverged = not all(p.isfinite().all() for p in model.parameters())
+    averager.snapshot(1.0 if is_diverged else reduction.weight)
     all_changed(control, ())
     averager.begin(reduction)
     if not is_drained:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elche.coordination.sync.nonfinite import OwnNumbers
-from elche.runtime.watch.number_watch import NumberWatch
+from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 
 NAN = float("nan")
 
@@ -40,8 +40,8 @@ def model_of(kind: str) -> list[nn.Parameter]:
 @pytest.mark.parametrize("kind", ["plain", "large", "half", "complex"])
 @pytest.mark.parametrize("defers", [False, True])
 def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
-    numbers, parameters = OwnNumbers(), model_of(kind)
-    watch = NumberWatch(parameters, numbers, Slow if defers else None)
+    numbers, parameters = NonFiniteRecord(), model_of(kind)
+    watch = NonFiniteWatch(parameters, numbers, Slow if defers else None)
     used = parameters[0] if kind == "large" else parameters[1]
     came = dict.fromkeys([0] if kind == "large" else [2, 1, 0], 1)
     Slow.come = False
@@ -69,8 +69,8 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
 
 
 def test_a_part_that_does_not_count_is_not_looked_at() -> None:
-    numbers, (parameter,) = OwnNumbers(), [nn.Parameter(torch.ones(2))]
-    watch = NumberWatch([parameter], numbers)
+    numbers, (parameter,) = NonFiniteRecord(), [nn.Parameter(torch.ones(2))]
+    watch = NonFiniteWatch([parameter], numbers)
     parameter.grad = torch.full((2,), NAN)
     watch.begin_step(())
     watch.look({0: 1})
@@ -79,8 +79,11 @@ def test_a_part_that_does_not_count_is_not_looked_at() -> None:
 
 
 def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
-    numbers, parameters = OwnNumbers(), [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    watch = NumberWatch(parameters, numbers)
+    numbers, parameters = (
+        NonFiniteRecord(),
+        [nn.Parameter(torch.ones(2)) for _ in range(4)],
+    )
+    watch = NonFiniteWatch(parameters, numbers)
 
     def look(came: list[int], values: list[float]) -> None:
         for index, value in zip(came, values, strict=True):
@@ -105,8 +108,8 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
 
 
 def test_parameters_are_looked_at_again_where_no_pass_came_since() -> None:
-    numbers, (parameter,) = OwnNumbers(), [nn.Parameter(torch.ones(2))]
-    watch = NumberWatch([parameter], numbers)
+    numbers, (parameter,) = NonFiniteRecord(), [nn.Parameter(torch.ones(2))]
+    watch = NonFiniteWatch([parameter], numbers)
     watch.begin_step((2, 0, 0, 4))
     parameter.grad = torch.ones(2)
     watch.look({0: 1})

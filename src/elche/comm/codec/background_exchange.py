@@ -1,16 +1,16 @@
-"""An encoded sum that a second thread drives while this one trains.
+"""An encoded exchange carried out by a background thread while training goes on.
 
-A :class:`DrivenExchange` is a :class:`CodedExchange` whose work is done elsewhere: the
-training thread fills the contribution, says :meth:`DrivenExchange.begin`, and later
-finds the sum decoded; encoding, sending, decoding and keeping what was left out happen
-on the group's `CodecThread`. So does what a caller makes of the sum
-(:meth:`DrivenExchange.follow_up`), and what it leaves for later
-(:meth:`DrivenExchange.put_off`).
+A :class:`BackgroundExchange` is a :class:`CodedExchange` whose work is done on another
+thread: the training thread fills the contribution, calls
+:meth:`BackgroundExchange.begin`, and later finds the sum decoded. Encoding, sending,
+decoding and error feedback run on the group's `CodecThread`, as do a caller's
+computations with the sum (:meth:`BackgroundExchange.follow_up`) and work that it defers
+(:meth:`BackgroundExchange.put_off`).
 
-What is to be done stands in a queue, and whoever holds the lock does it, in order. So a
-caller that needs the outcome (:meth:`DrivenExchange.wait`, a state, a commit) catches
-up by itself and depends on no thread, and what fails there is raised there: only the
-training thread asks the control channel for reasons.
+Jobs are kept in a queue, and the thread that holds the lock runs them, in order. So a
+caller that needs the outcome (:meth:`BackgroundExchange.wait`, a state, a commit) runs
+the rest of the queue itself and depends on no other thread, and errors are raised
+there: only the training thread asks the control channel for reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Protocol, final
 import torch
 from typing_extensions import override
 
-from elche.comm.codec.codec_thread import Driven
+from elche.comm.codec.codec_thread import BackgroundTask
 from elche.comm.codec.coded_exchange import CodedExchange
 from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.errors import ProtocolError
@@ -40,16 +40,16 @@ LEAST_PAUSE_S = 1e-3
 MOST_PAUSE_S = 0.02
 
 
-class Driver(Protocol):
-    """Calls :meth:`Driven.drive` soon, on another thread."""
+class TaskRunner(Protocol):
+    """Calls :meth:`BackgroundTask.drive` soon, on another thread."""
 
-    def serve(self, driven: Driven) -> None:
-        """Something is to be done for it; does not wait."""
+    def serve(self, task: BackgroundTask) -> None:
+        """The task has something to do; does not wait."""
 
 
 @final
-class DrivenExchange(ResidualExchange):
-    """An encoded exchange of two sides, driven beside the training thread.
+class BackgroundExchange(ResidualExchange):
+    """An encoded exchange of two sides, on a thread beside the training thread.
 
     The sum of a side is written to the other one's contribution, whose message was
     taken before this one was begun: it costs no memory. So a caller fills a side after
@@ -57,7 +57,7 @@ class DrivenExchange(ResidualExchange):
     a while longer, for what was left out of it.
 
     Args:
-        coded: what is driven; nobody else uses it.
+        coded: the exchange that does the work; used by this object only.
         driver: calls :meth:`drive`.
 
     Raises:
@@ -66,7 +66,7 @@ class DrivenExchange(ResidualExchange):
 
     keeps_contribution = True
 
-    def __init__(self, coded: CodedExchange, driver: Driver) -> None:
+    def __init__(self, coded: CodedExchange, driver: TaskRunner) -> None:
         if coded.sides != 2:
             raise ProtocolError(
                 f"expected an exchange of two sides, got one of {coded.sides}"
@@ -75,15 +75,18 @@ class DrivenExchange(ResidualExchange):
         self._coded = coded
         self._driver = driver
         self._lock = threading.Lock()
-        # Under the lock, or a deque's own: appended to without it.
+        # Read and written under the lock, by either thread; the queue is appended to
+        # without it, because a deque's append is atomic.
         self._to_do: deque[Callable[[], None]] = deque()
         self._awaits = self._is_retired = False
         self._follow: Callable[[torch.Tensor], None] | None = None
         self._began_s = self._taken_s = 0.0
-        # Of the training thread, which is told of the last four by the other one.
+        # Written by the training thread; the codec thread reads the side.
         self._side = 0
         self._taken_side = -1
         self._is_open = self._is_followed = False
+        # Written under the lock by the thread that runs the jobs, read by the training
+        # thread without it; begin() resets the flags while no message is under way.
         self._is_decoded = self._is_over = self._has_followed = False
         self._fault: Exception | None = None
 
@@ -164,7 +167,7 @@ class DrivenExchange(ResidualExchange):
             pass
 
     def drive(self) -> float | None:
-        """See :meth:`Driven.drive`; what fails is raised by :meth:`wait`."""
+        """See :meth:`BackgroundTask.drive`; what fails is raised by :meth:`wait`."""
         with self._lock:
             if self._is_retired:
                 return None

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec import CODECS
-from elche.comm.codec.codec_thread import Driven
+from elche.comm.codec.codec_thread import BackgroundTask
 from elche.comm.codec.coded_exchange import CodedExchange
-from elche.comm.codec.driven_exchange import DrivenExchange
 from elche.errors import CommunicationError, ProtocolError
 from tests.comm.peers import Peer, Wire, exchanges, message, same_state, summed
 
@@ -26,7 +26,7 @@ class Told:
     def __init__(self) -> None:
         self.times = 0
 
-    def serve(self, driven: Driven) -> None:
+    def serve(self, driven: BackgroundTask) -> None:
         self.times += 1
 
 
@@ -48,23 +48,23 @@ class Talkative(Peer):
 
 def driven(
     world_size: int, codec: str = "int4", numel: int = NUMEL
-) -> tuple[Wire, list[DrivenExchange]]:
+) -> tuple[Wire, list[BackgroundExchange]]:
     wire, ends = exchanges(world_size, CODECS[codec], numel, sides=2)
-    return wire, [DrivenExchange(end, Told()) for end in ends]
+    return wire, [BackgroundExchange(end, Told()) for end in ends]
 
 
-def talkative(codec: str = "int8") -> tuple[Talkative, DrivenExchange]:
+def talkative(codec: str = "int8") -> tuple[Talkative, BackgroundExchange]:
     peer = Talkative(Wire(2), 0)
-    return peer, DrivenExchange(CodedExchange(peer, CODECS[codec], 11, 2), Told())
+    return peer, BackgroundExchange(CodedExchange(peer, CODECS[codec], 11, 2), Told())
 
 
-def begun(ends: Sequence[DrivenExchange], seed: int = 10, side: int = 0) -> None:
+def begun(ends: Sequence[BackgroundExchange], seed: int = 10, side: int = 0) -> None:
     for rank, end in enumerate(ends):
         end.contribution(side).copy_(message(seed + rank, NUMEL - 1))
         end.begin(side)
 
 
-def drive(ends: Sequence[DrivenExchange]) -> None:
+def drive(ends: Sequence[BackgroundExchange]) -> None:
     """The other thread of every rank, until there is nothing to be done."""
     for _ in range(3):
         for end in ends:
@@ -357,7 +357,7 @@ def test_sides_take_turns() -> None:
 def test_it_needs_two_sides() -> None:
     _, (end, _) = exchanges(2, CODECS["int8"], 11)
     with pytest.raises(ProtocolError, match="exchange of two sides, got one of 1"):
-        DrivenExchange(end, Told())
+        BackgroundExchange(end, Told())
 
 
 def test_what_follows_is_made_of_the_sum_before_that_is_said_to_be_there() -> None:

@@ -1,9 +1,9 @@
-"""Looks at a rank's own gradients before they are reduced, and at the parameters.
+"""NaN/Inf checks of a rank's unreduced gradients, and of the parameters.
 
-Where a loss is no number, nearly every gradient is none: small tensors tell. Looked at
-are the first and the last one that a backward pass brought: the last, near the model's
-input, shows also what went wrong on the way, and the first may be of another part of
-the model, as of actor and critic. On the CPU sums are read at once; on an accelerator
+Where a loss is NaN or Inf, nearly every gradient is: small tensors show it. Checked are
+the first and the last gradient of a backward pass: the last, near the model's input,
+shows also what went wrong on the way, and the first may be of another part of the
+model, as of actor and critic. On the CPU sums are read at once; on an accelerator
 they are kept there, and copied to the host behind what is computed when a report is
 due, so that nothing waits.
 """
@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from elche.coordination.protocol.messages import OwnPart
-from elche.coordination.sync.nonfinite import OwnNumbers
+from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.runtime.report.scalars import (
     BUFFER_VALUES,
     ReadBack,
@@ -35,12 +35,12 @@ _Seen = tuple[OwnPart, int] | None
 
 
 @final
-class NumberWatch:
-    """Whether one rank's gradients and parameters are numbers, under ``sync``.
+class NonFiniteWatch:
+    """NaN/Inf checks of one rank's gradients and parameters, under ``sync``.
 
     Args:
         parameters: the trainable ones.
-        numbers: told what was seen, in order.
+        record: receives the results of the checks, in order.
         read_back: begins the copy of a device buffer to the host; with one given, CPU
             tensors take the same way.
     """
@@ -48,10 +48,10 @@ class NumberWatch:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        numbers: OwnNumbers,
+        record: NonFiniteRecord,
         read_back: ReadBack | None = None,
     ) -> None:
-        self._numbers = numbers
+        self._record = record
         self._read_back = read_back or begin_readback
         self._defers_cpu = read_back is not None
         self._parameters = list(parameters)
@@ -148,7 +148,7 @@ class NumberWatch:
 
     def _take(self, of: _Seen, value: float) -> None:
         if of is None:
-            self._numbers.parameters(is_finite=not math.isnan(value))
+            self._record.parameters(is_finite=not math.isnan(value))
         else:
             part, parameter = of
-            self._numbers.gradients(part, parameter, is_finite=math.isfinite(value))
+            self._record.gradients(part, parameter, is_finite=math.isfinite(value))

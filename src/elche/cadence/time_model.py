@@ -125,7 +125,7 @@ class TimeModel:
         if self._against[self._shape] > self._against[best] + CLEAR:
             self._shape = best
         squared = (1.0 - NOISE_WEIGHT) * self._noise**2
-        squared += NOISE_WEIGHT * min(errors[self._shape], most) ** 2
+        squared += NOISE_WEIGHT * min(errors[best], most) ** 2
         self._noise = max(LEAST_NOISE, math.sqrt(squared))
 
     def _believed(self, evidence: float) -> list[int]:

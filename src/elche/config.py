@@ -345,7 +345,7 @@ class RunConfig:
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:
-    """What to say of an option that nobody knows."""
+    """The error text of an unknown option."""
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown option {name!r}; {meant}known are: {', '.join(sorted(known))}"

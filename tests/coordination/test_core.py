@@ -441,7 +441,7 @@ def test_the_draining_close_goes_to_all_ranks_and_gives_their_leases_back() -> N
         f"rank 1 left the loop of epoch 0 early: the epoch ends for all; {mine} "
         in (said)
     )
-    assert f"{20 - leased + mine} that nobody holds are left out" in said
+    assert f"{20 - leased + mine} that no rank holds are left out" in said
 
 
 @pytest.mark.parametrize(

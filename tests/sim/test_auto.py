@@ -113,7 +113,7 @@ def test_a_change_of_the_membership_ends_nothing(
         assert history.finished == set(history.ranks) - dead - late
         return
     reason = history.aborts[min(aborted)].reason
-    assert "to join; look at" in reason or "nobody who is left holds" in reason
+    assert "to join; look at" in reason or "no remaining rank holds" in reason
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Gradients of one model, weighted and summed over all ranks in one message per dtype.
 
-Nothing overlaps: the user says when. Out of place: until all ranks' parts are here, a
-rank's own gradients stay as they are. Half precisions are summed in single.
+No overlap with backward: the loop makes the call. Out of place: until all ranks' parts
+are here, a rank's own gradients stay as they are. Half precisions are summed in single.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Message:
 
 @final
 class GradientExchange:
-    """Reduces the gradients of one model when it is told to.
+    """Reduces the gradients of one model on request.
 
     Args:
         group: all ranks; they build and reduce together.
@@ -103,7 +103,7 @@ class GradientExchange:
             what: for errors.
 
         Raises:
-            CommunicationError: not everybody came in time.
+            CommunicationError: a rank did not arrive in time.
         """
         self._side = 1 - self._side
         for message in self._messages:

@@ -236,7 +236,7 @@ class Balancer:
         """Gives these ranks the least part from now on, if the others can do the rest.
 
         Raises:
-            ConfigError: nobody would be left.
+            ConfigError: no rank would be left.
         """
         spared = frozenset(ranks)
         if spared >= set(range(self.world_size)):

@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def carried_out_by(self) -> str:
-        """The policy that carries it out: alone, nobody waits for a reduction."""
+        """The policy that carries it out: alone, no rank waits for a reduction."""
         return "async" if self.is_alone else self.policy
 
     def is_carried_out_as(self, other: Choice) -> bool:

@@ -225,7 +225,7 @@ class ElChe:
         """Takes in the timings of a finished window and plans the next one.
 
         A rank that ran no batch or reports no time keeps its estimate; a report
-        in which nobody measured anything changes nothing, and ``sync_ms == 0``
+        in which no rank measured anything changes nothing, and ``sync_ms == 0``
         (not measured, or nobody to wait for) leaves the anchor.
 
         Args:
@@ -348,7 +348,7 @@ class ElChe:
                 for one that is new and not measured.
 
         Raises:
-            ConfigError: nobody is left, or there is no such rank.
+            ConfigError: no rank is left, or there is no such rank.
         """
         for old in kept:
             if old is not None and not 0 <= old < self.world_size:

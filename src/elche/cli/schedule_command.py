@@ -80,8 +80,8 @@ class ScheduleConfig:
             )
         if self.virtual_stages is not None and self.stages_path is not None:
             raise ConfigError(
-                "--virtual-stages is for equal stages; --stages FILE says how many "
-                "stages each rank has"
+                "--virtual-stages is for equal stages; --stages FILE gives the "
+                "stages of each rank"
             )
         if self.times is None and self.stages_path is None:
             raise ConfigError("give --times F,I,W, or the stages' with --stages FILE")

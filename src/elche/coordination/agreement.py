@@ -68,8 +68,8 @@ def what_differs(joins: Sequence[Join]) -> str:
     for join in joins[1:]:
         if join.world_size != first.world_size:
             return (
-                f"world size differs: rank 0 says {first.world_size}, rank "
-                f"{join.rank} says {join.world_size}"
+                f"world size differs: rank 0 has {first.world_size}, rank "
+                f"{join.rank} has {join.world_size}"
             )
         settings = _difference(dict(first.settings), dict(join.settings), join.rank)
         if settings:

@@ -29,7 +29,7 @@ class Epochs:
     Args:
         policy: decides inside an epoch.
         membership: who takes part.
-        story: told what is decided.
+        story: records decisions.
 
     Attributes:
         number: of the epoch begun last, -1 before the first.
@@ -53,7 +53,7 @@ class Epochs:
 
     @property
     def withholds(self) -> bool:
-        """Whether ranks have not been told yet that the epoch is over."""
+        """Whether ranks have not received the end of the epoch yet."""
         return self._ending.withholds
 
     @property
@@ -148,7 +148,7 @@ class Epochs:
         return outcome.instructions
 
     def heard(self, event: Event) -> list[Instruction]:
-        """What was held back until a rank was heard of again."""
+        """What was held back until a rank's next message."""
         return self._ending.heard(event)
 
     def lose(self, rank: int) -> list[Instruction]:

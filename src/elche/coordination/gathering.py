@@ -57,7 +57,7 @@ class EpochEnding:
 
     @property
     def withholds(self) -> bool:
-        """Whether ranks have not been told yet that the epoch is over."""
+        """Whether ranks have not received the end of the epoch yet."""
         return bool(self._held)
 
     def end(

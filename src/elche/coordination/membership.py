@@ -98,8 +98,8 @@ class Membership:
             raise ProtocolError(f"rank {join.rank} cannot join again")
         if join.world_size != self._world_size:
             return (
-                f"rank {join.rank} says the world size is {join.world_size}, the "
-                f"coordinator serves {self._world_size}"
+                f"rank {join.rank} has world size {join.world_size}, expected the "
+                f"coordinator's, {self._world_size}"
             )
         self._joins[join.rank] = join
         return ""

@@ -18,7 +18,7 @@ from elche.coordination.protocol.instructions import (
 from elche.errors import TransitionError
 
 TABLE_RANKS = 64
-"""In a run of more ranks only the first is told what each did, the others the totals.
+"""In larger runs only the first rank receives each rank's figures, the others totals.
 
 A table for each of 10,000 ranks would be three gigabytes at every epoch's end.
 """
@@ -95,7 +95,7 @@ class EpochTotals:
         """What the epoch brought, to every rank; the plan to the first one only.
 
         The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
-        did is told to the first one only, and the totals to the others.
+        did is sent to the first one only, and the totals to the others.
         """
         first, whole = min(ranks), self._book.end_epoch(now_s)
         small = whole.totals() if len(whole.rank_samples) > TABLE_RANKS else whole

@@ -91,5 +91,5 @@ class Roster:
 
 
 def refusal(rank: int, difference: str) -> Abort:
-    """What a newcomer is told that does not fit; the run goes on."""
+    """The rejection of a newcomer that does not fit; the run goes on."""
     return Abort(rank=rank, reason=difference, kind="mismatch")

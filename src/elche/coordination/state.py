@@ -131,7 +131,7 @@ class Coordinator:
         return told
 
     def story(self, rank: int | None = None) -> list[str]:
-        """What a rank said and was told lately; of all ranks when None."""
+        """Recent messages from and to a rank; of all ranks when None."""
         return self._story.of_rank(rank)
 
     def lease_story(self, batch: int, epoch: int | None = None) -> list[str]:
@@ -149,7 +149,7 @@ class Coordinator:
     def _join(self, event: Join, now_s: float) -> list[Instruction]:
         if event.version != PROTOCOL_VERSION:
             return self._abort(
-                f"rank {event.rank} speaks protocol {event.version}, expected "
+                f"rank {event.rank} uses protocol version {event.version}, expected "
                 f"{PROTOCOL_VERSION}: install one elche version everywhere"
             )
         if self._membership.keep_waiting(event):

@@ -41,7 +41,7 @@ class Story:
         self._entries.append((rank, now_s, "!!", why))
 
     def of_rank(self, rank: int | None = None) -> list[str]:
-        """What a rank said and was told; everything when None."""
+        """Messages from and to a rank, and decisions; everything when None."""
         return [
             _line(entry) for entry in self._entries if rank is None or entry[0] == rank
         ]

@@ -2,7 +2,7 @@
 
 torch's DistributedDataParallel broadcasts all buffers of rank 0 before every forward.
 Here they travel after a backward, when they have changed, so that an evaluation on one
-rank waits for nobody, and only those that some rank has written, so that a mask never
+rank waits for no other, and only those that some rank has written, so that a mask never
 travels. The rank whose values count is the lowest one that had a batch.
 
 A buffer that is added, removed or resized on any rank after the start (a cache that
@@ -90,7 +90,7 @@ class BufferSpreader:
             side: which of the two message buffers has its turn.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         self._leave_out(own)
         spread = set(written) - self._own

@@ -2,7 +2,7 @@
 
 It belongs to the user: nothing here closes it. When a collective fails, the ranks that
 are still there call the roll in the group's store, so that the error names those that
-did not come; gloo's own error names nobody.
+did not come; gloo's own error names no rank.
 """
 
 from __future__ import annotations

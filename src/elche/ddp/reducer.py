@@ -6,7 +6,7 @@ small message beside them its weight. The sum is then multiplied by T / N, N bei
 true total: a pass over the result that falls away where the total stays the same. In
 the first pass, and for float16, whose range that could leave, ranks wait for N first.
 
-The same message says which rank has nothing to contribute, and which buffers were
+The same message marks a rank with nothing to contribute, and which buffers were
 written, so that a rank without a batch takes part with a pass of zeros.
 """
 
@@ -263,7 +263,7 @@ class WeightedReducer:
             joined: this rank's loop is over: it takes no gradients either.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         self._forget_dropped()
         self._is_joined = joined

@@ -64,7 +64,7 @@ class Turn:
     Args:
         group: the process group.
         wrapper: of this process; see :func:`new_wrapper`.
-        number: tells wrappers apart, the same on all ranks.
+        number: distinguishes wrappers, the same on all ranks.
         name: of the model, for messages to people.
     """
 

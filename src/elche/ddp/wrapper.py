@@ -262,7 +262,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         if self._options.strategy == "none":
             return None
@@ -292,7 +292,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ConfigError: the model has SyncBatchNorm layers, which want an empty batch.
             CommunicationError: one is through, and that was to be raised; or a
-                reduction failed, or not everybody came in time.
+                reduction failed, or a rank did not arrive in time.
         """
         if not enable or self._options.strategy == "none":
             yield

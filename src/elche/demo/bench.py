@@ -49,7 +49,7 @@ class BenchConfig:
         seeds: repetitions, each with parameters, data and order of its own.
         ms_per_sample: time of one sample on a device of speed 1.
         contenders: the only ones to run; empty for all.
-        time_capped: nobody trains longer than about `seconds`, and losses are not
+        time_capped: no rank trains longer than about `seconds`, and losses are not
             compared.
         solo_seconds: runs alone that only measure speed end after this instead.
         allow_noise: do not reject a run whose control is below `MIN_CONTROL`.

@@ -145,7 +145,7 @@ def run_contender(
         name: what to call it.
         spec: what to train; its ``out`` is replaced by a temporary directory.
         devices: a rank on each of them.
-        on_progress: told how far the run is.
+        on_progress: receives the run's progress.
         keep_spans: read the timeline as well.
 
     Raises:

@@ -289,7 +289,7 @@ class Contender:
             group["lr"] = self._workload.learning_rate * learning_rate_scale(progress)
 
     def _reports(self) -> bool:
-        """Whether this rank evaluates and tells how far it is: rank 0, or alone."""
+        """Whether this rank evaluates and reports progress: rank 0, or alone."""
         return self._rank == 0 or self.spec.kind == "solo"
 
     def _evaluate(self) -> None:

@@ -295,8 +295,8 @@ class Pipeline:
             The norm before, on every rank.
 
         Raises:
-            ConfigError: max_norm is no number of at least 0, here or on another rank;
-                nothing has changed.
+            ConfigError: max_norm is not a number of at least 0, here or on another
+                rank; nothing has changed.
             MismatchError: ranks give different ones; nothing has changed.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """

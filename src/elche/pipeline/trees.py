@@ -26,8 +26,8 @@ def as_tensors(value: Any, where: str, is_cut: bool = True) -> Any:
         is_cut: whether every tensor must be one that can be cut.
 
     Raises:
-        ConfigError: it holds an array of no numbers, a tensor that is not dense or has
-            no values, or a container of another type, which would not be cut.
+        ConfigError: it holds an array that is not numeric, a tensor that is not dense
+            or has no values, or a container of another type, which would not be cut.
     """
     if isinstance(value, torch.Tensor):
         if is_cut:

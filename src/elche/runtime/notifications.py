@@ -78,9 +78,9 @@ def warn_discarded(
         positions: the epoch.
     """
     logger.warning(
-        "rank %d: the update of epoch %d from batches %s contains NaN or Inf and is "
-        "discarded; these batches are not trained on again, and windows of this rank "
-        "have one batch until its update is finite; samples %s",
+        "rank %d: the update of epoch %d from batches %s contains NaN or Inf "
+        "and is discarded; these batches are not trained on again, and windows of this "
+        "rank have one batch until its update is finite; samples %s",
         rank,
         positions.epoch,
         named(batches),

@@ -67,7 +67,7 @@ def broadcast_from(
     other, the optimizer forgets its state on all of them.
 
     Raises:
-        CommunicationError: not everybody came in time.
+        CommunicationError: a rank did not arrive in time.
     """
     for parameter in model.parameters():
         _take(group, parameter.detach(), source, parameter.dtype)

@@ -14,7 +14,7 @@ def number(
     """A number of a table.
 
     Raises:
-        ConfigError: it is missing and has no default, or is no number.
+        ConfigError: it is missing and has no default, or is not a number.
     """
     value = table.get(key, default)
     if not is_number(value):

@@ -226,7 +226,7 @@ MAPPED = DataLoader(TensorDataset(torch.zeros(4, 1)), 2)
         (LOADER, 0, 1, "expected samples_per_epoch to be an int >= 1, got 0"),
         (LOADER, 2.5, 1, "expected samples_per_epoch to be an int >= 1, got 2.5"),
         (LOADER, True, 2, "expected samples_per_epoch to be an int >= 1, got True"),
-        (MAPPED, 4, 1, "TensorDataset is none, its sampler says that"),
+        (MAPPED, 4, 1, "got TensorDataset, whose sampler gives the length"),
         (
             DataLoader(Endless(), 4),
             None,
@@ -339,7 +339,7 @@ def test_a_trainer_trains_on_a_stream() -> None:
         ),
         (
             {"dataset": MAPPED.dataset, "samples_per_epoch": 4},
-            "samples_per_epoch says how long an epoch of an IterableDataset is",
+            "samples_per_epoch is only for an IterableDataset",
         ),
         (
             {"dataset": Drawn(8), "eval_dataset": Drawn(8)},

@@ -119,7 +119,7 @@ class OptimizerStateAverager:
         """Waits for all ranks.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         for group in self._sent:
             group.exchange.wait("averaging optimizer state")

@@ -2,9 +2,8 @@
 
 At a window's end the rank writes its drift θ_k − θ_r (:meth:`OverlappedAverager.
 snapshot`), which begins its reduction, and trains on. A rank that trained knows its
-weight without being told, so nobody waits for a word; how the mean is applied, and
-which buffers have begun to change, comes with the plan
-(:meth:`OverlappedAverager.begin`).
+weight, so no rank waits for a message; how the mean is applied, and which buffers have
+begun to change, comes with the plan (:meth:`OverlappedAverager.begin`).
 When the mean is there, θ_{k+1} − θ_r is added to what the parameters hold by then, so
 steps taken meanwhile are kept; θ_{k+1} is what the next drift is measured from, so no
 contribution is lost or counted twice. One reduction is in flight at a time. (CO2,
@@ -107,7 +106,7 @@ class OverlappedAverager(Averager):
         Args:
             weight: of this rank's drift, relative to the others'. If it is positive,
                 the reduction begins now; with 0 only by :meth:`begin`, because it may
-                be that nobody has anything to reduce.
+                be that no rank has anything to reduce.
             begins: False leaves the beginning to :meth:`begin` in any case.
 
         Returns:

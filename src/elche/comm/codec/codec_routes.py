@@ -1,9 +1,9 @@
 """Routes of an encoded all-reduce.
 
 Two ranks send each other all they have. More ranks sum by parts: each sends every other
-one that one's part, sums the part that it owns itself, and sends the sum to everybody.
+one that one's part, sums the part that it owns itself, and sends the sum to all.
 That is 2 (W − 1) / W encoded messages per rank, the least for a sum over W ranks, where
-sending everything to everybody takes W − 1; for two ranks both are one message, and a
+sending everything to all takes W − 1; for two ranks both are one message, and a
 sum that is not encoded a second time has half the error.
 
 Sums are formed in float32 in the order of the ranks. What a rank decodes is what
@@ -33,7 +33,7 @@ LEAST_PIECE = 65_536
 
 @final
 class DirectRoute(Route):
-    """Everybody sends everything to everybody, in pieces; for two ranks."""
+    """All ranks send everything to all, in pieces; for two ranks."""
 
     def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
         super().__init__(peers, codec, numel, tag)

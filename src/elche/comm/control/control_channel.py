@@ -64,7 +64,7 @@ class ControlChannel:
         """Connects and presents this rank.
 
         Raises:
-            CommunicationError: nobody answers there, or something else does.
+            CommunicationError: no coordinator answers there, or something else does.
         """
         connection: socket.socket | None = None
         try:

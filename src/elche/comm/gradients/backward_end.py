@@ -19,7 +19,7 @@ from elche.torch_internals import current_node, queue_callback
 def at_backward_end(call: Callable[[], None]) -> None:
     """Calls back once, when the backward pass under way and all around it have ended.
 
-    For hooks of gradients. A pass that an error breaks off calls nobody.
+    For hooks of gradients. A pass that an error breaks off calls no hook.
     """
     queue_callback(partial(_at_end, call))
 

@@ -66,7 +66,7 @@ class Closed:
     """What the ranks agreed on in a pass.
 
     Attributes:
-        source: the lowest rank whose gradients counted; None: nobody's did.
+        source: the lowest rank whose gradients counted; None: no rank's did.
         factor: what the sums are multiplied by to be what the owner promises.
         hand_out: whether ``p.grad`` is set on this rank.
     """

@@ -3,7 +3,7 @@
 Buckets are filled in the order in which gradients appear (guessed as the reverse of
 definition, then as observed in the first backward) and reduced as soon as they are
 full, so that all but the last overlap with backward. What is not full when backward
-ends (a parameter without a gradient) goes then, so nobody waits for it.
+ends (a parameter without a gradient) goes then, so no rank waits for it.
 
 Reductions are out of place: what a rank has stays untouched until every bucket has
 arrived. Two bucket sets take turns, so a gradient that is accumulated into a view of

@@ -3,7 +3,7 @@
 A bucket holds parameters of one dtype and device, in the order in which their
 gradients appear, up to a capacity; a parameter larger than that has one of its own. Its
 message is their gradients one after the other and a flag per parameter, raised by every
-rank that has a gradient for it: what nobody has stays without one.
+rank that has a gradient for it: what no rank has stays without one.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Bucket:
         """Waits until :attr:`summed` holds the sum over all ranks.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         assert self.exchange is not None
         total = self.exchange.finish("the reduction of gradients")

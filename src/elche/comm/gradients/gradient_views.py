@@ -39,7 +39,7 @@ class HandedOut:
     def hand_out(self, buckets: Sequence[Bucket], side: int, closed: Closed) -> None:
         """Gives every parameter that any rank used its reduced gradient.
 
-        A rank whose gradients weigh nothing drops those that nobody else has.
+        A rank whose gradients weigh nothing drops those that no other rank has.
         """
         kept: list[torch.Tensor | None] = []
         replaces_all = self._as_views and closed.source is not None

@@ -1,7 +1,7 @@
 """Gradients summed over a window, for one common optimizer step at its end.
 
 A rank adds up the gradients of its batches, each times its samples; the ranks sum these
-sums and their samples, and everybody takes ΣG_r / Σ|S_r|, the gradient of the mean over
+sums and their samples, and all ranks take ΣG_r / Σ|S_r|, the gradient of the mean over
 all samples of the window, whatever each rank's part of it. Between the batches
 ``p.grad`` is None, so that the loop's own ``optimizer.step()`` moves nothing. Clipping
 comes after the reduction.

@@ -41,7 +41,7 @@ class GradientReducer:
         group: the process group.
         bucket_cap_bytes: most bytes of gradients in one message.
         buffers: averages the model's buffers after the gradients, if it has any.
-        norms: is told how the batch in hand weighs, if the model has SyncBatchNorm.
+        norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
         names: of the parameters, for people; None numbers them.
     """
 

@@ -1,15 +1,14 @@
 """Agreement of all ranks on the total of the user's weights of a step.
 
-A rank knows what its own part weighs (tokens, say), not what the others' do. It sends
-its gradients times w_r / R and, in a small message of the same pass, w_r; the sum is
-then multiplied by R / Σw. So no bucket waits for the slowest rank's word. R is a power
-of two near the last step's total: multiplying by it rounds nothing, and a step's
-gradients are the same to the bit whatever R was. In the first step, and for float16,
-whose range R could leave, ranks wait for the total first.
+A rank knows the weight of its own part (tokens, say), not the others'. It sends its
+gradients times w_r / R and, in a small message of the same pass, w_r; the sum is then
+multiplied by R / Σw. So no bucket waits for the slowest rank's weight. R is a power of
+two near the last step's total: multiplying by it rounds nothing, and a step's gradients
+are the same to the bit whatever R was. In the first step, and for float16, whose range
+R could leave, ranks wait for the total first.
 
-A rank that weighs nothing adds nothing to its own ``p.grad`` either, and waits for the
-total: where nobody weighs anything, all keep what they had accumulated, as rank 0 has
-it.
+A rank of weight 0 adds nothing to its own ``p.grad`` either, and waits for the total:
+where all weights are 0, all ranks keep the accumulated gradients of rank 0.
 """
 
 from __future__ import annotations

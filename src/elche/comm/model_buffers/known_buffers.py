@@ -29,7 +29,7 @@ _DIGEST_BYTES = 8
 
 _log = logging.getLogger(__name__)
 _named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Buffers of a model that people were told of: once is enough."""
+"""Buffers of a model that were logged already: once is enough."""
 
 
 @dataclass(frozen=True, slots=True)

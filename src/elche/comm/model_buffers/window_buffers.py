@@ -232,7 +232,7 @@ class WindowBuffers:
         yield from zip(sent.indices, parts, strict=True)
 
     def _write(self, index: int, total: torch.Tensor, active_ranks: int) -> bool:
-        """Writes what all ranks hold now; False where nobody knows that."""
+        """Writes what all ranks hold now; False where no rank knows that."""
         buffer = self._known.present()[index]
         if buffer is None:  # resized since it was sent: the next message says so
             return True

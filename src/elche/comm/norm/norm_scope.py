@@ -20,7 +20,7 @@ class NormScope:
     A copy of a layer shares it (`copy.deepcopy`); a pickled one is in no group.
 
     Args:
-        group: who normalises together; None for nobody.
+        group: the ranks that normalise together; None for no group.
     """
 
     def __init__(self, group: Members | None = None) -> None:
@@ -79,7 +79,7 @@ class NormScope:
             what: for the error.
 
         Raises:
-            CommunicationError: not everybody came in time.
+            CommunicationError: a rank did not arrive in time.
         """
         assert self._group is not None
         numel = values.numel()

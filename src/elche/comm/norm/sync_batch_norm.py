@@ -14,7 +14,7 @@ hand weighs. All layers of one model share one. A layer of no group, or of a gro
 one, is plain BatchNorm.
 
 What is promised about ranks without samples: a batch that is empty (``x[:0]``) and one
-that weighs nothing take part, add nothing, and hold nobody up, forward or backward. A
+of weight 0 take part, add nothing, and delay no rank, forward or backward. A
 rank that does not call the layer at all cannot take part: the others wait for it until
 the group's deadline, and the error names the layer.
 """

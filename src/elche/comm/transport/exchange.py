@@ -82,7 +82,7 @@ class Exchange(ABC):
         """Waits for all ranks.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Exchange(ABC):
         """Waits for all ranks; returns the sum of what was begun.
 
         Raises:
-            CommunicationError: it failed, or not everybody came in time.
+            CommunicationError: it failed, or a rank did not arrive in time.
         """
         self.wait(what)
         return self._collected()

@@ -66,7 +66,7 @@ class EpochLedger:
 
     @property
     def pooled(self) -> int:
-        """Batches that nobody holds."""
+        """Batches that no rank holds."""
         return self._pooled
 
     @property
@@ -148,7 +148,7 @@ class EpochLedger:
         self._granted(holder, (start, stop))
 
     def pooled_ranges(self) -> tuple[Range, ...]:
-        """What nobody holds."""
+        """What no rank holds."""
         return tuple(self._pool)
 
     def state_dict(self) -> dict[str, Any]:

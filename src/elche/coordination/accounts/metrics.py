@@ -128,7 +128,7 @@ class Metrics:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each rank's part of the samples; zeros where nobody had any."""
+        """Each rank's part of the samples; zeros where no rank had any."""
         total = self.samples or 1
         return tuple(samples / total for samples in self.rank_samples)
 

@@ -1,9 +1,9 @@
 """Measurements of ``auto``: batch times per rank, and the model's reduction time.
 
-Under ``sync`` steps of different sizes tell what a rank's step costs, however small,
-and what each sample adds; from then on a factor follows its speed. What a reduction
-takes is probed once, and afterwards inferred: under ``sync`` from what of it shows
-after backward, under windows from what ranks say when they have its result. Pure.
+Under ``sync`` steps of different sizes give the fixed cost of a rank's step and the
+cost per sample; from then on a factor follows the rank's speed. The reduction time is
+probed once, and afterwards inferred: under ``sync`` from the part of it that is not
+hidden by backward, under windows from the ranks' reports of its result. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elche.config import RunConfig
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 MOST_HIDDEN = 0.95
-"""A reduction of which less shows cannot be told from the rest of a step."""
+"""A reduction of which less shows cannot be distinguished from the rest of a step."""
 SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
 MAX_EXPLORING_COST = 3.0

@@ -52,12 +52,12 @@ class StepsDone:
 
     ``busy_s`` is delivered time without the wait for other ranks (``sync_wait_s``); of
     it, ``data_wait_s`` waiting for data and ``transfer_s`` moving them to the device.
-    ``parameter_norm`` is said once per epoch, by the first rank, and 0.0 otherwise.
+    ``parameter_norm`` is reported once per epoch, by the first rank, and 0.0 otherwise.
     ``warm`` is False when the steps held a first batch, which is not timed.
     ``backward_passes`` of the run so far were reduced: as many on every rank.
     ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
-    was met). ``is_finite`` says whether the parameters are numbers, as far as was
-    looked; ``broken`` is the part since which this rank's own gradients are none.
+    was met). ``is_finite`` is False where checked parameters are NaN; ``broken`` is
+    the part since which this rank's own gradients are NaN or Inf.
     """
 
     rank: int

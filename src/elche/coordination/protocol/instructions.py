@@ -35,7 +35,7 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChosen:
-    """``auto`` has chosen, and says why; told to the first rank."""
+    """A choice of ``auto`` and its reason; sent to the first rank."""
 
     rank: int
     policy: str
@@ -195,7 +195,7 @@ class EndEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReported:
-    """What a window (or, with ``window`` -1, the epoch) brought; told to one rank.
+    """Metrics of a window (or, with ``window`` -1, of the epoch); sent to one rank.
 
     ``values`` are the fields of `WindowMetrics` or `EpochMetrics` as JSON.
     """

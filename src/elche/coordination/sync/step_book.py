@@ -112,7 +112,7 @@ class StepBook:
         self._grants.clear()
 
     def remove(self, rank: int) -> None:
-        """A rank is gone: nobody waits for its reports."""
+        """A rank is gone: its reports are not waited for any more."""
         for grant in self._grants:
             grant.missing -= _owes(grant, rank)
 
@@ -132,7 +132,7 @@ class StepBook:
         """Refuses a claim of work that a rank which leaves early was not given.
 
         Raises:
-            ProtocolError: it has not run that, or its times are none.
+            ProtocolError: it has not run that, or its times are not finite.
         """
         owed = sum(
             grant.shares[event.rank] * max(0, min(grant.stop, event.step) - grant.start)

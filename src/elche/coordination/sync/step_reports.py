@@ -1,8 +1,8 @@
 """A rank's step reports under ``sync``: contents and time of sending.
 
 The worker's shell and the simulator run this same code. A report of a grant's steps is
-due when the last of them is done. Saying it there would keep the device, and every
-other rank, waiting for a system call; so it is said when the next step's backward pass
+due when the last of them is done. Sending it there would keep the device, and every
+other rank, waiting for a system call; so it is sent when the next step's backward pass
 begins, or as soon as there is no next step to run. Pure.
 """
 

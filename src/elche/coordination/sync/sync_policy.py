@@ -228,7 +228,7 @@ class SyncPolicy(Policy):
         self._numbers.clear()
         held = {r: step for r, step in reduced.items() if r not in self._joining}
         if not held:
-            raise TransitionError("nobody who is left holds the model")
+            raise TransitionError("no remaining rank holds the model")
         last = max(held.values())
         self._settle(last + 1)
         told: list[Instruction] = []

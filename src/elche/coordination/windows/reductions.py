@@ -104,7 +104,7 @@ class ReductionPlanner:
         epoch: int,
         reduction: Reduction,
     ) -> list[Reduce]:
-        """The reduction as each rank is told it.
+        """The reduction's instructions, one for each rank.
 
         Args:
             parts: what each rank did in the window.

@@ -21,7 +21,7 @@ class Part:
     """One rank's part of one window.
 
     ``trained`` are its batches once it is closed; ``samples`` those that weigh.
-    ``permitted`` batches is the most that it has been told it may run, None without a
+    ``permitted`` batches is the most that it has been allowed to run, None without a
     limit. Where ``is_diverged``, its update is not finite, or the one before was not
     and it is of one batch: its rank's wait for the others is left out of pacing. Where
     ``is_drained``, its rank knew that the epoch ends when it began it.
@@ -72,7 +72,7 @@ class WindowBook:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has trained in the next window."""
+        """Whether no rank has trained in the next window."""
         return not any(part.batches for part in self.ahead.values())
 
     def window_of(self, rank: int) -> int:
@@ -135,7 +135,7 @@ class WindowBook:
         return done
 
     def unopened(self) -> list[int]:
-        """Ranks that have not been told of the window being collected."""
+        """Ranks that have not been sent the window being collected."""
         return [rank for rank, part in self.parts.items() if part.opened is None]
 
     def add(self, rank: int) -> None:
@@ -229,7 +229,7 @@ class Reduction:
 
 
 def check_claim(event: BatchesDone, samples: int) -> None:
-    """Refuses samples that the batches do not have, and times that are none.
+    """Refuses wrong sample counts, and times that are negative or not finite.
 
     Args:
         event: what a rank reports.

@@ -372,7 +372,7 @@ class WindowLoop:
         )
 
     def _hold(self, now_s: float, why: str) -> Action:
-        """Nothing to do in this window: until told, or until it ends."""
+        """Nothing to do in this window: until a message, or until it ends."""
         wall_s = self._plan.wall_s if self._plan is not None else None
         if not self._is_open or wall_s is None:
             return self._finish_or_wait(why)

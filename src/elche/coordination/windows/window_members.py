@@ -102,7 +102,7 @@ def settle(
             for rank in state.members
         ]
     if running.is_handover:
-        raise TransitionError("nobody who is left holds the model")
+        raise TransitionError("no remaining rank holds the model")
     for rank, samples in state.ledger.unstage_gone().items():
         state.progress_samples -= samples
         state.totals.discard(running.window, rank, samples)

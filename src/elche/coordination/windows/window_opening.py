@@ -60,7 +60,7 @@ def permits(state: WindowState) -> list[Instruction]:
 
 
 def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
-    """Tops up these ranks; tells those that get nothing more to close."""
+    """Tops up these ranks; sends CloseWindow to those that get nothing more."""
     told = list(ranks)
     if state.is_draining or state.source is not None:
         granted = [] if state.is_draining else grant_planned(state)
@@ -161,7 +161,7 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     """A rank's speed is known, or will not be: when that is true of all, go by it.
 
     The first window of a run has no length. It ends when every rank has been measured,
-    so that nobody waits for the slowest one to run a whole anchor of batches.
+    so that no rank waits for the slowest one to run a whole anchor of batches.
     """
     if rank not in state.uncalibrated:
         return []

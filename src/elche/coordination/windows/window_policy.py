@@ -356,7 +356,7 @@ class WindowPolicy(Policy):
         state.note(
             f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
             f"ends for all; {returned} batches leased to it are given back, "
-            f"{untouched} that nobody holds are left out of the epoch"
+            f"{untouched} that no rank holds are left out of the epoch"
         )
         for rank in state.members:
             state.book.part(rank).told_to_close = False

@@ -172,10 +172,10 @@ class WindowState:
                 self.throttle.stop(rank)
 
     def give_back(self, rank: int) -> tuple[int, int]:
-        """A rank has dropped its leases, and nobody gets any more.
+        """A rank has dropped its leases, and no rank gets any more.
 
         Returns:
-            How many batches it gave back, and how many nobody will train on.
+            How many batches it gave back, and how many no rank will train on.
         """
         returned = self.ledger.give_back(rank)
         untouched = self.ledger.abandon()

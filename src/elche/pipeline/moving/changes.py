@@ -1,8 +1,8 @@
 """Changes of a pipeline between steps: its schedule and partition.
 
-Ranks tell each other what they measured with the end of a step that they exchange
-anyway. What one replica then wants is told with the next step, and carried out by all
-ranks before the one after it, so that nobody is surprised by it.
+Ranks exchange their measurements with the message that ends a step. A change that one
+replica then wants is sent with the next step, and carried out by all ranks before the
+one after it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Changes:
         return moved
 
     def report(self, executor: Executor, is_timed: bool) -> list[Any]:
-        """What the other ranks are told at the end of a step."""
+        """The report to the other ranks at the end of a step."""
         wanted = _UNCHANGED
         if self._pending is not None:
             wanted = _MOVES if self._pending.moves else _RESCHEDULES

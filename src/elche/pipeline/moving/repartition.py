@@ -122,7 +122,7 @@ class Repartition:
         return made[0]
 
     def _prepare(self, terms: Terms) -> list[Any]:
-        """Packs what leaves, builds what comes; tells the others about both."""
+        """Packs what leaves, builds what comes; reports both to the others."""
         rank, given = self._communicator.rank, self._parts.given
         self._groups.check_holds(_named(self._own), rank)
         for one in self._moves:

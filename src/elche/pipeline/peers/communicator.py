@@ -75,7 +75,7 @@ class PipelineCommunicator:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Ends the pipeline on all ranks, which are told why."""
+        """Ends the pipeline on all ranks, with the reason."""
         if not self._ended:
             self._ended = f"the pipeline has ended ({type(error).__name__}: {error})"
         if self.peers is not None:

@@ -64,7 +64,7 @@ class Address:
 
     Attributes:
         rank: the other rank.
-        tag: tells messages between two ranks apart; two gloo tags are made of it.
+        tag: distinguishes messages between two ranks; two gloo tags are made of it.
         what: for people.
     """
 
@@ -177,7 +177,7 @@ class Transport:
         group: a torch process group of its own.
         rank: this rank.
         check: called while waiting; raises when the run has been ended from outside.
-        watch: is told of long waits, and says who is late.
+        watch: receives long waits, and names the late rank.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Transport:
         """Sends; waits only while too many older messages have not been taken.
 
         Raises:
-            DeadlineError: nobody took them in time.
+            DeadlineError: they were not received in time.
             CommunicationError: the connection broke.
         """
         rank = address.rank

@@ -65,7 +65,7 @@ class Waits:
         if not late:
             return f"{named} wait for each other"
         if len(late) > 1:
-            return f"{named} are late, and wait for nobody"
+            return f"{named} are late, and wait for no other rank"
         return f"{named} is late, and waits for nobody"
 
     def _waits_of(self, rank: int) -> str:

@@ -1,7 +1,7 @@
 """Recognition of torch calls with a deferrable weight gradient.
 
-A rule reads a call's arguments and says which operation it is, on which activation,
-weight and bias; None where it is none of ours, and autograd does it all.
+A rule reads a call's arguments and returns the operation with its activation, weight
+and bias; None where the call is not deferrable, and autograd does all of it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def clip_norm(
         The norm before, on every rank.
 
     Raises:
-        ConfigError: max_norm is no number of at least 0, here or on another rank;
+        ConfigError: max_norm is not a number of at least 0, here or on another rank;
             nothing has changed.
         MismatchError: ranks give different ones; nothing has changed.
     """

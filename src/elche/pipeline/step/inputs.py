@@ -169,7 +169,7 @@ def scale_of(loss_scale: Any) -> float:
     """A number that gradients can be multiplied with and divided by.
 
     Raises:
-        ConfigError: it is none, or not finite and above 0.
+        ConfigError: it is not a number, or not finite and above 0.
     """
     found = number_of(loss_scale, "loss_scale")
     if not 0 < found < math.inf:
@@ -181,7 +181,7 @@ def number_of(value: Any, name: str) -> float:
     """A number that may be a tensor's.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number.
     """
     try:
         if isinstance(value, (str, bytes)):

@@ -120,8 +120,8 @@ def by_position(
         seed: of the run; None for none.
 
     Raises:
-        ConfigError: the length is none, is said of a data set that is no stream, or is
-            missing.
+        ConfigError: the length is not a whole number above 0, is given for a data set
+            that is not an IterableDataset, or is missing.
     """
     length = _stream_length(loader, samples_per_epoch)
     if length is None and world_size > 1 and _is_stream(loader):
@@ -141,7 +141,7 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 def _stream_length(
     loader: DataLoader[Any], samples_per_epoch: int | None
 ) -> int | None:
-    """Positions of an epoch of a stream; None if nobody knows, or it is no stream."""
+    """Positions of an epoch of a stream; None if unknown, or not a stream."""
     if samples_per_epoch is not None:
         whole = isinstance(samples_per_epoch, int)
         if not whole or isinstance(samples_per_epoch, bool) or samples_per_epoch < 1:
@@ -151,8 +151,8 @@ def _stream_length(
             )
         if not _is_stream(loader):
             raise ConfigError(
-                "samples_per_epoch says how long an epoch of an IterableDataset is; "
-                f"{type(loader.dataset).__name__} is none, its sampler says that"
+                "samples_per_epoch is only for an IterableDataset, got "
+                f"{type(loader.dataset).__name__}, whose sampler gives the length"
             )
         return samples_per_epoch
     if not _is_stream(loader):

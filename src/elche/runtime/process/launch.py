@@ -1,6 +1,6 @@
 """Launcher of a run's ranks on this machine, with the coordinator in this process.
 
-When a rank fails, or the launcher is sent a signal, all ranks are told through the
+When a rank fails, or the launcher is sent a signal, all ranks are notified through the
 coordinator and end by themselves; what is still there after a while is terminated.
 """
 

@@ -6,8 +6,8 @@
 2. All are timed; the best are refined by moving layers while the simulated step gets
    shorter, and by leaving devices out.
 3. Every published schedule, and `auto`, on the best of them; for `auto`, layers move
-   once more. The shortest step that fits the memory is the plan; the others are told as
-   its alternatives.
+   once more. The shortest step that fits the memory is the plan; the others are listed
+   as its alternatives.
 """
 
 from __future__ import annotations

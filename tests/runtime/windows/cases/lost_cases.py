@@ -227,7 +227,7 @@ def train_through_bad_samples(
     metrics = None if ended[0] else elche.epoch_metrics()
     progress = 0.0 if ended[0] else elche.progress_samples()
     elche.shutdown()
-    discarded = [line for line in kept.lines if "so it is discarded" in line]
+    discarded = [line for line in kept.lines if "and is discarded" in line]
     return Survived(ended, order, metrics, progress, values, discarded)
 
 

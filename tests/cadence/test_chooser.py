@@ -328,7 +328,11 @@ def test_one_device_alone_is_named_as_that_whatever_policy_carries_it_out() -> N
     assert (choice.policy, choice.carried_out_by) == ("sync", "async")
     assert choice.reason.startswith("training on one device alone: predicted 1.00 ")
     assert "left out: rank 1, which would slow it (with all ranks" in choice.reason
-    assert Chooser().observe(cluster(1.0, sync_s=0.0)).reason.startswith("sync on 1 rank: ")
+    assert (
+        Chooser()
+        .observe(cluster(1.0, sync_s=0.0))
+        .reason.startswith("sync on 1 rank: ")
+    )
 
 
 def test_a_rank_that_becomes_slow_is_left_out_and_comes_back() -> None:

@@ -319,8 +319,20 @@ def test_ranks_that_cost_more_than_they_bring_are_left_out(slow: int) -> None:
     choice = Chooser().observe(cluster(*speeds, sync_s=0.02))
     assert choice.left_out == tuple(range(3, 3 + slow))
     assert "left out: rank 3" in choice.reason
-    assert "which would slow the run (with all ranks predicted " in choice.reason
+    assert ", which would slow it (with all ranks predicted " in choice.reason
     assert choice.prediction.world_size == 3
+
+
+def test_one_device_alone_is_named_as_that_whatever_policy_carries_it_out() -> None:
+    choice = Chooser().observe(cluster(1.0, 0.02, sync_s=2.0))
+    assert (choice.policy, choice.carried_out_by) == ("sync", "async")
+    assert choice.reason.startswith("training on one device alone: predicted 1.00 ")
+    assert "left out: rank 1, which would slow it (with all ranks" in choice.reason
+    assert (
+        Chooser()
+        .observe(cluster(1.0, sync_s=0.0))
+        .reason.startswith("sync on 1 rank: ")
+    )
 
 
 def test_a_rank_that_becomes_slow_is_left_out_and_comes_back() -> None:

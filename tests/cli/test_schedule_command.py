@@ -228,7 +228,7 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
         ),
         (
             ("auto", *ARGUMENTS, "--virtual-stages", "2", "--stages", __file__),
-            "--stages FILE says how many",
+            "--stages FILE gives the stages",
         ),
         (("no-such.csv", *ARGUMENTS), "cannot read no-such.csv"),
         (("auto", *ARGUMENTS, "--json", "/no/such/place"), "cannot write"),

@@ -169,7 +169,7 @@ def changed(plan: Cluster, rank: int, what: str) -> Join:
         ("tensor shape", ["weight", "[3, 4]", "[3, 5]", "rank 1"]),
         ("tensor dtype", ["weight", "float32", "float64"]),
         ("tensor missing", ["weight", "(absent)"]),
-        ("version", ["rank 1", f"protocol {PROTOCOL_VERSION + 1}", "install"]),
+        ("version", ["rank 1", f"version {PROTOCOL_VERSION + 1}", "install"]),
         ("world size", ["world size", "rank 1", "5", "2"]),
     ],
 )

@@ -351,10 +351,9 @@ class Chooser:
             named = ", ".join(map(str, left_out[:NAMED_RANKS]))
             if len(left_out) > NAMED_RANKS:
                 named += f" and {len(left_out) - NAMED_RANKS} more"
-            said += (
-                f"; left out: rank {named}, which would slow the run (with all ranks "
-            )
-            said += f"predicted {most:.2f} at most)"
+            said += f"; left out: rank {named}"
+            said += ", which would slow it" if most < chosen.goodput else ""
+            said += f" (with all ranks predicted {most:.2f} at most)"
         return said
 
 

@@ -34,11 +34,7 @@ class RateWatch:
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """An epoch of windows begins with these rates."""
-        self._rates = {
-            id(optimizer): _rates(optimizer)
-            for optimizer in optimizers
-            if optimizer not in _follow_progress
-        }
+        self._rates = {id(optimizer): _rates(optimizer) for optimizer in optimizers}
 
     def check(self, optimizers: Iterable[torch.optim.Optimizer], policy: str) -> None:
         """A window has ended; the epoch has not."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elche.runtime.coordinator import serve_in_thread
-from tests.distributed.seen_cases import LEAST_SHARE, slowed_for_a_while
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
+from tests.runtime.data.cases.seen_cases import LEAST_SHARE, slowed_for_a_while
 
 STOPPED_S, RUNS_S = 0.018, 0.003
 BACK_STEPS = 500

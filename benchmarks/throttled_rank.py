@@ -10,6 +10,7 @@ Run: ``python benchmarks/throttled_rank.py --runs 10``.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -82,7 +83,7 @@ def measure(period_s: float, duty: float, throttled_s: float) -> tuple[float, ..
     """Share before, least share while throttled, seconds until it is back."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "elche.cli", "run", "--nproc", "2"]
+        command = [sys.executable, "-m", "elche", "run", "--nproc", "2"]
         run = subprocess.Popen(
             [*command, __file__, "--folder", name],
             start_new_session=True,
@@ -90,7 +91,8 @@ def measure(period_s: float, duty: float, throttled_s: float) -> tuple[float, ..
         )
         try:
             steps = Steps(folder)
-            steps.wait(time.monotonic(), 0.0)
+            if math.isinf(steps.wait(time.monotonic(), 0.0)):
+                raise SystemExit(f"expected {WINDOW} steps of rank 1, none came")
             time.sleep(3.0)
             before = fmean(n for _, n in steps.since(time.monotonic() - 2.0))
             pid = int((folder / "pid").read_text())

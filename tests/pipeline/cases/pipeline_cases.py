@@ -510,10 +510,10 @@ def hang(pipe: Pipeline | None) -> None:
         RemoteRankError: they have.
     """
     assert pipe is not None
-    assert pipe._crew.peers is not None
+    assert pipe._communicator.peers is not None
     until_s = time.monotonic() + 150.0
     while time.monotonic() < until_s:
-        pipe._crew.peers._check()
+        pipe._communicator.peers._check()
         threading.Event().wait(0.05)
 
 

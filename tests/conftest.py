@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.harness import leaks
-from tests.harness.rank_pool import RankPool, pool_pids
+from tests.harness.rank_pool import RankPool, pool_pids, renew_pools
 from tests.harness.reached import REACHED, check_reached
 
 LEAK_GRACE_S = 60.0
@@ -76,6 +76,17 @@ def all_states_reached(request: pytest.FixtureRequest) -> Iterator[None]:
     REACHED.clear()
     yield
     check_reached(request.node)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_ranks(request: pytest.FixtureRequest) -> None:
+    """Gives a module with ``NEW_RANKS`` ranks that have served no other module.
+
+    Workers of a DataLoader are forked from the rank. Forked from ranks that had run
+    cases of many other modules they have crashed by a segmentation fault.
+    """
+    if getattr(request.module, "NEW_RANKS", False):
+        renew_pools()
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

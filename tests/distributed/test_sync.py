@@ -20,6 +20,7 @@ from tests.distributed.cases.tasks import (
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 FOUR_TO_ONE = [
     {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},

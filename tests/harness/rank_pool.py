@@ -219,6 +219,12 @@ class RankPool:
 _pools: WeakSet[RankPool] = WeakSet()
 
 
+def renew_pools() -> None:
+    """Ends the idle ranks of all pools; the next case of each starts new ones."""
+    for pool in _pools:
+        pool.close()
+
+
 def pool_pids() -> frozenset[int]:
     """Returns the processes of all pools: they may outlive a test."""
     return frozenset(pid for pool in _pools for pid in pool.pids)

@@ -28,6 +28,7 @@ from tests.harness.rank_pool import RankPool
 from tests.runtime.test_resume_sync_ranks import Scripted
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 EXACT = 1e-13
 SYNC = Job(samples=16 * 12 + 5, options={"policy": "sync", "speed_hints": (1.0, 0.25)})

@@ -15,6 +15,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 
 class Changing(Dataset[Any]):

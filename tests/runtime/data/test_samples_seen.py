@@ -11,6 +11,7 @@ from tests.harness.rank_pool import RankPool
 from tests.runtime.data.cases.seen_cases import Job, Seen, watch
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 RANKS = 3
 

@@ -28,6 +28,7 @@ from tests.runtime.data.cases.stream_cases import (
 )
 
 pytestmark = pytest.mark.distributed
+NEW_RANKS = True
 
 UNEQUAL = [
     {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "0.2"},

@@ -140,19 +140,16 @@ def test_trials_cost_little(fleet: Fleet) -> None:
     assert fleet.trials - trials <= 300 // 32
 
 
-def test_a_trial_costs_at_most_a_hundredth_of_the_steps_since_the_last() -> None:
+def test_a_trial_costs_little_of_the_steps_since_the_last() -> None:
+    """One sample took 40 instead of 63, so more may take 40 each, if none is fixed."""
     ranks = Balancer(BalancerConfig(world_size=2))
     for _ in range(3):
         ranks.report([63, 1], [63.0, 40.0])
     assert ranks.sizes(64) == (63, 1)
-    # Two samples may take 80 instead of 63: 27 % of a step, so one of 27 and more.
-    found = [ranks.trial(64, steps) for steps in range(60)]
-    assert found[:32] == [None] * 32
-    assert set(found[32:]) == {(62, 2)}
-    for _ in range(20):
-        ranks.report([63, 1], [63.0, 45.0])
-    found = [ranks.trial(64, steps) for steps in range(60)]
-    assert found.index((62, 2)) == pytest.approx(43, abs=3)  # 90 instead of 63
+    tried = {steps: ranks.trial(64, steps) for steps in (0, 31, 32, 70, 100, 10_000)}
+    assert list(tried.values()) == [None, None, (62, 2), (61, 3), (60, 4), (60, 4)]
+    for steps, sizes in tried.items():
+        assert sizes is None or 40 * sizes[1] <= 63 * (1.0 + 0.02 * steps)
 
 
 def test_nobody_is_tried_where_the_least_part_of_another_takes_longest() -> None:

@@ -25,7 +25,7 @@ IDLE = 0.5
 """Part of a step below which a rank's time shows that its share is far too small."""
 TRIAL_IDLE = 0.9
 """Part of a step below which a rank's time makes a larger share worth a trial."""
-TRIAL_COST = 0.01
+TRIAL_COST = 0.02
 """What trials may cost: part of the time of the steps between two of them."""
 TRIAL_STEPS = 32
 """Fewest steps between two trials."""
@@ -209,7 +209,7 @@ class Balancer:
 
         Returns:
             One size per rank, together ``batch_samples``; None if there is nothing to
-            try, or if it may cost more than 1 % of the time of so many steps.
+            try, or if it may cost more than 2 % of the time of so many steps.
         """
         if steps < TRIAL_STEPS or not self.is_calibrated or self._spared:
             return None

@@ -137,7 +137,8 @@ def test_what_was_sent_before_a_rebuild_is_let_go(
 ) -> None:
     found = ranks2.run(_sent_and_held, policy, case_setup=serve_in_thread)
     assert all(sent > 0 for sent, _ in found)
-    assert [held for _, held in found] == [[0] * 4] * 2
+    # A rank that is late on a busy machine may find an epoch done by the other one.
+    assert all(held and not any(held) for _, held in found)
 
 
 def _barrier(policy: str) -> int:

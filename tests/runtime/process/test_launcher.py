@@ -31,7 +31,7 @@ TRAINING = str(HERE / "scripts.py")
 WAIT_S = 200.0
 # Whoever ends has been told, or killed by the second signal: nobody is ended for time.
 PATIENT = (
-    "from elche.runtime import rank_processes as r; "
+    "from elche.runtime.process import rank_processes as r; "
     "r.GRACE_S = r.HEED_S = r.KILL_AFTER_S = 1e4; "
     "from elche.cli.main import main; main()"
 )

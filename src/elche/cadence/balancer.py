@@ -218,8 +218,9 @@ class Balancer:
         ends = self._ends(kept, times)
         longest, minimum = max(ends), self._minimum(batch_samples)
         served = [rank for rank, part in enumerate(kept) if part]
-        if kept[ends.index(longest)] <= minimum:
-            return None  # who has least decides how long a step takes
+        least = self._ends([min(part, minimum) for part in kept], times)
+        if max(least) >= (1.0 - self._config.rebalance_gain) * longest:
+            return None  # somebody's least part takes as long: nothing is to be gained
         most = batch_samples - minimum * (len(served) - 1)
         longer = 1.0 + min(TRIAL_COST * steps, MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):

@@ -17,14 +17,15 @@ WORKERS ?= 2
 # process, and files come in their order, so that rank pools are kept and no long file
 # is left for the end.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Of the pure tests, whole simulated runs and searches for plans are left out.
+# Of the pure tests, those of many simulated runs and searches for plans are left out.
 QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim \
 	tests/test_architecture.py tests/test_config.py tests/test_config_together.py \
 	tests/test_imports.py tests/test_layers.py \
-	$(addprefix --ignore=tests/,monitor/test_plots.py \
+	$(addprefix --ignore=tests/,cadence/test_chooser.py \
+	cadence/test_shares_come_back.py monitor/test_plots.py \
 	schedule/generators/test_auto.py schedule/planning schedule/test_independent.py \
-	sim/test_auto.py sim/test_efficiency.py sim/test_membership.py sim/test_runs.py \
-	sim/test_slow_link.py)
+	$(addprefix sim/test_,auto.py efficiency.py link.py membership.py non_finite.py \
+	properties.py runs.py slow_link.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-full fuzz lint types bench format clean

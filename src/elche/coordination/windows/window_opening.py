@@ -11,6 +11,7 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     Permit,
 )
+from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
@@ -46,8 +47,8 @@ def permits(state: WindowState) -> list[Instruction]:
     for rank in state.members:
         part = state.book.part(rank)
         batches = _permit(state, rank)
-        if part.opened is not None and part.closed is None and batches is not None:
-            part.permitted = max(batches, part.permitted or 0)
+        if part.is_open and batches is not None:
+            part.permit(batches)
             told.append(
                 Permit(
                     rank=rank,
@@ -136,25 +137,26 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     nothing_left = state.ledger.pooled == 0
     told: list[Instruction] = []
     for rank in ranks:
-        part = state.book.part(rank)
-        if part.told_to_close or part.opened is None or part.closed is not None:
+        if state.book.part(rank).phase is not PartPhase.OPEN:
             continue
         starved = nothing_left or (others_wait and rank in state.leasing.hungry)
         is_idle = starved and not state.ledger.leased(rank)
         is_idle = is_idle and not _is_owed(state, rank)
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.is_draining or is_idle or is_held:
-            part.told_to_close = True
             state.throttle.stop(rank)
-            told.append(
-                CloseWindow(
-                    rank=rank,
-                    epoch=state.epoch,
-                    window=state.book.window_of(rank),
-                    drain=state.is_draining,
-                )
-            )
+            told.append(_close_window(state, rank))
     return told
+
+
+def _close_window(state: WindowState, rank: int) -> CloseWindow:
+    state.book.part(rank).tell_to_close()
+    return CloseWindow(
+        rank=rank,
+        epoch=state.epoch,
+        window=state.book.window_of(rank),
+        drain=state.is_draining,
+    )
 
 
 def calibrate(state: WindowState, rank: int) -> list[Instruction]:
@@ -170,17 +172,11 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
         return []
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())
-    told: list[Instruction] = []
-    for other in state.members:
-        part = state.book.part(other)
-        if part.opened is None or part.closed is not None or part.told_to_close:
-            continue
-        part.told_to_close = True
-        window = state.book.window_of(other)
-        told.append(
-            CloseWindow(rank=other, epoch=state.epoch, window=window, drain=False)
-        )
-    return told
+    return [
+        _close_window(state, other)
+        for other in state.members
+        if state.book.part(other).phase is PartPhase.OPEN
+    ]
 
 
 def _open(state: WindowState, rank: int) -> OpenWindow:
@@ -193,19 +189,19 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
         committed += state.planned_samples
     else:
         state.planned_samples = planned_samples
-    plan, part = state.planned(window), state.book.part(rank)
+    plan = state.planned(window)
+    is_diverged = plan is None and rank in state.diverged
     if plan is None:
         batches = most = pace.batches[rank]
         if state.uncalibrated:
             most = max(batches, CALIBRATION_BATCHES)
-        part.is_diverged = rank in state.diverged
-        ends_by_time = pace.wall_s is not None and not part.is_diverged
+        ends_by_time = pace.wall_s is not None and not is_diverged
         opened = OpenWindow(
             rank=rank,
             epoch=state.epoch,
             window=window,
             wall_s=pace.wall_s,
-            max_batches=None if ends_by_time else 1 if part.is_diverged else most,
+            max_batches=None if ends_by_time else 1 if is_diverged else most,
             hold_after=_permit(state, rank),
             adopt_at=None,
             patience_s=pace.patience_s,
@@ -228,8 +224,9 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             planned_samples=plan.planned_samples,
             planned_batches=plan.planned_batches[at],
         )
-    part.opened, part.permitted = opened, opened.hold_after
-    part.is_drained = state.is_draining
+    state.book.part(rank).open(
+        opened, is_diverged=is_diverged, is_drained=state.is_draining
+    )
     return opened
 
 

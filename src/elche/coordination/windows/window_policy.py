@@ -242,7 +242,6 @@ class WindowPolicy(Policy):
         if event.scalars:
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
-        part.trained = state.ledger.parts(rank)
         judge_update(state, rank)
         if state.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
@@ -358,8 +357,7 @@ class WindowPolicy(Policy):
             f"ends for all; {returned} batches leased to it are given back, "
             f"{untouched} that no rank holds are left out of the epoch"
         )
-        for rank in state.members:
-            state.book.part(rank).told_to_close = False
+        state.book.tell_again()
         return close_idle(state, state.members)
 
     def _end_epoch(self, now_s: float) -> list[Instruction]:

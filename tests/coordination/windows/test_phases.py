@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elche.coordination.protocol.events import WindowClosed
+from elche.coordination.windows.reductions import Reductions
 from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError, TransitionError
 from tests.coordination.windows.test_window_loop import opened
@@ -57,3 +58,32 @@ def test_a_rank_closes_an_open_window_once(calls: str) -> None:
     book.parts[0] = follow(calls)
     with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected once"):
         book.close(CLOSED)
+
+
+def test_one_reduction_runs_at_a_time_until_all_hold_its_result() -> None:
+    reductions = Reductions()
+    with pytest.raises(TransitionError, match="before all hold its result"):
+        reductions.commit()
+    running = reductions.begin(0, {0: Part(), 1: Part()}, {}, None)
+    with pytest.raises(TransitionError, match="window 1 cannot be reduced: window 0"):
+        reductions.begin(1, {}, {}, None)
+    running.remove(0)
+    with pytest.raises(TransitionError, match="before all hold its result"):
+        reductions.commit()
+    running.remove(1)
+    assert reductions.commit() is reductions.last is running
+    assert reductions.running is None
+
+
+def test_a_handover_ends_with_the_ranks_that_it_was_for() -> None:
+    reductions = Reductions()
+    assert reductions.resume(3, [0]) is None
+    for rank in (1, 2):
+        reductions.add(rank)
+    handover = reductions.resume(3, [0, 1, 2])
+    assert handover is not None
+    assert (handover.window, handover.missing) == (3, {0, 1, 2})
+    reductions.remove(1)
+    assert reductions.resume(3, [0, 2]) is handover
+    reductions.remove(2)
+    assert reductions.resume(3, [0]) is None

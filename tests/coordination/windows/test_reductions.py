@@ -15,9 +15,10 @@ from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
     SETTLED_WINDOWS,
+    Reduction,
     ReductionPlanner,
 )
-from elche.coordination.windows.window_book import Part, Reduction, WindowBook
+from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError
 from tests.coordination.windows.test_window_loop import opened
 from tests.harness.reached import reach

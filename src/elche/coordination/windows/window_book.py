@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from elche.coordination.accounts.batch_ranges import Range, append_range
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.protocol.events import BatchesDone, WindowClosed
 from elche.coordination.protocol.instructions import OpenWindow
 from elche.errors import ProtocolError, TransitionError
 
@@ -220,84 +220,6 @@ class WindowBook:
         part = self.parts.pop(rank)
         self.ahead.pop(rank)
         self._open -= part.closed is None
-
-
-class Reduction:
-    """One reduction under way: who has its result.
-
-    Args:
-        window: whose.
-        ranks: who takes part.
-        is_handover: it only brings the common model to ranks that have joined.
-
-    Attributes:
-        begun_s: when all ranks had closed the window; None where that says nothing
-            about how long it takes.
-        diverged: ranks whose waits are left out of pacing; see `Part`.
-    """
-
-    def __init__(
-        self, window: int, ranks: Iterable[int], *, is_handover: bool = False
-    ) -> None:
-        self.window = window
-        self.is_handover = is_handover
-        self.attempt = 0
-        self.begun_s: float | None = None
-        self.diverged: frozenset[int] = frozenset()
-        self.reports: dict[int, WindowReduced] = {}
-        self.missing = set(ranks)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every rank has the result."""
-        return not self.missing
-
-    def reduced(self, event: WindowReduced) -> None:
-        """A rank has it.
-
-        Raises:
-            ProtocolError: it is of another window, or was said twice.
-        """
-        if event.window != self.window or event.rank not in self.missing:
-            raise ProtocolError(
-                f"rank {event.rank} reduced window {event.window} out of turn"
-            )
-        self.missing.discard(event.rank)
-        self.reports[event.rank] = event
-
-    def again(self, ranks: Iterable[int]) -> None:
-        """All of these shall report once more: the membership has changed."""
-        self.attempt += 1
-        self.begun_s = None
-        self.missing = set(ranks)
-        self.reports.clear()
-
-    def remove(self, rank: int) -> None:
-        """A rank is gone."""
-        self.missing.discard(rank)
-        self.reports.pop(rank, None)
-
-    @property
-    def sync_s(self) -> float:
-        """What it cost the rank that it cost most."""
-        return max((report.sync_s for report in self.reports.values()), default=0.0)
-
-    def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
-        """What it cost ranks that had work meanwhile, and their mean wait for others.
-
-        One that has none waits through the whole of it, which costs nothing.
-        """
-        reports = [self.reports[rank] for rank in busy if rank in self.reports]
-        reports = reports or list(self.reports.values())
-        if not reports:
-            return 0.0, 0.0
-        wait_s = sum(report.wait_s for report in reports) / len(reports)
-        return max(report.sync_s for report in reports), wait_s
-
-    @property
-    def divergences(self) -> list[float]:
-        """Of all ranks, in their order."""
-        return [self.reports[rank].divergence for rank in sorted(self.reports)]
 
 
 def check_claim(event: BatchesDone, samples: int) -> None:

@@ -11,13 +11,13 @@ left out where the common parameters are not finite: that ends every run. Pure.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from elche.coordination.accounts.batch_ranges import joined, named
 from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
-from elche.coordination.windows.window_book import Reduction
 from elche.coordination.windows.window_state import WindowState
 from elche.errors import ConfigError, NonFiniteError
 
@@ -65,7 +65,7 @@ def refuse_lost(state: WindowState, event: WindowReduced) -> None:
     """
     if math.isfinite(event.parameter_norm):
         return
-    parts = state.reduced_parts.items()
+    parts = state.reductions.parts.items()
     reduced = {rank: part.trained for rank, part in parts if part.samples}
     batches = [each for trained in reduced.values() for each in trained]
     raise NonFiniteError(
@@ -94,31 +94,30 @@ def end_plan(state: WindowState) -> None:
         )
 
 
-def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instruction]:
+def begin_reduction(
+    state: WindowState, planner: ReductionPlanner, now_s: float
+) -> list[Instruction]:
     """Plans the reduction with what the ranks really did, or as was recorded."""
-    state.reduction = Reduction(state.book.window, state.members)
-    state.reduced_parts = parts = dict(state.book.parts)
-    state.reduction.diverged = frozenset(r for r, p in parts.items() if p.is_diverged)
-    planned = state.planned(state.book.window)
+    window, parts = state.book.window, state.book.parts
+    planned = state.planned(window)
     if planned is not None and planned.reduction is not None:
         settings = dict(planned.reduction)
         settings["buffers"] = tuple(settings["buffers"])
     else:
         settings = planner.settings(
-            state.reduced_parts,
-            state.ledger.sizes.num_batches,
-            state.pacing.el_che.total_batches,
+            parts, state.ledger.sizes.num_batches, state.pacing.el_che.total_batches
         )
-    state.reduction_settings = settings
     _record(state, settings)
-    return [*planner.plan(state.reduced_parts, settings, state.epoch, state.reduction)]
+    begun_s = now_s if state.is_overlapped else None
+    reduction = state.reductions.begin(window, parts, settings, begun_s)
+    return [*planner.plan(parts, settings, state.epoch, reduction)]
 
 
-def _record(state: WindowState, settings: dict[str, object]) -> None:
+def _record(state: WindowState, settings: dict[str, Any]) -> None:
     """Writes down what the window did, for a replay; it discards the same."""
     ranks = sorted(state.members)
     opened = [state.book.parts[rank].opened for rank in ranks]
-    last = state.last_reduction
+    last = state.reductions.last
     reports = {} if last is None else last.reports
     first = next(plan for plan in opened if plan is not None)
     state.record.windows.append(

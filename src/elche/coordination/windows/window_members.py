@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from elche.coordination.policy import Member
 from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
-from elche.coordination.windows.window_book import Reduction
 from elche.coordination.windows.window_state import WindowState
 from elche.errors import TransitionError
 
@@ -18,8 +17,7 @@ def remove_member(state: WindowState, rank: int) -> None:
     del state.members[rank]
     state.left.discard(rank)
     _give_work_to_all(state)
-    if rank in state.joining:
-        state.joining.remove(rank)
+    state.reductions.remove(rank)
     state.ledger.remove(rank)
     _discard(state, rank)
     state.leasing.remove(rank)
@@ -31,8 +29,6 @@ def remove_member(state: WindowState, rank: int) -> None:
     state.diverged.pop(rank, None)
     if state.is_draining:
         state.ledger.abandon()
-    if state.reduction is not None:
-        state.reduction.remove(rank)
 
 
 def add_member(state: WindowState, member: Member) -> None:
@@ -40,7 +36,7 @@ def add_member(state: WindowState, member: Member) -> None:
     state.is_paused = True
     _give_work_to_all(state)
     state.members[member.rank] = member
-    state.joining.append(member.rank)
+    state.reductions.add(member.rank)
     state.ledger.add(member.rank)
     state.leasing.add(member.rank, member.horizon_batches)
     state.book.add(member.rank)
@@ -79,21 +75,13 @@ def settle(
         What the members are told.
     """
     state.is_paused = False
-    if state.joining and state.reduction is None:
-        state.reduction = Reduction(
-            state.book.window - 1, state.members, is_handover=True
-        )
-        state.reduction.attempt -= 1
-    running = state.reduction
+    reductions = state.reductions
+    running = reductions.resume(state.book.window - 1, state.members)
     if running is None:
         return []
-    if running.is_handover and not state.joining:
-        state.reduction = None  # who was to take the model over is gone
-        return []
-    running.again(state.members)
     holders = [rank for rank, window in reduced.items() if window >= running.window]
     if running.is_handover:
-        holders += [rank for rank in state.members if rank not in state.joining]
+        holders += [rank for rank in state.members if rank not in reductions.joining]
     if holders:
         return [
             Adopt(
@@ -106,13 +94,5 @@ def settle(
     for rank, samples in state.ledger.unstage_gone().items():
         state.progress_samples -= samples
         state.totals.discard(running.window, rank, samples)
-    state.reduced_parts = {
-        rank: part
-        for rank, part in state.reduced_parts.items()
-        if rank in state.members
-    }
-    return [
-        *planner.plan(
-            state.reduced_parts, state.reduction_settings, state.epoch, running
-        )
-    ]
+    reductions.leave_out_gone(state.members)
+    return [*planner.plan(reductions.parts, reductions.settings, state.epoch, running)]

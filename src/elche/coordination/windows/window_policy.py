@@ -94,7 +94,7 @@ class WindowPolicy(Policy):
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         state = self._state
-        busy = state.reduction is not None or state.is_paused
+        busy = state.reductions.running is not None or state.is_paused
         return not (busy or state.is_final or state.is_draining)
 
     def begin_epoch(
@@ -172,8 +172,9 @@ class WindowPolicy(Policy):
         state = self._state
         if state.is_paused:
             return "the ranks that stay to form their new group"
-        if state.reduction is not None and not state.book.any_closed:
-            return f"the reduction on ranks {sorted(state.reduction.missing)[:8]}"
+        running = state.reductions.running
+        if running is not None and not state.book.any_closed:
+            return f"the reduction on ranks {sorted(running.missing)[:8]}"
         late = [r for r, part in state.book.parts.items() if part.closed is None]
         return f"ranks {late[:8]} to end window {state.book.window} of epoch " + str(
             state.epoch
@@ -193,7 +194,8 @@ class WindowPolicy(Policy):
         again = settle(state, self._planner, reduced)
         if state.may_end_window:
             return self._end_window(now_s)
-        if state.reduction is not None and state.is_final and state.has_work:
+        is_redone = state.reductions.running is not None
+        if is_redone and state.is_final and state.has_work:
             state.is_final = False
             again += next_window(state, now_s)
         again += permits(state)  # the slowest rank may be gone
@@ -280,14 +282,12 @@ class WindowPolicy(Policy):
             state.note(
                 state.pacing.measure(
                     state.book.parts,
-                    state.last_reduction,
+                    state.reductions.last,
                     is_tail=is_tail,
                     idle=state.idle,
                 )
             )
-        told = begin_reduction(state, self._planner)
-        if state.is_overlapped and state.reduction is not None:
-            state.reduction.begun_s = now_s
+        told = begin_reduction(state, self._planner, now_s)
         state.progress_samples += state.ledger.stage()
         state.planned_samples = 0
         state.advance()
@@ -298,14 +298,15 @@ class WindowPolicy(Policy):
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
         state = self._state
-        if state.reduction is None:
+        running = state.reductions.running
+        if running is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
-        if state.reduction.begun_s is not None and not state.reduction.reports:
-            taken_s = now_s - state.reduction.begun_s
+        if running.begun_s is not None and not running.reports:
+            taken_s = now_s - running.begun_s
             if event.adopted_at:  # it came while the last of these batches ran
                 taken_s -= 0.5 * state.pacing.batch_s().get(event.rank, 0.0)
             state.note(state.pacing.took(max(event.sync_s, taken_s)))
-        state.reduction.reduced(event)
+        running.reduced(event)
         state.totals.add(
             event.window,
             RankReport(
@@ -317,22 +318,20 @@ class WindowPolicy(Policy):
             ),
         )
         refuse_lost(state, event)
-        if not state.reduction.is_done or state.is_paused:
+        if not running.is_done or state.is_paused:
             return self._outcome([])
-        done, state.reduction = state.reduction, None
+        done = state.reductions.commit()
         state.ledger.commit()
         if done.is_handover:
-            joined, state.joining = state.joining, []
             state.count_anew()
-            told = open_windows(state, joined)
+            told = open_windows(state, state.reductions.take_joined())
             return self._outcome(told + lease(state, sorted(state.members), now_s))
-        state.last_reduction = done
         told = [
             state.totals.close_window(
                 done.window, now_s, min(state.members), done.sync_s
             )
         ]
-        parts, unpaced = state.reduced_parts.items(), state.idle | done.diverged
+        parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
         if state.source is None:
             state.note(state.pacing.watch(done, min(active, default=0)))

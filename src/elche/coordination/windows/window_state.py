@@ -17,8 +17,9 @@ from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.policy import EpochTotals, Member
 from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.windows.pacing import Pace, Pacing
+from elche.coordination.windows.reductions import Reductions
 from elche.coordination.windows.throttle import Throttle
-from elche.coordination.windows.window_book import Part, Reduction, WindowBook
+from elche.coordination.windows.window_book import WindowBook
 
 
 class WindowState:
@@ -59,11 +60,7 @@ class WindowState:
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
         self.is_draining = self.is_final = self.is_paused = False
         self.left = set()
-        self.reduction: Reduction | None = None
-        self.last_reduction: Reduction | None = None
-        self.reduced_parts: dict[int, Part] = {}
-        self.reduction_settings: dict[str, object] = {}
-        self.joining: list[int] = []
+        self.reductions = Reductions()
         self.last_pace: tuple[int, Pace | None] = (-1, None)
         self.diverged = {rank: [] for rank in self.diverged}
         self.source: WindowSource | None = None
@@ -145,7 +142,7 @@ class WindowState:
     @property
     def may_end_window(self) -> bool:
         """Whether all ranks have closed the window, and nothing else is reduced."""
-        is_free = self.reduction is None and not self.is_paused
+        is_free = self.reductions.running is None and not self.is_paused
         return is_free and self.book.all_closed
 
     @property

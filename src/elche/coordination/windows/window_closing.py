@@ -84,9 +84,9 @@ def end_plan(state: WindowState) -> None:
     Raises:
         ConfigError: the recorded loop broke off here, and this one does not.
     """
-    if state.source is None or state.is_draining or not state.ledger.pooled:
-        return
-    if state.source.window(state.book.window - state.first_window) is None:
+    plans, pooled = state.plans, state.ledger.pooled
+    has_ended = plans.is_followed and plans.window(state.book.window) is None
+    if has_ended and pooled and not state.is_draining:
         raise ConfigError(
             f"the recorded run left epoch {state.epoch} before its end, without "
             f"batches {named(state.ledger.pooled_ranges())}; this run's loop goes on: "
@@ -116,19 +116,19 @@ def begin_reduction(
 def _record(state: WindowState, settings: dict[str, Any]) -> None:
     """Writes down what the window did, for a replay; it discards the same."""
     ranks = sorted(state.members)
-    opened = [state.book.parts[rank].opened for rank in ranks]
+    parts = [state.book.parts[rank] for rank in ranks]
+    opened = [part.opened for part in parts if part.opened is not None]
     last = state.reductions.last
     reports = {} if last is None else last.reports
-    first = next(plan for plan in opened if plan is not None)
-    state.record.windows.append(
+    state.plans.record(
         WindowPlan(
-            parts=[list(state.book.parts[rank].trained) for rank in ranks],
+            parts=[part.trained for part in parts],
             adopt_at=[
                 reports[rank].adopted_at if rank in reports else 0 for rank in ranks
             ],
-            committed_samples=first.committed_samples,
-            planned_samples=first.planned_samples,
-            planned_batches=[plan.planned_batches if plan else 0 for plan in opened],
+            committed_samples=opened[0].committed_samples,
+            planned_samples=opened[0].planned_samples,
+            planned_batches=[plan.planned_batches for plan in opened],
             reduction=settings,
         )
     )

@@ -63,7 +63,7 @@ def permits(state: WindowState) -> list[Instruction]:
 def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
     told = list(ranks)
-    if state.is_draining or state.source is not None:
+    if state.is_draining or state.plans.is_followed:
         granted = [] if state.is_draining else grant_planned(state)
         return [*granted, *close_idle(state, told)]
     had = state.ledger.pooled
@@ -93,19 +93,18 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
-    if state.source is None:
+    if not state.plans.is_followed:
         return granted
     ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
     while True:
-        ahead = state.planned_until - state.book.window
+        ahead = state.plans.unleased - state.book.window
         held = min(state.ledger.leased(rank) for rank in ranks)
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
             break
-        plan = state.source.window(state.planned_until - state.first_window)
+        plan = state.plans.lease_next()
         if plan is None:
             break
-        state.planned_until += 1
         for rank, parts in zip(ranks, plan.parts, strict=True):
             for start, stop in parts:
                 state.ledger.lease_range(rank, start, stop)
@@ -117,8 +116,6 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 def _is_owed(state: WindowState, rank: int) -> bool:
     """Whether a plan has more for a rank in the window that it is in."""
-    if state.source is None:
-        return False
     plan = state.planned(state.book.window_of(rank))
     done = state.book.part(rank).batches
     return plan is not None and done < plan.batches(state.place(rank))

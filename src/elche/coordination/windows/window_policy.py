@@ -106,7 +106,7 @@ class WindowPolicy(Policy):
         state.take_plan(sizes, plan)
         ranks = list(state.members)
         instructions = open_windows(state, ranks)
-        if state.source is None:
+        if not state.plans.is_followed:
             instructions += state.leasing.first(ranks, now_s)
         return self._outcome(instructions + close_idle(state, ranks))
 
@@ -270,7 +270,7 @@ class WindowPolicy(Policy):
             end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.source is not None and touched
+        follows = state.is_overlapped and state.plans.is_followed and touched
         state.is_final = is_last and not follows
         if not touched and (state.is_final or not state.is_overlapped):
             state.advance()
@@ -278,7 +278,7 @@ class WindowPolicy(Policy):
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)
             return self._outcome(next_window(state, now_s))
         is_tail = state.is_final or state.ledger.pooled == 0
-        if state.source is None:  # a plan does not depend on measurements
+        if not state.plans.is_followed:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
                     state.book.parts,
@@ -333,7 +333,7 @@ class WindowPolicy(Policy):
         ]
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
-        if state.source is None:
+        if not state.plans.is_followed:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
@@ -365,5 +365,5 @@ class WindowPolicy(Policy):
             sorted(state.members),
             now_s,
             anchor=state.pacing.el_che.anchor,
-            plan=state.record.to_text(),
+            plan=state.plans.to_text(),
         )

@@ -11,7 +11,6 @@ from elche.coordination.accounts.epoch_plan import (
     FixedWindows,
     RecordedWindows,
     WindowPlan,
-    WindowSource,
 )
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.policy import EpochTotals, Member
@@ -20,6 +19,7 @@ from elche.coordination.windows.pacing import Pace, Pacing
 from elche.coordination.windows.reductions import Reductions
 from elche.coordination.windows.throttle import Throttle
 from elche.coordination.windows.window_book import WindowBook
+from elche.coordination.windows.window_plans import WindowPlans
 
 
 class WindowState:
@@ -63,14 +63,9 @@ class WindowState:
         self.reductions = Reductions()
         self.last_pace: tuple[int, Pace | None] = (-1, None)
         self.diverged = {rank: [] for rank in self.diverged}
-        self.source: WindowSource | None = None
         self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
-        self.planned_until = self.first_window = self.book.window
-        self.record = EpochPlan(
-            policy=self.config.policy,
-            world_size=len(self.members),
-            sizes=list(self.ledger.sizes.runs),
-        )
+        policy, window = self.config.policy, self.book.window
+        self.plans = WindowPlans(policy, len(self.members), sizes, window)
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.max_batch_diff, self.members)
         most_ahead = self.config.max_batch_diff
@@ -92,27 +87,25 @@ class WindowState:
         if text or self.config.deterministic:
             self.uncalibrated.clear()
         if text:
-            self.source = RecordedWindows(
-                EpochPlan.from_text(text, self.config.policy, len(self.members), sizes)
+            plan = EpochPlan.from_text(
+                text, self.config.policy, len(self.members), sizes
             )
+            self.plans.follow(RecordedWindows(plan))
         elif self.config.deterministic:
             counts = self.pacing.el_che.batch_counts
-            self.source = FixedWindows(sizes, counts, self.progress_samples)
+            self.plans.follow(FixedWindows(sizes, counts, self.progress_samples))
 
     def planned(self, window: int) -> WindowPlan | None:
         """The plan of a window; an empty one past the end of a planned epoch."""
-        if self.source is None:
+        if not self.plans.is_followed:
             return None
-        plan = self.source.window(window - self.first_window)
-        if plan is None:
-            nothing = [0] * len(self.members)
-            plan = WindowPlan(
-                parts=[[] for _ in nothing],
-                adopt_at=nothing,
-                committed_samples=self.progress_samples,
-                planned_batches=nothing,
-            )
-        return plan
+        nothing = [0] * len(self.members)
+        return self.plans.window(window) or WindowPlan(
+            parts=[[] for _ in nothing],
+            adopt_at=nothing,
+            committed_samples=self.progress_samples,
+            planned_batches=nothing,
+        )
 
     def place(self, rank: int) -> int:
         """Where a rank stands in a plan's lists."""
@@ -129,7 +122,7 @@ class WindowState:
         The first rank that comes to it decides that for all.
         """
         if self.last_pace[0] != window:
-            is_free = self.source is None and not self.is_draining
+            is_free = not (self.plans.is_followed or self.is_draining)
             left_s = self.leasing.work_s
             self.last_pace = window, self.pacing.last_pace(left_s) if is_free else None
         return self.last_pace[1] or self.pacing.pace()
@@ -148,7 +141,7 @@ class WindowState:
     @property
     def opens_early(self) -> bool:
         """Whether a rank may begin its next window before all have ended this one."""
-        is_known = self.pacing.el_che.is_calibrated or self.source is not None
+        is_known = self.pacing.el_che.is_calibrated or self.plans.is_followed
         return self.is_overlapped and is_known
 
     def goes_on(self, rank: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elche.coordination.protocol.events import WindowClosed
+from elche.coordination.windows.epoch_life import EpochLife
 from elche.coordination.windows.reductions import Reductions
 from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError, TransitionError
@@ -87,3 +88,22 @@ def test_a_handover_ends_with_the_ranks_that_it_was_for() -> None:
     assert reductions.resume(3, [0, 2]) is handover
     reductions.remove(2)
     assert reductions.resume(3, [0]) is None
+
+
+@pytest.mark.parametrize("calls", ["", "leave", "leave leave"])
+def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
+    life = EpochLife()
+    for _ in calls.split():
+        life.leave(1)
+    for _ in range(2):
+        assert (life.is_draining, life.is_final) == (bool(calls), False)
+        with pytest.raises(TransitionError, match="an epoch cannot go on: the epoch"):
+            life.go_on()
+        life.end()
+        assert (life.is_draining, life.is_final) == (bool(calls), True)
+        with pytest.raises(TransitionError, match="a window cannot be the last one"):
+            life.end()
+        with pytest.raises(TransitionError, match="rank 0 cannot leave its loop"):
+            life.leave(0)
+        life.go_on()
+    assert [life.has_left(rank) for rank in (0, 1)] == [False, bool(calls)]

@@ -25,7 +25,7 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     if not ranks:
         return []
     return [
-        *(() if state.is_draining else grant_planned(state)),
+        *(() if state.life.is_draining else grant_planned(state)),
         *(_open(state, rank) for rank in ranks),
     ]
 
@@ -63,8 +63,8 @@ def permits(state: WindowState) -> list[Instruction]:
 def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
     told = list(ranks)
-    if state.is_draining or state.plans.is_followed:
-        granted = [] if state.is_draining else grant_planned(state)
+    if state.life.is_draining or state.plans.is_followed:
+        granted = [] if state.life.is_draining else grant_planned(state)
         return [*granted, *close_idle(state, told)]
     had = state.ledger.pooled
     instructions: list[Instruction] = []
@@ -83,7 +83,7 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
         rank: one of `WindowState.idle`.
         batch_s: what a batch took it last.
     """
-    busy = state.is_paused or state.is_draining or state.ledger.leased(rank)
+    busy = state.life.is_paused or state.life.is_draining or state.ledger.leased(rank)
     if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
         return []
     start, stop = state.ledger.lease(rank, 1)
@@ -140,7 +140,7 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
         is_idle = starved and not state.ledger.leased(rank)
         is_idle = is_idle and not _is_owed(state, rank)
         is_held = state.throttle.holds(state.book.batches_since(rank))
-        if state.is_draining or is_idle or is_held:
+        if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
             told.append(_close_window(state, rank))
     return told
@@ -152,7 +152,7 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
         rank=rank,
         epoch=state.epoch,
         window=state.book.window_of(rank),
-        drain=state.is_draining,
+        drain=state.life.is_draining,
     )
 
 
@@ -162,10 +162,7 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     The first window of a run has no length. It ends when every rank has been measured,
     so that no rank waits for the slowest one to run a whole anchor of batches.
     """
-    if rank not in state.uncalibrated:
-        return []
-    state.uncalibrated.discard(rank)
-    if state.uncalibrated:
+    if not state.calibrated(rank):
         return []
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())
@@ -181,16 +178,12 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
     pace, sizes = state.pace(window), state.ledger.sizes
     batches = min(pace.total_batches, sizes.num_batches)
     planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
-    committed = state.progress_samples
-    if window > state.book.window:  # the one before is planned, not yet counted
-        committed += state.planned_samples
-    else:
-        state.planned_samples = planned_samples
+    committed = state.plan_samples(window, planned_samples)
     plan = state.planned(window)
     is_diverged = plan is None and rank in state.diverged
     if plan is None:
         batches = most = pace.batches[rank]
-        if state.uncalibrated:
+        if state.is_calibrating:
             most = max(batches, CALIBRATION_BATCHES)
         ends_by_time = pace.wall_s is not None and not is_diverged
         opened = OpenWindow(
@@ -222,7 +215,7 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             planned_batches=plan.planned_batches[at],
         )
     state.book.part(rank).open(
-        opened, is_diverged=is_diverged, is_drained=state.is_draining
+        opened, is_diverged=is_diverged, is_drained=state.life.is_draining
     )
     return opened
 

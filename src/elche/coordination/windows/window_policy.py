@@ -32,8 +32,8 @@ from elche.coordination.windows.window_closing import (
     end_plan,
     judge_update,
     refuse_lost,
+    resume_reduction,
 )
-from elche.coordination.windows.window_members import add_member, remove_member, settle
 from elche.coordination.windows.window_opening import (
     calibrate,
     close_idle,
@@ -94,8 +94,8 @@ class WindowPolicy(Policy):
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         state = self._state
-        busy = state.reductions.running is not None or state.is_paused
-        return not (busy or state.is_final or state.is_draining)
+        busy = state.reductions.running is not None or state.life.is_paused
+        return not (busy or state.life.is_final or state.life.is_draining)
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
@@ -112,7 +112,7 @@ class WindowPolicy(Policy):
 
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
-        self._state.progress_samples = progress_samples
+        self._state.start_from(progress_samples)
 
     def take_over(
         self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
@@ -120,10 +120,8 @@ class WindowPolicy(Policy):
         """Goes on with an epoch of which another policy has committed the beginning."""
         state = self._state
         state.reset(sizes, epoch, now_s)
-        state.ledger.skip(done.batches)
-        state.totals = done.totals
-        state.totals.first_window = done.batches
-        state.progress_samples = done.progress_samples
+        state.take_over(done.batches, done.totals)
+        state.start_from(done.progress_samples)
         ranks = list(state.members)
         told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
         return self._outcome(told + close_idle(state, ranks))
@@ -158,19 +156,19 @@ class WindowPolicy(Policy):
         assert state.totals.samples == state.ledger.used_samples
         for rank in state.members:
             part = state.book.part(rank)
-            if not state.is_final:
+            if not state.life.is_final:
                 assert part.batches == state.ledger.trained(rank), f"rank {rank}"
             if part.permitted is not None:
                 assert part.batches <= part.permitted, f"rank {rank} leads"
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""
-        return rank in self._state.left
+        return self._state.life.has_left(rank)
 
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
         state = self._state
-        if state.is_paused:
+        if state.life.is_paused:
             return "the ranks that stay to form their new group"
         running = state.reductions.running
         if running is not None and not state.book.any_closed:
@@ -182,21 +180,21 @@ class WindowPolicy(Policy):
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
-        remove_member(self._state, rank)
+        self._state.remove(rank)
 
     def add(self, member: Member) -> None:
         """A rank joins; nothing is begun until :meth:`regrouped`."""
-        add_member(self._state, member)
+        self._state.add(member)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
         state = self._state
-        again = settle(state, self._planner, reduced)
+        again = resume_reduction(state, self._planner, reduced)
         if state.may_end_window:
             return self._end_window(now_s)
         is_redone = state.reductions.running is not None
-        if is_redone and state.is_final and state.has_work:
-            state.is_final = False
+        if is_redone and state.life.is_final and state.has_work:
+            state.life.go_on()
             again += next_window(state, now_s)
         again += permits(state)  # the slowest rank may be gone
         hungry = sorted(state.leasing.hungry)
@@ -205,8 +203,7 @@ class WindowPolicy(Policy):
     def _outcome(
         self, instructions: list[Instruction], *, epoch_over: bool = False
     ) -> Outcome:
-        notes, self._state.notes = self._state.notes, []
-        return Outcome(instructions, epoch_over, notes)
+        return Outcome(instructions, epoch_over, self._state.take_notes())
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
@@ -245,7 +242,7 @@ class WindowPolicy(Policy):
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
         judge_update(state, rank)
-        if state.is_draining and (part.is_drained or not state.is_overlapped):
+        if state.life.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
         told: list[Instruction] = []
         if not state.goes_on(rank):
@@ -271,13 +268,14 @@ class WindowPolicy(Policy):
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
         follows = state.is_overlapped and state.plans.is_followed and touched
-        state.is_final = is_last and not follows
-        if not touched and (state.is_final or not state.is_overlapped):
+        if is_last and not follows:
+            state.life.end()
+        if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
-            if state.is_final:
+            if state.life.is_final:
                 return self._outcome(self._end_epoch(now_s), epoch_over=True)
             return self._outcome(next_window(state, now_s))
-        is_tail = state.is_final or state.ledger.pooled == 0
+        is_tail = state.life.is_final or state.ledger.pooled == 0
         if not state.plans.is_followed:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
@@ -288,10 +286,9 @@ class WindowPolicy(Policy):
                 )
             )
         told = begin_reduction(state, self._planner, now_s)
-        state.progress_samples += state.ledger.stage()
-        state.planned_samples = 0
+        state.stage()
         state.advance()
-        if not state.is_final:
+        if not state.life.is_final:
             told += next_window(state, now_s)
         return self._outcome(told)
 
@@ -318,7 +315,7 @@ class WindowPolicy(Policy):
             ),
         )
         refuse_lost(state, event)
-        if not running.is_done or state.is_paused:
+        if not running.is_done or state.life.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
         state.ledger.commit()
@@ -335,7 +332,7 @@ class WindowPolicy(Policy):
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
         if not state.plans.is_followed:
             state.note(state.pacing.watch(done, min(active, default=0)))
-        if state.is_final:
+        if state.life.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
         if not state.may_end_window:
             return self._outcome(told)
@@ -348,8 +345,7 @@ class WindowPolicy(Policy):
         state = self._state
         if event.epoch != state.epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
-        state.is_draining = True
-        state.left.add(event.rank)
+        state.life.leave(event.rank)
         returned, untouched = state.give_back(event.rank)
         state.note(
             f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "

@@ -36,15 +36,11 @@ _GO_ON = {after: before for before, after in _END.items()}
 
 
 class EpochLife:
-    """Phase of the epoch under way, which may be *paused* in any of them.
-
-    While it is paused the membership changes, and nothing begins.
-    """
+    """Phase of the epoch under way."""
 
     def __init__(self) -> None:
         self._phase = EpochPhase.TRAINING
         self._left: set[int] = set()
-        self.is_paused = False
 
     @property
     def is_draining(self) -> bool:
@@ -72,14 +68,6 @@ class EpochLife:
     def go_on(self) -> None:
         """It was not the last one: there is work again."""
         self._move(_GO_ON, "an epoch cannot go on")
-
-    def pause(self) -> None:
-        """The membership changes."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """The members have formed their group."""
-        self.is_paused = False
 
     def _move(self, moves: dict[EpochPhase, EpochPhase], refusal: str) -> None:
         if self._phase not in moves:

@@ -127,9 +127,7 @@ def resume_reduction(
     Returns:
         What the members are told.
     """
-    state.life.resume()
-    reductions = state.reductions
-    running = reductions.resume(state.book.window - 1, state.members)
+    reductions, running = state.reductions, state.resume()
     if running is None:
         return []
     holders = [rank for rank, window in reduced.items() if window >= running.window]

@@ -83,7 +83,7 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
         rank: one of `WindowState.idle`.
         batch_s: what a batch took it last.
     """
-    busy = state.life.is_paused or state.life.is_draining or state.ledger.leased(rank)
+    busy = state.is_paused or state.life.is_draining or state.ledger.leased(rank)
     if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
         return []
     start, stop = state.ledger.lease(rank, 1)

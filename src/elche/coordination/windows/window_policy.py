@@ -94,7 +94,7 @@ class WindowPolicy(Policy):
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         state = self._state
-        busy = state.reductions.running is not None or state.life.is_paused
+        busy = state.reductions.running is not None or state.is_paused
         return not (busy or state.life.is_final or state.life.is_draining)
 
     def begin_epoch(
@@ -168,7 +168,7 @@ class WindowPolicy(Policy):
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
         state = self._state
-        if state.life.is_paused:
+        if state.is_paused:
             return "the ranks that stay to form their new group"
         running = state.reductions.running
         if running is not None and not state.book.any_closed:
@@ -191,9 +191,8 @@ class WindowPolicy(Policy):
         state = self._state
         again = resume_reduction(state, self._planner, reduced)
         if state.may_end_window:
-            return self._end_window(now_s)
-        is_redone = state.reductions.running is not None
-        if is_redone and state.life.is_final and state.has_work:
+            return self._end_window(again, now_s)
+        if state.life.is_final and state.has_work:
             state.life.go_on()
             again += next_window(state, now_s)
         again += permits(state)  # the slowest rank may be gone
@@ -249,9 +248,7 @@ class WindowPolicy(Policy):
             state.throttle.stop(rank)
         told += calibrate(state, rank)
         if state.may_end_window:
-            ended = self._end_window(now_s)
-            ended.instructions[:0] = told
-            return ended
+            return self._end_window(told, now_s)
         if state.opens_early:
             told += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
@@ -259,7 +256,7 @@ class WindowPolicy(Policy):
             touched.update(state.members)
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
 
-    def _end_window(self, now_s: float) -> Outcome:
+    def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
         touched = any(part.batches for part in state.book.parts.values())
@@ -273,8 +270,8 @@ class WindowPolicy(Policy):
         if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
             if state.life.is_final:
-                return self._outcome(self._end_epoch(now_s), epoch_over=True)
-            return self._outcome(next_window(state, now_s))
+                return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(told + next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
         if not state.plans.is_followed:  # a plan does not depend on measurements
             state.note(
@@ -285,7 +282,7 @@ class WindowPolicy(Policy):
                     idle=state.idle,
                 )
             )
-        told = begin_reduction(state, self._planner, now_s)
+        told += begin_reduction(state, self._planner, now_s)
         state.stage()
         state.advance()
         if not state.life.is_final:
@@ -315,18 +312,17 @@ class WindowPolicy(Policy):
             ),
         )
         refuse_lost(state, event)
-        if not running.is_done or state.life.is_paused:
+        if not running.is_done or state.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
         state.ledger.commit()
         if done.is_handover:
             state.count_anew()
-            told = open_windows(state, state.reductions.take_joined())
-            return self._outcome(told + lease(state, sorted(state.members), now_s))
-        told = [
-            state.totals.close_window(
-                done.window, now_s, min(state.members), done.sync_s
-            )
+            opened = open_windows(state, state.reductions.take_joined())
+            return self._outcome(opened + lease(state, sorted(state.members), now_s))
+        reader = min(state.members)
+        told: list[Instruction] = [
+            state.totals.close_window(done.window, now_s, reader, done.sync_s)
         ]
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
@@ -334,11 +330,9 @@ class WindowPolicy(Policy):
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
-        if not state.may_end_window:
-            return self._outcome(told)
-        ended = self._end_window(now_s)  # closed before a result was taken over
-        ended.instructions[:0] = told
-        return ended
+        if state.may_end_window:  # closed before a result was taken over
+            return self._end_window(told, now_s)
+        return self._outcome(told)
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""

@@ -18,7 +18,7 @@ from elche.coordination.windows.diverged_ranks import DivergedRanks
 from elche.coordination.windows.epoch_life import EpochLife
 from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.windows.pacing import Pace, Pacing
-from elche.coordination.windows.reductions import Reductions
+from elche.coordination.windows.reductions import Reduction, Reductions
 from elche.coordination.windows.throttle import Throttle
 from elche.coordination.windows.window_book import WindowBook
 from elche.coordination.windows.window_plans import WindowPlans
@@ -27,11 +27,17 @@ from elche.coordination.windows.window_plans import WindowPlans
 class WindowState:
     """Members, ledger, book and plans of one run's windows.
 
+    Each part is written by itself and by this class alone.
+
     Args:
         config: the run's settings.
         members: all ranks, in order.
         idle: ranks that are given no work.
         first_window: number of the first window.
+
+    Attributes:
+        is_paused: the membership has changed: nothing begins until all members are in
+            their new group, in whatever phase the epoch is.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class WindowState:
         self.ledger = EpochLedger(sizes, self.members)
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
         self.life = EpochLife()
+        self.is_paused = False
         self.reductions = Reductions()
         self._last_pace: tuple[int, Pace | None] = (-1, None)
         self.diverged.begin_epoch()
@@ -156,7 +163,7 @@ class WindowState:
 
         What it trained on since the last reduction was begun is in no model.
         """
-        self.life.pause()
+        self.is_paused = True
         del self.members[rank]
         self._give_work_to_all()
         self.reductions.remove(rank)
@@ -174,7 +181,7 @@ class WindowState:
 
     def add(self, member: Member) -> None:
         """A rank joins; it takes part once it holds the common model."""
-        self.life.pause()
+        self.is_paused = True
         self._give_work_to_all()
         self.members[member.rank] = member
         self.reductions.add(member.rank)
@@ -182,6 +189,11 @@ class WindowState:
         self.leasing.add(member.rank, member.horizon_batches)
         self.book.add(member.rank)
         self._repace()
+
+    def resume(self) -> Reduction | None:
+        """All members are in the new group; returns what is to be reduced in it."""
+        self.is_paused = False
+        return self.reductions.resume(self.book.window - 1, self.members)
 
     def _give_work_to_all(self) -> None:
         """Who was not worth any work may be all that is left."""
@@ -227,7 +239,7 @@ class WindowState:
     @property
     def may_end_window(self) -> bool:
         """Whether all ranks have closed the window, and nothing else is reduced."""
-        is_free = self.reductions.running is None and not self.life.is_paused
+        is_free = self.reductions.running is None and not self.is_paused
         return is_free and self.book.all_closed
 
     @property

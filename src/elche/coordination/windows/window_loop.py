@@ -24,6 +24,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
+from elche.coordination.windows.loop_phases import InHand, Result
 from elche.errors import ProtocolError
 
 
@@ -86,57 +87,12 @@ CLOSE = Action(Do.CLOSE)
 STOP = Action(Do.STOP)
 
 
-class InHand(Enum):
-    """Life of the window in hand; the next one is UNOPENED when it is closed.
-
-    ===============  =============  ========  ========================================
-    call             from           to        when
-    ===============  =============  ========  ========================================
-    ``OpenWindow``   UNOPENED       OPEN      its plan has come
-    ``CloseWindow``  all but it     CLOSING   no more work will come for it
-    ``CloseWindow``  all but it     DRAINING  the epoch ends early
-    ``closed()``     all but it     UNOPENED  this rank has closed it
-    ===============  =============  ========  ========================================
-
-    A `CloseWindow` of a window that this rank has closed itself is ignored.
-    """
-
-    UNOPENED = auto()
-    OPEN = auto()
-    CLOSING = auto()
-    DRAINING = auto()
-
-
-class Result(Enum):
-    """Where the result of the window that was closed last is.
-
-    ===============  ==================  =========  ===================================
-    call             from                to         when
-    ===============  ==================  =========  ===================================
-    ``closed()``     HELD                OWED       this rank has closed a window
-    ``OpenWindow``   OWED                HELD       ``cadence``, if no rank has trained
-    ``Reduce``       OWED                PLANNED    all ranks have closed it
-    ``begun()``      PLANNED             IN_FLIGHT  ``async``: BEGIN is done
-    ``reduced()``    PLANNED, IN_FLIGHT  HELD       REDUCE or FINISH is done
-    ``reduced()``    OWED                HELD       ADOPT is done, of this result
-    ``regrouped()``  PLANNED, IN_FLIGHT  OWED       the reduction is void
-    ===============  ==================  =========  ===================================
-
-    ADOPT of an older result, for ranks that have joined, changes nothing here.
-    """
-
-    HELD = auto()
-    OWED = auto()
-    PLANNED = auto()
-    IN_FLIGHT = auto()
-
-
 class WindowLoop:
-    """One rank's windows in one epoch.
+    """One rank's windows in one epoch; see `InHand` and `Result` for their phases.
 
-    Where the result of its last window is owed, planned or in flight, a rank trains on
-    under ``async``, unless it is *diverged* (its last update was not finite), and waits
-    under ``cadence``.
+    While the result of its last window is awaited, a rank trains on under ``async``,
+    unless it is *diverged* (its last update was not finite), and waits under
+    ``cadence``.
 
     Args:
         batch_cost: this rank's delivered seconds per batch; outlives the epoch.
@@ -170,11 +126,9 @@ class WindowLoop:
         plan = self._plan
         if plan is None:
             return 0.0
-        batches = plan.planned_batches
-        done = self.batches if self._is_open else batches
-        return plan.committed_samples + plan.planned_samples * min(
-            1.0, done / max(1, batches)
-        )
+        done = self.batches if self._is_open else plan.planned_batches
+        part = min(1.0, done / max(1, plan.planned_batches))
+        return plan.committed_samples + plan.planned_samples * part
 
     @property
     def is_throttled(self) -> bool:

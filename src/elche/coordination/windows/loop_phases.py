@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 
-class InHand(Enum):
+class WindowPhase(Enum):
     """Life of the window in hand; the next one is UNOPENED when it is closed.
 
     ===============  ============  ========  =========================================
@@ -27,7 +27,7 @@ class InHand(Enum):
     DRAINING = auto()
 
 
-class Result(Enum):
+class ResultPhase(Enum):
     """Where the result of the window that was closed last is.
 
     ===============  ==================  =========  ===================================

@@ -24,7 +24,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
-from elche.coordination.windows.loop_phases import InHand, Result
+from elche.coordination.windows.loop_phases import ResultPhase, WindowPhase
 from elche.errors import ProtocolError
 
 
@@ -88,7 +88,7 @@ STOP = Action(Do.STOP)
 
 
 class WindowLoop:
-    """One rank's windows in one epoch; see `InHand` and `Result` for their phases.
+    """One rank's windows in one epoch; their phases: `WindowPhase`, `ResultPhase`.
 
     While the result of its last window is awaited, a rank trains on under ``async``,
     unless it is *diverged* (its last update was not finite), and waits under
@@ -107,8 +107,8 @@ class WindowLoop:
         self._overlapped = overlapped
         self._plan: OpenWindow | None = None
         self._permit: int | None = None
-        self._in_hand = InHand.UNOPENED
-        self._result = Result.HELD
+        self._in_hand = WindowPhase.UNOPENED
+        self._result = ResultPhase.HELD
         self._reduce: Reduce | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
@@ -137,7 +137,7 @@ class WindowLoop:
 
     @property
     def _is_open(self) -> bool:
-        return self._in_hand is not InHand.UNOPENED
+        return self._in_hand is not WindowPhase.UNOPENED
 
     @property
     def _is_planned(self) -> bool:
@@ -160,7 +160,7 @@ class WindowLoop:
     @property
     def in_flight(self) -> Reduce | None:
         """The overlapped reduction under way."""
-        return self._reduce if self._result is Result.IN_FLIGHT else None
+        return self._reduce if self._result is ResultPhase.IN_FLIGHT else None
 
     def handle(self, instruction: Instruction, now_s: float) -> None:
         """Takes an instruction of the epoch.
@@ -176,7 +176,7 @@ class WindowLoop:
         elif isinstance(instruction, CloseWindow):
             if instruction.window == self.window and self._is_open:
                 drain = instruction.drain
-                self._in_hand = InHand.DRAINING if drain else InHand.CLOSING
+                self._in_hand = WindowPhase.DRAINING if drain else WindowPhase.CLOSING
         elif isinstance(instruction, Reduce):
             self._plan_reduction(instruction)
         elif isinstance(instruction, Regroup):
@@ -235,7 +235,7 @@ class WindowLoop:
                 f"result {self._result.name}"
             )
         self._is_diverged = self._overlapped and not is_finite
-        self._in_hand, self._result = InHand.UNOPENED, Result.OWED
+        self._in_hand, self._result = WindowPhase.UNOPENED, ResultPhase.OWED
         if self._permit is not None:
             self._permit = 0  # until the next window's plan says how far it goes
         self.window += 1
@@ -244,9 +244,9 @@ class WindowLoop:
 
     def begun(self) -> None:
         """The overlapped reduction is under way."""
-        if self._result is not Result.PLANNED:
+        if self._result is not ResultPhase.PLANNED:
             raise ProtocolError(f"a reduction begins while it is {self._result.name}")
-        self._result = Result.IN_FLIGHT
+        self._result = ResultPhase.IN_FLIGHT
 
     def reduced(self, now_s: float) -> None:
         """The result of the last closed window is in this rank's model."""
@@ -255,7 +255,7 @@ class WindowLoop:
         self.reduced_window = max(self.reduced_window, done.window)
         self._adopt = self._reduce = None
         if done.window == self.window - 1:  # older, it was handed over to new ranks
-            self._result, self._is_diverged = Result.HELD, False
+            self._result, self._is_diverged = ResultPhase.HELD, False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
@@ -265,16 +265,16 @@ class WindowLoop:
         done, self._regroup = self._regroup, None
         self._reduce = self._adopt = None
         if self._owes:
-            self._result = Result.OWED
+            self._result = ResultPhase.OWED
         return done
 
     def _plan_reduction(self, plan: Reduce) -> None:
-        if self._result is not Result.OWED or plan.window != self.window - 1:
+        if self._result is not ResultPhase.OWED or plan.window != self.window - 1:
             raise ProtocolError(
                 f"the result of window {self.window - 1} is {self._result.name}, got "
                 f"{plan!r}"
             )
-        self._reduce, self._result = plan, Result.PLANNED
+        self._reduce, self._result = plan, ResultPhase.PLANNED
         if self._overlapped:
             # All have ended the last window, since this rank last looked.
             self._opened_s = max(self._opened_s, self._looked_s)
@@ -285,9 +285,9 @@ class WindowLoop:
         if plan.window != self.window or self._is_open:
             raise ProtocolError(f"expected window {self.window}, got {plan!r}")
         self._plan, self._permit = plan, plan.hold_after
-        self._in_hand = InHand.OPEN
-        if self._result is Result.OWED and not (self._overlapped or self._adopt):
-            self._result = Result.HELD
+        self._in_hand = WindowPhase.OPEN
+        if self._result is ResultPhase.OWED and not (self._overlapped or self._adopt):
+            self._result = ResultPhase.HELD
 
     def _urgent(self, is_reduced: bool) -> Action | None:
         """What comes before any training."""
@@ -295,7 +295,7 @@ class WindowLoop:
             return Action(Do.REGROUP, self._regroup)
         if self._adopt is not None:
             return Action(Do.ADOPT, self._adopt)
-        if self._result is Result.PLANNED:
+        if self._result is ResultPhase.PLANNED:
             return Action(Do.BEGIN if self._overlapped else Do.REDUCE, self._reduce)
         if self.end is not None:
             return STOP
@@ -303,16 +303,16 @@ class WindowLoop:
         if at is None:
             if self.in_flight is not None and is_reduced:
                 return Action(Do.FINISH, self._reduce)
-        elif self._owes and (
-            (self._is_open and self.batches >= at) or self._in_hand is InHand.DRAINING
-        ):  # draining, the rest of a plan is void
-            return self._finish_or_wait("the reduction of the last window")
+        elif self._owes and self._is_open:
+            is_void = self._in_hand is WindowPhase.DRAINING  # what is left of the plan
+            if is_void or self.batches >= at:
+                return self._finish_or_wait("the reduction of the last window")
         return None
 
     @property
     def _owes(self) -> bool:
         """Whether the result of the last closed window has not been adopted."""
-        return self._result is not Result.HELD
+        return self._result is not ResultPhase.HELD
 
     def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
         """A rank with nothing else to do finishes the reduction."""
@@ -358,7 +358,7 @@ class WindowLoop:
         return patience_s is None or now_s - self._opened_s >= patience_s
 
     def _must_close(self) -> bool:
-        return self._in_hand in (InHand.CLOSING, InHand.DRAINING)
+        return self._in_hand in (WindowPhase.CLOSING, WindowPhase.DRAINING)
 
     def _is_over(self, now_s: float) -> bool:
         if self._must_close():

@@ -101,7 +101,7 @@ def on_ranks(job: Job) -> Found:
         model,
         optimizer,
         loader,
-        bucket_cap_mb=job.bucket_cap_mb,
+        transport=elche.TransportConfig(bucket_cap_mb=job.bucket_cap_mb),
         **POLICIES[job.policy],
     )
     error, run = "", session.current_run()

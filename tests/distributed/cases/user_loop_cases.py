@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from tests.harness.settings import nested
 from elche import session
 from elche.errors import ElcheError
 
@@ -101,8 +102,7 @@ def on_ranks(job: Job) -> Found:
         model,
         optimizer,
         loader,
-        transport=elche.TransportConfig(bucket_cap_mb=job.bucket_cap_mb),
-        **POLICIES[job.policy],
+        **nested({"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}),
     )
     error, run = "", session.current_run()
     assert run is not None

@@ -44,6 +44,18 @@ def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     elche.barrier()
 
 
+def test_what_else_a_loader_has_is_its_own() -> None:
+    """As that of torchdata, which is saved beside the model."""
+
+    class Stateful(DataLoader[Any]):
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 3}
+
+    model, optimizer, loader = _parts()
+    _, _, loader = elche.setup(model, optimizer, Stateful(loader.dataset))
+    assert loader.state_dict() == {"at": 3}  # type: ignore[attr-defined]
+
+
 def test_a_step_adds_a_handful_of_calls() -> None:
     """Counted, not timed: `benchmarks/single_device.py` says what they take."""
 

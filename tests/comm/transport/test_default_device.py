@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from tests.harness.settings import nested
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
-from tests.harness.settings import nested
 from elche import session
 from elche.errors import ElcheError
+from tests.harness.settings import nested
 
 SAMPLES, BATCH, FEATURES = 48, 4, 6
 POISON = 12

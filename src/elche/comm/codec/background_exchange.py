@@ -65,13 +65,17 @@ class _Message(Enum):
     it without the lock, while no message is under way. Read by the training thread
     without it.
 
-    ::
-
-        QUEUED ──its job ran──> SENT ──the sum has come──> DECODED ──follow-up──> MADE
-           │                     │                            │
-           └─────────────────────┴──> ENDED <─────────────────┘
-                                        after an error or a rollback, and when the
-                                        caller waits for the sum itself
+    =======================================  ====================  =======
+    event                                    from                  to
+    =======================================  ====================  =======
+    ``begin``                                DECODED, MADE, ENDED  QUEUED
+    the job that sends it                    QUEUED                SENT
+    the sum has come, and is decoded         SENT                  DECODED
+    what was to follow has been done         DECODED               MADE
+    the caller waits for the sum itself      SENT                  ENDED
+    an error, a rollback                     any                   ENDED
+    ``finish``, of a sum not decoded so far  ENDED                 DECODED
+    =======================================  ====================  =======
     """
 
     QUEUED = "begun, not sent yet"
@@ -231,10 +235,8 @@ class BackgroundExchange(ResidualExchange):
         if self._is_complete:
             return
         with self._caught_up() as coded:
-            if self._turn is not _Turn.FOLLOWED:
+            if self._message is _Message.SENT and self._turn is not _Turn.FOLLOWED:
                 self._message = _Message.ENDED
-                coded.wait(what)
-                return
             coded.wait(what)
             self._attempt(self._look)
             if self._fault is not None:

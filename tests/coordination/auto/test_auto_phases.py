@@ -54,10 +54,8 @@ class Windows:
 def policy(monkeypatch: pytest.MonkeyPatch) -> AutoPolicy:
     """Of two ranks; windows are better by far once anything is measured."""
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    config = RunConfig(policy="auto")
     members = [Member(rank, "CPU", 3) for rank in range(2)]
-    settings = Settings(config=config.as_dict(), loader={}, optimizer={}, epochs=2)
-    return AutoPolicy(config, members, settings)
+    return AutoPolicy(members, Settings(config=RunConfig(policy="auto"), epochs=2))
 
 
 def begin(policy: AutoPolicy, epoch: int, sync_s: float) -> list[GrantSteps]:

@@ -21,7 +21,6 @@ from dataclasses import replace
 from enum import Enum
 
 from elche.cadence.chooser import Chooser
-from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_calibration import Calibration
@@ -78,21 +77,15 @@ class AutoPolicy(Policy):
     """Chooses by predicted goodput, and again as measurements change.
 
     Args:
-        config: the run's settings.
         members: all ranks, in order.
-        settings: what else the ranks agreed on.
+        settings: what the ranks agreed on.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        members: Sequence[Member],
-        settings: Settings,
-    ) -> None:
-        self._config = config
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._config = settings.config
         self._phase = _Phase.CALIBRATING if len(members) > 1 else _Phase.FIXED
-        self._switch = PolicySwitch(config, members, settings)
-        self._gauge = Gauge(config, len(members), settings.min_share_samples)
+        self._switch = PolicySwitch(members, settings)
+        self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._calibration = Calibration(
             self._gauge, self._switch.sync, self._new_chooser, self._ahead_steps
@@ -107,7 +100,7 @@ class AutoPolicy(Policy):
 
     def _new_chooser(self) -> Chooser:
         # A rank that trains nothing would be the slowest one that others wait for.
-        return Chooser(leaves_out=self._config.max_batch_diff is None)
+        return Chooser(leaves_out=self._config.windows.max_batch_diff is None)
 
     @property
     def _current(self) -> Policy:

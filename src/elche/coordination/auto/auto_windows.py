@@ -8,6 +8,7 @@ from typing import final
 
 from elche.cadence.chooser import Choice
 from elche.config import RunConfig
+from elche.config_parts import OuterConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member, Outcome, Policy
@@ -32,19 +33,15 @@ def windows_config(
         choice: what windows are to do.
         speed_hints: batches per second of each rank, as far as they are known.
     """
-    name, most = choice.carried_out_by, max(1, config.max_anchor)
-    windows = replace(
-        config,
-        policy=name,
-        anchor=min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most),
-        speed_hints=speed_hints,
-    )
+    name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
+    anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
+    windows = replace(config.windows, anchor=anchor)
     if name == "async":  # shorter ones would end before their reduction
-        lowest = max(windows.anchor, min(windows.min_anchor, most))
+        lowest = max(anchor, min(windows.min_anchor, most))
         windows = replace(windows, min_anchor=lowest)
     if choice.is_alone:  # its windows only keep the others up to date
-        windows = replace(windows, outer="average", outer_lr=None)
-    return windows
+        windows = replace(windows, outer=OuterConfig(optimizer="average"))
+    return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
 
 
 @final
@@ -69,22 +66,18 @@ class PolicySwitch:
     """Runs steps, or windows in their place, and counts what the run has done.
 
     Args:
-        config: the run's settings.
         members: all ranks, in order.
-        settings: what else the ranks agreed on.
+        settings: what the ranks agreed on.
 
     Attributes:
         sync: grants the steps; goes on after windows with what it knew before.
         windows: that run now; None while steps do.
     """
 
-    def __init__(
-        self, config: RunConfig, members: Sequence[Member], settings: Settings
-    ) -> None:
-        self._config = config
-        self._epochs = settings.epochs
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._settings = settings
         self._members = {member.rank: member for member in members}
-        self.sync = SyncPolicy(config, members, settings.min_share_samples)
+        self.sync = SyncPolicy(members, settings)
         self.windows: RunningWindows | None = None
         self._next_window = 0
         self._epoch = -1
@@ -132,9 +125,9 @@ class PolicySwitch:
         if self.windows is not None:
             self._next_window = self.windows.policy.first_window
         policy = WindowPolicy(
-            windows_config(self._config, choice, speed_hints),
+            windows_config(self._settings.config, choice, speed_hints),
             list(self._members.values()),
-            self._epochs,
+            self._settings.epochs,
             idle=frozenset(choice.left_out),
             first_window=self._next_window,
         )

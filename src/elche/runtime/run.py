@@ -247,8 +247,12 @@ class Run:
         return self._epochs.iterate()
 
     def leave(self) -> None:
-        """Ends this rank's part. May be called twice."""
+        """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
+        is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
+        line = self.notifications.summary(self.config.policy)
+        if is_end and line and self.worker.rank == 0:
+            self.notifications.emit(line)
 
     def close(self, last_event: Event) -> None:
         """Leaves the run. May be called twice."""

@@ -111,6 +111,8 @@ def setup(
     """
     config = run_config(config, options)
     check_training(model, optimizer, loader)
+    if epochs is not None and epochs < 1:
+        raise ConfigError(f"expected epochs of at least 1, got {epochs!r}")
     shutdown()
     placement = read_placement()
     process.placement = placement

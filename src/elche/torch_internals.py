@@ -520,3 +520,7 @@ assertion. Since 2.0."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """What a module names that torch's wrapper is to leave alone; elche's reads it too.
 Without it elche's wrapper goes on doing so. Since 2.0."""
+
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""What torch sets on a parameter that `_apply_optimizer_in_backward` steps, which elche
+refuses. Without it such a parameter would go unseen. Since 2.0."""

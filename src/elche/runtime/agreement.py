@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import Join
@@ -22,6 +22,8 @@ from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
 from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 
+QUANTISED = frozenset({"bitsandbytes", "torchao"})
+"""Packages of optimizers whose state is quantised."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -89,7 +91,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def check_training(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> None:
-    """Refuses arguments of the wrong type.
+    """Refuses arguments of the wrong type, and those that train nothing.
 
     Raises:
         ConfigError: says which, and what was expected.
@@ -100,6 +102,12 @@ def check_training(
         raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch.utils.data.DataLoader, got {loader!r}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise ConfigError(
+            "the optimizer holds none of the model's parameters; build it from this "
+            "model's parameters()"
+        )
     try:
         empty = len(loader.dataset) == 0  # type: ignore[arg-type]
     except TypeError:
@@ -137,11 +145,8 @@ def check_shared(
             "the loader has a DistributedSampler, but elche divides the data itself; "
             "give the loader shuffle=True or a plain sampler"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
-            raise ConfigError(
-                f"{name}: sparse gradients cannot be reduced; use sparse=False"
-            )
+    if fault := unshareable_module(model):
+        raise ConfigError(fault)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         fault = why_unshareable(tensor)
         if fault:
@@ -153,14 +158,9 @@ def check_shared(
             f"all ranks meet at every batch; under policy {policy!r} they do not: "
             "choose policy='sync', or leave the BatchNorm layers as they are"
         )
-    _check_closure(optimizer, config)
+    _check_optimizer(optimizer, config)
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters; build it from this "
-            "model's parameters()"
-        )
     strange = [p for p in held if id(p) not in own]
     if strange:
         raise ConfigError(
@@ -170,12 +170,19 @@ def check_shared(
         )
 
 
-def _check_closure(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
-    """Refuses optimizers that ranks cannot step together: they look at the loss.
+def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
+    """Refuses optimizers that ranks cannot step together.
 
     Raises:
-        ConfigError: it is LBFGS, and the policy is not one that leaves steps local.
+        ConfigError: its state is quantised; or it is LBFGS, which looks at the loss,
+            and the policy is not one that leaves steps local.
     """
+    defined_in = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
+    if quantised := QUANTISED.intersection(defined_in):
+        raise ConfigError(
+            f"{type(optimizer).__name__} of {min(quantised)} quantises its state, "
+            "which ranks cannot hold in common; use an optimizer of torch.optim"
+        )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
     searches = any(g["line_search_fn"] for g in optimizer.param_groups)

@@ -20,7 +20,7 @@ from elche.config import RunConfig
 from elche.coordination.protocol.events import Left
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
-from elche.runtime.agreement import check_shared, check_training
+from elche.runtime.agreement import batch_norm_hint, check_shared, check_training
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -159,6 +159,8 @@ def setup(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
+        if hint := batch_norm_hint(model, config.policy):
+            _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
 
 

@@ -151,13 +151,7 @@ def check_shared(
         fault = why_unshareable(tensor)
         if fault:
             raise ConfigError(f"{name} {fault}")
-    norms = sync_batchnorm_layers(model)
-    if norms and policy != "sync":
-        raise ConfigError(
-            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
-            f"all ranks meet at every batch; under policy {policy!r} they do not: "
-            "choose policy='sync', or leave the BatchNorm layers as they are"
-        )
+    refuse_sync_norms(model, policy)
     _check_optimizer(optimizer, config)
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -167,6 +161,21 @@ def check_shared(
             f"the optimizer holds {len(strange)} parameters that are not the model's "
             f"(one of shape {list(strange[0].shape)}); they would not be shared: put "
             "them into the model"
+        )
+
+
+def refuse_sync_norms(model: nn.Module, policy: str) -> None:
+    """Refuses SyncBatchNorm layers where ranks do not step together.
+
+    Raises:
+        ConfigError: names one.
+    """
+    norms = sync_batchnorm_layers(model)
+    if norms and policy != "sync":
+        raise ConfigError(
+            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
+            f"all ranks meet at every batch; under policy {policy!r} they do not: "
+            "choose policy='sync', or leave the BatchNorm layers as they are"
         )
 
 
@@ -196,11 +205,29 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
 
 def min_share_samples(model: nn.Module) -> int:
     """Least samples that the model can train on: BatchNorm of one rank needs two."""
-    alone = (
-        isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
-        for module in model.modules()
+    return 2 if _plain_norms(model) else 1
+
+
+def batch_norm_hint(model: nn.Module, policy: str) -> str:
+    """What BatchNorm layers do where ranks share each batch, or ""."""
+    trained = [name for name, layer in _plain_norms(model).items() if layer.training]
+    if not trained or policy != "sync":
+        return ""
+    return (
+        f"elche: {len(trained)} BatchNorm layers (the first is {trained[0]!r}) take "
+        "their statistics from each rank's share of a batch; "
+        "elche.convert_sync_batchnorm(model) before elche.setup makes it the whole "
+        "batch, as on one device"
     )
-    return 2 if any(alone) else 1
+
+
+def _plain_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """BatchNorm layers in which ranks do not meet, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
+    }
 
 
 def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:

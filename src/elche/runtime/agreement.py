@@ -213,11 +213,11 @@ def batch_norm_hint(model: nn.Module, policy: str) -> str:
     trained = [name for name, layer in _plain_norms(model).items() if layer.training]
     if not trained or policy != "sync":
         return ""
+    more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
     return (
-        f"elche: {len(trained)} BatchNorm layers (the first is {trained[0]!r}) take "
-        "their statistics from each rank's share of a batch; "
-        "elche.convert_sync_batchnorm(model) before elche.setup makes it the whole "
-        "batch, as on one device"
+        f"elche: BatchNorm ({trained[0]!r}{more}) takes its statistics from each "
+        "rank's share of a batch; elche.convert_sync_batchnorm(model) before "
+        "elche.setup makes it the whole batch, as on one device"
     )
 
 

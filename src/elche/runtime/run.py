@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -282,6 +283,8 @@ class Run:
             self._closed = True
             self._release()
             self.worker.close(last_event)
+            with contextlib.suppress(Exception):  # while there are modules to do it
+                self._epochs.end_iteration()
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

@@ -137,7 +137,8 @@ class SingleRun(LoaderLike):
                     self._batch_done(now_s, now_s - began_s, loaded_s - began_s)
                 began_s = now_s
         finally:
-            if number == self._epoch:
+            # None: the interpreter has ended, and taken modules apart before this
+            if number == self._epoch and time is not None:
                 self._end_epoch()
 
     @property

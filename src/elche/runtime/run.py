@@ -216,8 +216,8 @@ class Run:
 
     @property
     def last_samples(self) -> int:
-        """Samples of the batch that the last epoch ended with, under ``sync``."""
-        return self._epochs.last_samples
+        """Samples of the batch in hand, or that the last epoch ended with."""
+        return self.samples_in_hand or self._epochs.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:

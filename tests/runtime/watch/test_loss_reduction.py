@@ -17,6 +17,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.watch.loss_reduction import SumLossWatch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of what a model returns of a batch (rows of three), and its labels."""
@@ -161,7 +162,9 @@ def test_devices_that_run_hooks_in_their_own_threads() -> None:
 def _trained(task: Task, reduction: str) -> int:
     """Batches of two epochs with this loss."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     batches = 0
     for _ in range(2):
         for x, y, _, _ in loader:

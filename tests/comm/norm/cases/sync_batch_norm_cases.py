@@ -22,6 +22,7 @@ from elche.runtime.process import worker
 from tests.distributed.cases.tasks import Task
 from tests.distributed.cases.tasks import build as build_task
 from tests.distributed.patience import lose_patience
+from tests.harness.settings import nested
 
 State = dict[str, torch.Tensor]
 
@@ -139,7 +140,7 @@ def train_with_setup(task: Task, convert_at: int | None = None) -> State:
     if convert_at is None:
         convert_sync_batchnorm(model)
     options = {"policy": "sync", **task.options}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     if convert_at == 0:
         convert_sync_batchnorm(model)
     for _ in range(task.epochs):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elche.cadence.chooser import MARGIN, SAMPLE_COST_SAFETY, Choice, Chooser
 from elche.cadence.convergence import UPDATES
-from elche.cadence.goodput import Cluster, Fleet, Prediction, predict
+from elche.cadence.goodput import Fleet, MeasuredCluster, Prediction, predict
 from elche.errors import ConfigError
 from tests.harness.work import lines_run
 
@@ -22,14 +22,16 @@ FAST_BATCH_S = 0.04
 POLICIES = list(UPDATES)
 
 
-def cluster(*speeds: float, sync_s: float, **more: Any) -> Cluster:
+def cluster(*speeds: float, sync_s: float, **more: Any) -> MeasuredCluster:
     """Ranks of these relative speeds, of which 1.0 takes 40 ms for a batch of 32."""
     seconds = [FAST_BATCH_S / BATCH / speed for speed in speeds]
-    return Cluster(seconds_per_sample=seconds, batch_size=BATCH, sync_s=sync_s, **more)
+    return MeasuredCluster(
+        seconds_per_sample=seconds, batch_size=BATCH, sync_s=sync_s, **more
+    )
 
 
 @st.composite
-def clusters(draw: st.DrawFn, most_ranks: int = 6) -> Cluster:
+def clusters(draw: st.DrawFn, most_ranks: int = 6) -> MeasuredCluster:
     ranks = draw(st.integers(1, most_ranks))
     speeds = draw(st.lists(st.floats(0.05, 1.0), min_size=ranks, max_size=ranks))
     return cluster(
@@ -42,7 +44,7 @@ def clusters(draw: st.DrawFn, most_ranks: int = 6) -> Cluster:
     )
 
 
-def jittered(measured: Cluster, rng: random.Random) -> Cluster:
+def jittered(measured: MeasuredCluster, rng: random.Random) -> MeasuredCluster:
     """The same, with every measured time wrong by up to 10 %."""
 
     def wrong(values: Sequence[float]) -> list[float]:
@@ -56,7 +58,7 @@ def jittered(measured: Cluster, rng: random.Random) -> Cluster:
     )
 
 
-def all_ranks(measured: Cluster) -> dict[str, float]:
+def all_ranks(measured: MeasuredCluster) -> dict[str, float]:
     return {policy: predict(policy, measured).goodput for policy in POLICIES}
 
 
@@ -123,7 +125,7 @@ def test_windows_pay_where_the_run_is_long_enough(
 @given(clusters(most_ranks=40))
 @settings(max_examples=200)
 def test_the_first_choice_is_near_the_best_and_above_one_device(
-    measured: Cluster,
+    measured: MeasuredCluster,
 ) -> None:
     choice = Chooser().observe(measured)
     found = choice.prediction
@@ -139,7 +141,9 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
 
 
 @given(clusters())
-def test_sync_is_preferred_unless_another_is_clearly_better(measured: Cluster) -> None:
+def test_sync_is_preferred_unless_another_is_clearly_better(
+    measured: MeasuredCluster,
+) -> None:
     choice = Chooser().observe(measured)
     if choice.policy == "sync":
         mine = choice.prediction
@@ -156,7 +160,9 @@ def test_sync_is_preferred_unless_another_is_clearly_better(measured: Cluster) -
 
 @given(clusters(most_ranks=4), st.integers(0, 2**32))
 @settings(max_examples=50)
-def test_jitter_of_ten_percent_changes_no_choice(measured: Cluster, seed: int) -> None:
+def test_jitter_of_ten_percent_changes_no_choice(
+    measured: MeasuredCluster, seed: int
+) -> None:
     """Unless the first observation misled it: then one change, not to what is worse.
 
     Windows are whole batches, so jitter may turn what is predicted of one by a batch.
@@ -204,7 +210,9 @@ def test_choices_on_the_edge_stay_in_jitter(
     assert [choice.changed for choice in seen] == [True, *[False] * 199]
 
 
-def observe_until_changed(chooser: Chooser, measured: Cluster) -> tuple[int, Choice]:
+def observe_until_changed(
+    chooser: Chooser, measured: MeasuredCluster
+) -> tuple[int, Choice]:
     for times in range(1, 200):
         choice = chooser.observe(measured)
         if choice.changed:

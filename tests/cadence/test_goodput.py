@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elche.cadence.convergence import UPDATES, sample_efficiency
 from elche.cadence.goodput import (
-    Cluster,
     Fleet,
+    MeasuredCluster,
     expected_most,
     hardware_efficiency,
     predict,
@@ -23,17 +23,19 @@ FAST_BATCH_S = 0.04
 POLICIES = list(UPDATES)
 
 
-def cluster(*speeds: float, sync_s: float, **settings: Any) -> Cluster:
+def cluster(*speeds: float, sync_s: float, **settings: Any) -> MeasuredCluster:
     """Ranks of these relative speeds, of which 1.0 takes 40 ms for a batch of 32."""
     seconds = [FAST_BATCH_S / 32 / speed for speed in speeds]
-    return Cluster(seconds_per_sample=seconds, batch_size=32, sync_s=sync_s, **settings)
+    return MeasuredCluster(
+        seconds_per_sample=seconds, batch_size=32, sync_s=sync_s, **settings
+    )
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
+def clusters(draw: st.DrawFn) -> MeasuredCluster:
     ranks = draw(st.integers(1, 12))
     times = st.floats(1e-5, 1e-2)
-    return Cluster(
+    return MeasuredCluster(
         seconds_per_sample=draw(st.lists(times, min_size=ranks, max_size=ranks)),
         batch_size=draw(st.integers(1, 300)),
         sync_s=draw(st.just(0.0) | st.floats(1e-5, 10.0)),
@@ -224,7 +226,7 @@ def test_efficiency_of_blocking_windows_in_the_prototypes(
 def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
     found = predict(
         "sync",
-        Cluster(
+        MeasuredCluster(
             seconds_per_sample=[0.1 / 32] * 4 + [0.2 / 32] * 2 + [0.4 / 32] * 2,
             batch_size=32,
             sync_s=0.02,
@@ -346,7 +348,7 @@ def test_copies_cost_async_a_part_of_each_ranks_batch() -> None:
 
 @given(clusters(), st.sampled_from(POLICIES))
 def test_predictions_stay_within_what_the_devices_deliver(
-    measured: Cluster, policy: str
+    measured: MeasuredCluster, policy: str
 ) -> None:
     found = predict(policy, measured)
     fleet = Fleet(measured)
@@ -365,15 +367,15 @@ def test_predictions_stay_within_what_the_devices_deliver(
 
 @given(clusters(), st.sampled_from(POLICIES), st.floats(1.0, 100.0))
 def test_a_slower_link_never_makes_the_hardware_faster(
-    measured: Cluster, policy: str, factor: float
+    measured: MeasuredCluster, policy: str, factor: float
 ) -> None:
-    slower = Cluster(
+    slower = MeasuredCluster(
         seconds_per_sample=measured.seconds_per_sample,
         batch_size=measured.batch_size,
         sync_s=measured.sync_s * factor,
         max_anchor=1,
     )
-    faster = Cluster(
+    faster = MeasuredCluster(
         seconds_per_sample=measured.seconds_per_sample,
         batch_size=measured.batch_size,
         sync_s=measured.sync_s,
@@ -424,7 +426,7 @@ def test_a_cluster_that_cannot_be_is_refused(
 ) -> None:
     settings = {"seconds_per_sample": [1.0, 2.0], "batch_size": 32, "sync_s": 0.1}
     with pytest.raises(ConfigError, match=match):
-        Cluster(**{**settings, **change})
+        MeasuredCluster(**{**settings, **change})
 
 
 def test_questions_that_cannot_be_are_refused() -> None:

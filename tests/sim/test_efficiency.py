@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.sim.checks import simulate
@@ -72,7 +72,7 @@ def cluster_of(
     if noise == "slower":
         devices[-1] = replace(devices[-1], slower_from_s=midway_s, slower_by=2.0)
     return Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy=policy,
             samples=BATCH_SAMPLES * batches * world_size,
             batch_size=BATCH_SAMPLES,
@@ -161,7 +161,7 @@ def test_a_slow_loader_moves_the_shares() -> None:
         Device(seconds_per_sample=0.001, prefetch=2),
         Device(seconds_per_sample=0.001, load_seconds_per_sample=0.003, prefetch=2),
     )
-    run_of = Run(samples=64_000, batch_size=32, policy="async")
+    run_of = SimulatedRun(samples=64_000, batch_size=32, policy="async")
     report = run(Cluster(run=run_of, devices=devices))
     first, second = (one.samples for one in report.ranks)
     assert first / second == pytest.approx(3.0, rel=0.1)
@@ -201,7 +201,9 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     link = Link(latency_s=0.002, bytes_per_s=125e6)
     slow = Device(seconds_per_sample=0.0119)
     cluster = Cluster(
-        run=Run(policy=policy, samples=300_000, batch_size=24, model_bytes=40e6),
+        run=SimulatedRun(
+            policy=policy, samples=300_000, batch_size=24, model_bytes=40e6
+        ),
         devices=(Device(seconds_per_sample=0.0007, count=3, jitter=0.2), slow),
         link=link,
     )

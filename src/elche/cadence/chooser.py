@@ -10,8 +10,8 @@ from typing import final
 
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import (
-    Cluster,
     Fleet,
+    MeasuredCluster,
     Prediction,
     predict,
 )
@@ -204,7 +204,7 @@ class Chooser:
             )
         self._policies = left
 
-    def observe(self, cluster: Cluster) -> Choice:
+    def observe(self, cluster: MeasuredCluster) -> Choice:
         """Takes in what was measured, and answers what to run.
 
         Args:
@@ -306,7 +306,9 @@ class Chooser:
         self._rival = rival.policy
         return rival
 
-    def _present(self, cluster: Cluster, options: Sequence[_Option]) -> _Option | None:
+    def _present(
+        self, cluster: MeasuredCluster, options: Sequence[_Option]
+    ) -> _Option | None:
         """The current choice as it is now; None if there is none that may stay."""
         current = self._current
         if current is None or current.policy not in self._policies:
@@ -316,7 +318,7 @@ class Chooser:
                 return option
         return _Option(predict(current.policy, cluster, current.ranks), current.ranks)
 
-    def _smoothed(self, cluster: Cluster) -> Cluster:
+    def _smoothed(self, cluster: MeasuredCluster) -> MeasuredCluster:
         if cluster.world_size != len(self._seconds):
             self._restart(cluster.world_size)
         return replace(

@@ -56,7 +56,7 @@ ALIGNED_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class MeasuredCluster:
     """What was measured of a cluster, and the settings that its pace depends on.
 
     Attributes:
@@ -214,7 +214,9 @@ class Fleet:
         "ranks",
     )
 
-    def __init__(self, cluster: Cluster, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
+    ) -> None:
         everybody = range(cluster.world_size)
         members = everybody if ranks is None else ranks
         if not members or not set(everybody).issuperset(members):
@@ -371,7 +373,7 @@ class Fleet:
 
 
 def predict(
-    policy: str, cluster: Cluster, ranks: Sequence[int] | None = None
+    policy: str, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
 ) -> Prediction:
     """What a policy would do on a cluster, or on some of its ranks.
 
@@ -398,7 +400,7 @@ def expected_most(ranks: float) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def hardware_efficiency(policy: str, cluster: Cluster) -> float:
+def hardware_efficiency(policy: str, cluster: MeasuredCluster) -> float:
     """Predicted samples per second over what the devices deliver alone.
 
     Raises:

@@ -36,7 +36,7 @@ LossReduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class DdpReduction:
     """What came of one reduction.
 
     Attributes:
@@ -115,7 +115,7 @@ class WeightedReducer:
         self._pending: float | None = None
         self.divides_by_world = False
         self.refuses_joined = False
-        self.last: Reduction | None = None
+        self.last: DdpReduction | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -256,7 +256,7 @@ class WeightedReducer:
         """Sets this rank's weight in the next reduction, whatever was counted."""
         self._set = weight
 
-    def run_empty(self, *, joined: bool = False) -> Reduction:
+    def run_empty(self, *, joined: bool = False) -> DdpReduction:
         """Takes part in a reduction without a backward; returns what came of it.
 
         Args:
@@ -306,7 +306,7 @@ class WeightedReducer:
         world_size = self._group.world_size
         values = self._agree()
         weights = values[:world_size]
-        self.last = Reduction(
+        self.last = DdpReduction(
             weights=tuple(weights),
             joined=tuple(r for r in range(world_size) if values[world_size + r]),
             buckets=len(self._pass.buckets),

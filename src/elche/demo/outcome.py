@@ -27,7 +27,7 @@ TRACED = "elche-cadence"
 _SECONDS, _SAMPLES = 0, 1
 
 
-class Outcome:
+class DemoOutcome:
     """What the contenders achieved, compared.
 
     Args:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule, parse_action
+from elche.schedule.actions import Kind, Schedule, StageAction, parse_action
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _NOT_OURS = re.compile(
@@ -41,7 +41,7 @@ def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
     return out.getvalue()
 
 
-def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+def _with_waits(row: Sequence[StageAction]) -> Iterator[str]:
     sent: dict[tuple[int, Kind, int], None] = {}  # in order
     for one in row:
         yield str(one)
@@ -97,7 +97,7 @@ def from_text(text: str, name: str = "text") -> Schedule:
         ConfigError: a line does not read ``rank N: actions``, ranks are missing or
             out of order, or the stages cannot be placed.
     """
-    rows: list[list[Action]] = []
+    rows: list[list[StageAction]] = []
     for line in text.splitlines():
         line = line.strip()
         if not line or line.startswith("#"):
@@ -111,7 +111,7 @@ def from_text(text: str, name: str = "text") -> Schedule:
     return schedule_of(rows, name)
 
 
-def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
+def schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:
     """Makes a schedule of bare action lists: infers placement and microbatches.
 
     Args:
@@ -146,7 +146,7 @@ def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
     )
 
 
-def _unrolled(cells: Iterable[str]) -> Iterator[Action]:
+def _unrolled(cells: Iterable[str]) -> Iterator[StageAction]:
     for cell in cells:
         text = cell.strip()
         if not text or _NOT_OURS.fullmatch(text):

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, LinkChange, Run
+from elche.sim.cluster import (
+    Cluster,
+    Device,
+    Drift,
+    Fault,
+    Link,
+    LinkChange,
+    SimulatedRun,
+)
 
 Table = TypeVar("Table")
 
@@ -69,11 +77,11 @@ def _read_all(kind: type[Table], name: str, tables: list[Any]) -> list[Table]:
     return [_read(kind, f"[[{name}]] {at}", table) for at, table in enumerate(tables)]
 
 
-def _read_run(raw: object) -> Run:
+def _read_run(raw: object) -> SimulatedRun:
     where = "[run]"
     if not isinstance(raw, dict):
         raise ConfigError("a cluster file needs a table [run]")
-    own = {item.name for item in fields(Run)} - _NOT_IN_FILES
+    own = {item.name for item in fields(SimulatedRun)} - _NOT_IN_FILES
     options = {name: value for name, value in raw.items() if name not in own}
     known = {item.name for item in fields(RunConfig)}
     for name in options:
@@ -87,7 +95,7 @@ def _read_run(raw: object) -> Run:
     if "samples" not in raw:
         raise ConfigError(f"{where}: the key 'samples' is missing")
     values = {name: value for name, value in raw.items() if name in own}
-    return _read(Run, where, values, options=options)
+    return _read(SimulatedRun, where, values, options=options)
 
 
 def _read_device(where: str, raw: Mapping[str, Any]) -> Device:

@@ -37,7 +37,7 @@ FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
 
 
-class SyncEpoch:
+class SimulatedSyncEpoch:
     """Trains on this rank's share of every global batch.
 
     Ends early, with ``switch`` set, where windows take over (``auto``); instructions

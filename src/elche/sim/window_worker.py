@@ -41,7 +41,7 @@ waiting for data, batches that were timed, seconds of those.
 """
 
 
-class WindowEpoch:
+class SimulatedWindowEpoch:
     """Trains on leases from window to window.
 
     Args:

@@ -18,13 +18,13 @@ from torch import nn
 
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.peers import Peers
-from elche.pipeline.replicas.reduction import GradientReduction, Reduction
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
-    StepShares,
+    ReplicaShares,
     check_grouping,
     group_ranks,
     read_shares,
@@ -164,7 +164,7 @@ class Replicas:
         return frozenset() if self._reduction is None else self._reduction.copies
 
     @property
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[ReplicaReduction]:
         """Those of the last step."""
         return [] if self._reduction is None else list(self._reduction.last)
 
@@ -195,7 +195,7 @@ class Replicas:
         said: Sequence[tuple[int | None, int | None]],
         loss_reduction: str,
         needs_target: bool,
-    ) -> StepShares:
+    ) -> ReplicaShares:
         """The shares of a step; see `read_shares`."""
         return read_shares(
             said, self.groups, self._counts, loss_reduction, needs_target
@@ -209,7 +209,7 @@ class Replicas:
         ]
 
     def training(
-        self, carry_out: Callable[[StepInput], StepResults], shares: StepShares
+        self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
     ) -> Callable[[StepInput], StepResults]:
         """What this rank does in a step, its part in the reduction included."""
         reduction, has_batch = self._reduction, bool(shares.mine)
@@ -291,7 +291,7 @@ def _make_equal(
     held: Sequence[Sequence[HeldLayer]],
     groups: ReplicaGroups,
     parts: Parts,
-    peers: Peers,
+    peers: StagePeers,
     timeout_s: float,
 ) -> None:
     """Copies parameters and buffers of the first replica to the others."""

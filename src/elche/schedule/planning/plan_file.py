@@ -24,7 +24,7 @@ from elche.schedule.planning.profile import (
 )
 from elche.schedule.table_values import check_keys, is_number, number
 
-PLAN_FILE_FORMAT = """\
+PIPELINE_FILE_FORMAT = """\
 The file; times and bytes are those of one microbatch:
   microbatches = 16
   state_factor = 4.0              # bytes held per byte of parameters; Adam: 4
@@ -77,7 +77,7 @@ _LINK_KEYS = {"latency_s", "bytes_per_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFile:
+class PipelineFile:
     """What a file says.
 
     Attributes:
@@ -89,7 +89,7 @@ class PlanFile:
     microbatches: int | None
 
 
-def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
+def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
     """Reads the parsed TOML of a plan file.
 
     Args:
@@ -118,7 +118,7 @@ def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
     microbatches = raw.get("microbatches")
     if microbatches is not None:
         microbatches = _whole(raw, "microbatches", "the file")
-    return PlanFile(profile=profile, microbatches=microbatches)
+    return PipelineFile(profile=profile, microbatches=microbatches)
 
 
 def _gpt(table: object) -> GptSize:

@@ -20,7 +20,6 @@ from elche.config import RunConfig
 from elche.coordination.protocol.events import Left
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
-from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -30,6 +29,7 @@ from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.seeding import seed_rank
 from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.rank_settings import check_shared, check_training
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun

@@ -14,12 +14,12 @@ from elche.errors import ConfigError
 from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import to_csv
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
-from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.plan_file import (
+from elche.schedule.planning.pipeline_file import (
     PIPELINE_FILE_FORMAT,
     PipelineFile,
     read_pipeline_file,
 )
+from elche.schedule.planning.plan import PlanConfig
 from elche.schedule.planning.plan_report import figures, summary
 from elche.schedule.planning.planner import plan_pipeline
 
@@ -63,7 +63,7 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
     # Here, because they import rich and matplotlib, and every command of elche imports
     # this module.
     from elche.cli.plan_plot import check_suffix, plot_schedule
-    from elche.demo.report import check_writable, to_json_text
+    from elche.demo.results import check_writable, to_json_text
 
     if config.draw_path is not None:
         check_suffix(config.draw_path)

@@ -32,8 +32,8 @@ from elche.ddp.options import (
     moved,
     refuse_unsupported,
 )
-from elche.ddp.reducer import DdpReduction, LossReduction
 from elche.ddp.turns import new_wrapper
+from elche.ddp.weighted_reducer import DdpReduction, LossReduction
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals import IGNORED_BY_DDP
 

@@ -23,7 +23,7 @@ from elche.demo.compare import (
 )
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import WORKLOADS, batch_size_of
-from elche.demo.report import check_writable, print_table, to_json_text
+from elche.demo.results import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress

@@ -18,7 +18,7 @@ from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batch
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import build_workload
 from elche.demo.outcome import DemoOutcome
-from elche.demo.report import print_table
+from elche.demo.results import print_table
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
 

@@ -11,10 +11,11 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig, pipeline_config
-from elche.pipeline.moving.optimizer_state import GivenOptimizers, as_optimizers
+from elche.pipeline.layer_state import gather_state, load_state, local_state
+from elche.pipeline.moving.moving_optimizers import GivenOptimizers, as_optimizers
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
 from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts
@@ -28,7 +29,6 @@ from elche.pipeline.setup.profiling import (
 )
 from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
-from elche.pipeline.state import gather_state, load_state, local_state
 from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, StepOutput

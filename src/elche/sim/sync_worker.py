@@ -28,7 +28,7 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepCost, StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
-from elche.sim.loader import Loaded, Loader
+from elche.sim.simulated_loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank

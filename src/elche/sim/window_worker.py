@@ -30,7 +30,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
-from elche.sim.loader import Loaded, Loader
+from elche.sim.simulated_loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
     ReplicaShares,

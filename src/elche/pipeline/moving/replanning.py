@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.peers.patience import Forecast
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.planning import PipelinePlan, known_costs, plan_placed
 from elche.schedule.actions import Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost

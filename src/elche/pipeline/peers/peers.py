@@ -20,8 +20,8 @@ from elche.errors import (
     DeadlineError,
     RemoteRankError,
 )
-from elche.pipeline.peers.messages import Message
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
 from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
 from elche.pipeline.step.step_io import failure_of

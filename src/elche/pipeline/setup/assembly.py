@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 import torch
 
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, join_ties
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.split_backward.backward import StageBackward

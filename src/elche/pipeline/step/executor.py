@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.peers.transport import Address, Transport
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.step.step_io import (

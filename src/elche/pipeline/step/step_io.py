@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elche.errors import ElcheError
-from elche.pipeline.peers.messages import Failure
+from elche.pipeline.peers.stage_messages import Failure
 from elche.schedule.actions import StageAction
 
 

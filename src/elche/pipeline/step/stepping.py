@@ -8,10 +8,10 @@ from typing import Any, final
 
 import torch
 
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.moving.changes import Changes
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Patience
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts

@@ -1,6 +1,6 @@
 """Model and devices from a TOML file, as `elche plan pipeline` reads it.
 
-The format is `PLAN_FILE_FORMAT`, which the command shows as help. Every mistake is
+The format is `PIPELINE_FILE_FORMAT`, which the command shows as help. Every mistake is
 named with its table.
 """
 

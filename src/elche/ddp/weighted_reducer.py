@@ -26,7 +26,7 @@ from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import BucketInfo
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
-from elche.ddp.buffers import BufferSpreader
+from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.group import control_device
 from elche.ddp.turns import Turn
 from elche.errors import CommunicationError, ConfigError, ElcheError

@@ -337,7 +337,7 @@ class WeightedReducer:
         return Closed(source=source, factor=factor, hand_out=hand_out)
 
     def make_static(self) -> None:
-        """See :meth:`elche.comm.gradients.bucket_pass.BucketPass.make_static`."""
+        """Every backward pass is taken for one like the first."""
         self._pass.make_static()
 
     def _agree(self) -> list[float]:

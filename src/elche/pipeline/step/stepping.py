@@ -87,7 +87,7 @@ class Stepping:
         self.replicas = self._join(parts)
 
     def step(self, call: Call) -> StepOutput:
-        """See `elche.pipeline.Pipeline.step`."""
+        """One step: layers that are to move, then forward and backward."""
         self._communicator.check_open()
         self.adopt(self._changes.carry_out(self.parts))
         given, shares = self._begin(call)
@@ -134,7 +134,7 @@ class Stepping:
         )
 
     def evaluate(self, call: Call) -> EvaluationOutput:
-        """See `elche.pipeline.Pipeline.evaluate`."""
+        """Runs forward only, over averaged buffers."""
         self._communicator.check_open()
         given, shares = self._begin(call)
         self.replicas.average_buffers(self._communicator, self._config.timeout_s)

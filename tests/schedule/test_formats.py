@@ -31,7 +31,7 @@ from elche.schedule.actions import (
 )
 from elche.schedule.codes import decode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
-from elche.schedule.formats import from_csv, from_text, to_csv, to_text
+from elche.schedule.formats import from_csv, to_csv, to_text
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.generators.schedules import (
     FIXED_SCHEDULES,
@@ -69,14 +69,13 @@ def torch_reader(schedule: Schedule) -> Any:
 
 @given(named())
 @settings(max_examples=30)
-def test_csv_and_text_return_what_was_written(
+def test_csv_returns_what_was_written(
     case: tuple[str, PipelineCosts, int, int],
 ) -> None:
     name, costs, count, _ = case
     schedule = make_schedule(name, costs, count)
     for one in (schedule, lower(schedule, costs)):
         assert from_csv(to_csv(one), name) == one
-        assert from_text(to_text(one), name) == one
 
 
 @pytest.mark.parametrize("name", FIXED_SCHEDULES)
@@ -281,14 +280,6 @@ def test_actions_print_as_torch_prints_them() -> None:
 def test_csv_that_is_none(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_csv(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["rank 1: 0F0", "0F0", "rank 0: 0F0\nrank 0: 0B0", "rank x: 0F0"]
-)
-def test_text_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected a line 'rank"):
-        from_text(text)
 
 
 @pytest.mark.parametrize(

@@ -400,15 +400,6 @@ def expected_most(ranks: float) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def hardware_efficiency(policy: str, cluster: MeasuredCluster) -> float:
-    """Predicted samples per second over what the devices deliver alone.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
-    return predict(policy, cluster).hardware_efficiency
-
-
 def _check_range(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
         raise ConfigError(f"{name} must be from {least:g} to {most:g}, got {value!r}")

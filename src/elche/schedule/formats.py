@@ -19,7 +19,6 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _NOT_OURS = re.compile(
     r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_F|WAIT_SEND_B)\d*"
 )
-_TEXT_ROW = re.compile(r"rank (\d+):(.*)")
 
 
 def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
@@ -84,31 +83,6 @@ def to_text(schedule: Schedule) -> str:
     for rank, row in enumerate(schedule.actions):
         lines.append(f"rank {rank}: {' '.join(map(str, row))}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def from_text(text: str, name: str = "text") -> Schedule:
-    """Reads what `to_text` writes; lines that begin with # are comments.
-
-    Args:
-        text: the file's content.
-        name: of the schedule.
-
-    Raises:
-        ConfigError: a line does not read ``rank N: actions``, ranks are missing or
-            out of order, or the stages cannot be placed.
-    """
-    rows: list[list[StageAction]] = []
-    for line in text.splitlines():
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _TEXT_ROW.fullmatch(line)
-        if match is None or int(match[1]) != len(rows):
-            raise ConfigError(
-                f"expected a line 'rank {len(rows)}: 0F0 ...', got {line[:60]!r}"
-            )
-        rows.append(list(_unrolled(match[2].split())))
-    return schedule_of(rows, name)
 
 
 def schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:

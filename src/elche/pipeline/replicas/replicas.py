@@ -102,8 +102,6 @@ class Replicas:
         parts: Parts,
         communicator: PipelineCommunicator,
         timeout_s: float,
-        *,
-        are_equal: bool = False,
     ) -> Replicas:
         """Compares the replicas, makes them equal to the first, connects them.
 
@@ -114,7 +112,6 @@ class Replicas:
             parts: this rank's.
             communicator: all ranks.
             timeout_s: deadline of each wait.
-            are_equal: whether they have the same values already.
 
         Raises:
             MismatchError: they hold different models; on every rank.
@@ -128,8 +125,7 @@ class Replicas:
         held, by_rank = _agree_on_layers(groups, parts, communicator, names)
         units, kept = plan_units(held), plan_units(held, BUFFER)
         with communicator.ending_on_failure():
-            if not are_equal:
-                _make_equal(held, groups, parts, peers, timeout_s)
+            _make_equal(held, groups, parts, peers, timeout_s)
             wanted = [unit.ranks for unit in (*units, *kept)]
             formed = peers.form_groups(wanted, timeout_s)
         parameters = {

@@ -274,7 +274,6 @@ def test_cadence_takes_the_smallest_anchor_within_the_overhead_target() -> None:
             "cadence", cluster(1.0, 0.5, sync_s=0.02, overhead_target=target)
         )
         assert found.anchor == anchor
-        assert found.window_batches == pytest.approx(anchor * 3)
         assert found.window_s == pytest.approx(anchor * 0.08 + 0.02)
         assert found.hardware_efficiency >= 1 / (1 + max(target, 0.01)) - 1e-9
 
@@ -354,10 +353,8 @@ def test_predictions_stay_within_what_the_devices_deliver(
     ranks = measured.world_size
     alone = [measured.batch_size / measured.batch_s(rank) for rank in range(ranks)]
     assert 0.0 < found.hardware_efficiency <= 1.0 + 1e-9
-    assert found.samples_per_s == pytest.approx(
-        found.hardware_efficiency * found.sample_efficiency * sum(alone)
-    )
-    assert found.goodput == pytest.approx(found.samples_per_s / max(alone))
+    delivered = found.hardware_efficiency * found.sample_efficiency * sum(alone)
+    assert found.goodput == pytest.approx(delivered / max(alone))
     assert found.goodput <= fleet.bound(ranks) * (1.0 + 1e-9)
     assert 1 <= found.anchor <= measured.max_anchor
     assert predict(policy, measured, [fleet.ranks[0]]).goodput == pytest.approx(1.0)

@@ -260,17 +260,9 @@ class Balancer:
             self._is_capped = True
             self._kept.clear()
 
-    def costs_s(self) -> tuple[list[float], list[float]]:
-        """Seconds per sample, and fixed seconds per step, of each rank.
-
-        A rank that was not measured counts as its hint says.
-        """
-        cost_s = complete_costs([model.cost for model in self._models], self._speeds)
-        fixed = [
-            cost * model.fixed_samples
-            for cost, model in zip(cost_s, self._models, strict=True)
-        ]
-        return cost_s, fixed
+    def costs_s(self) -> list[float]:
+        """Seconds per sample of each rank; where not measured, as its hint says."""
+        return complete_costs([model.cost for model in self._models], self._speeds)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as values that JSON keeps exactly."""

@@ -132,7 +132,6 @@ class Chooser:
 
     __slots__ = (
         "_age",
-        "_choice",
         "_current",
         "_fixed_s",
         "_leaves_out",
@@ -148,18 +147,12 @@ class Chooser:
     def __init__(self, *, leaves_out: bool = True) -> None:
         self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
-        self._choice: Choice | None = None
         self._current: _Option | None = None
         self._promised: dict[str, float] = {}
         self._most: dict[str, float] = {}
         self._rival = ""
         self._seen = self._age = 0
         self._restart(0)
-
-    @property
-    def choice(self) -> Choice | None:
-        """The last choice; None before the first observation."""
-        return self._choice
 
     def fix_update(self, update: str) -> None:
         """From the first commit on, only policies that average the same are left.
@@ -216,7 +209,7 @@ class Chooser:
         elif before is not None and changed:
             reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
             reason += f"{before.goodput:.2f}"
-        self._choice = Choice(
+        return Choice(
             policy=chosen.policy,
             anchor=chosen.prediction.first_anchor,
             left_out=tuple(sorted(set(fleet.ranks).difference(chosen.ranks))),
@@ -227,7 +220,6 @@ class Chooser:
             changed=changed,
             reason=reason,
         )
-        return self._choice
 
     def _sized(self, fleet: Fleet, policy: str) -> _Option:
         """The policy on as many ranks as come close to the best number of them."""

@@ -160,25 +160,21 @@ class Prediction:
         first_anchor: to start from; overlapped windows get longer when what they cost
             has been measured.
         window_s: seconds from one synchronisation to the next.
-        window_batches: batches of all of them in a window; under ``sync`` the global
-            batch in batches of one device.
         lag_batches: batches of the fastest rank until an average arrives.
         hardware_efficiency: 0 to 1; above 1 only where a larger global batch of
             ``sync`` spreads the fixed seconds of a step over more samples.
         sample_efficiency: 0 to 1.
-        samples_per_s: the product of both and the summed speed.
-        goodput: that relative to the cluster's fastest device alone.
+        goodput: the product of both and the summed speed, relative to the cluster's
+            fastest device alone.
     """
 
     policy: str
     world_size: int
     anchor: int
     window_s: float
-    window_batches: float
     lag_batches: float
     hardware_efficiency: float
     sample_efficiency: float
-    samples_per_s: float
     goodput: float
     first_anchor: int
 
@@ -343,11 +339,9 @@ class Fleet:
             world_size=size,
             anchor=anchor,
             window_s=window_s,
-            window_batches=batches,
             lag_batches=lag,
             hardware_efficiency=hardware,
             sample_efficiency=sample,
-            samples_per_s=hardware * sample * alone,
             goodput=hardware * sample * alone / self._fastest,
             first_anchor=anchor,
         )

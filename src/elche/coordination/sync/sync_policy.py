@@ -197,10 +197,6 @@ class SyncPolicy(Policy):
         """Gives these ranks the least share of later steps, so that others get more."""
         self._shares.spare(ranks)
 
-    def costs_s(self) -> tuple[list[float], list[float]]:
-        """Seconds per sample, and fixed seconds per step, of each rank."""
-        return self._shares.costs_s()
-
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is granted until :meth:`regrouped`."""
         self._is_paused = True

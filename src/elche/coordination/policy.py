@@ -115,6 +115,7 @@ class EpochTotals:
             epoch=self._epoch,
             samples=whole.rank_samples,
             busy_s=whole.busy_s,
+            data_wait_s=whole.data_wait_s,
             sync_s=self.sync_s,
             windows=self.windows,
             anchor=anchor,
@@ -125,6 +126,7 @@ class EpochTotals:
             common,
             samples=small.rank_samples,
             busy_s=small.busy_s,
+            data_wait_s=small.data_wait_s,
             shares=small.shares,
             plan="",
         )

@@ -123,6 +123,7 @@ class Shell:
                         epoch=0,
                         samples=(STEPS * BATCH,),
                         busy_s=(0.0,),
+                        data_wait_s=(0.0,),
                         sync_s=0.0,
                         windows=STEPS,
                         anchor=1,

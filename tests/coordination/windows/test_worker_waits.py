@@ -202,6 +202,7 @@ def test_the_end_of_the_epoch_ends_the_loop() -> None:
             epoch=0,
             samples=(80,),
             busy_s=(1.0,),
+            data_wait_s=(0.0,),
             sync_s=0.1,
             windows=3,
             anchor=1,

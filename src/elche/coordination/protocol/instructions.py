@@ -185,6 +185,7 @@ class EndEpoch:
     epoch: int
     samples: tuple[int, ...]
     busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
     sync_s: float
     windows: int
     anchor: int

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.schedule.table_values import tables
 from elche.sim.cluster import (
     Cluster,
     Device,
@@ -51,26 +52,19 @@ def read_cluster(raw: Mapping[str, Any]) -> Cluster:
         {**entry, "join": _read_join(f"[[fault]] {at}", entry["join"])}
         if "join" in entry
         else entry
-        for at, entry in enumerate(_tables(raw, "fault"))
+        for at, entry in enumerate(tables(raw, "fault"))
     ]
-    changes = _read_all(LinkChange, "link_change", _tables(raw, "link_change"))
+    changes = _read_all(LinkChange, "link_change", tables(raw, "link_change"))
     return Cluster(
         run=_read_run(raw.get("run")),
         devices=tuple(
             _read_device(f"[[device]] {at}", entry)
-            for at, entry in enumerate(_tables(raw, "device"))
+            for at, entry in enumerate(tables(raw, "device"))
         ),
         link=_read(Link, "[link]", raw.get("link", {})),
         link_changes=tuple(sorted(changes, key=lambda change: change.at_s)),
         faults=tuple(_read_all(Fault, "fault", faults)),
     )
-
-
-def _tables(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    tables = raw.get(name, [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise ConfigError(f"write [[{name}]], a list of tables, got {tables!r}")
-    return tables
 
 
 def _read_all(kind: type[Table], name: str, tables: list[Any]) -> list[Table]:

@@ -20,6 +20,7 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
 from elche.trainer_config import EpochRecord, TrainerConfig, trainer_config
+from tests.harness.settings import nested
 
 DATA = TensorDataset(torch.arange(10.0).reshape(10, 1), torch.zeros(10, 1))
 
@@ -231,7 +232,8 @@ def test_an_interrupt_in_a_checkpoint_is_one() -> None:
 
 
 def config(**options: Any) -> TrainerConfig:
-    return trainer_config({"dataset": DATA, "batch_size": 4, "epochs": 1} | options)
+    given = {"dataset": DATA, "batch_size": 4, "epochs": 1} | options
+    return trainer_config(nested(given))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_one_device_clips_under_every_policy(options: dict[str, Any]) -> None:
         epochs=1,
         batch_size=10,
         max_grad_norm=0.5,
-        **options,
+        **nested(options),
     ).fit()
     moved = [
         result.model_state["weight"].item() - 1.0,

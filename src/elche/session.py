@@ -33,7 +33,7 @@ from elche.runtime.rank_settings import check_shared, check_training
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
-from elche.runtime.training import Training
+from elche.runtime.training import SetupConfig, Training
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +109,29 @@ def setup(
     `elche.RunConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
-    config = run_config(config, options)
+    asked = SetupConfig(
+        config=run_config(config, options),
+        epochs=epochs,
+        samples_per_epoch=samples_per_epoch,
+        weight_of=weight_of,
+    )
+    return set_up(model, optimizer, loader, asked)
+
+
+def set_up(
+    model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
+) -> tuple[Model, Optimizer, Any]:
+    """What :func:`setup` does, with its arguments as one value."""
+    config = asked.config
     check_training(model, optimizer, loader)
     shutdown()
     placement = read_placement()
     process.placement = placement
-    weights = None if weight_of is None else BatchWeights(weight_of, placement.rank)
+    weights = (
+        None
+        if asked.weight_of is None
+        else BatchWeights(asked.weight_of, placement.rank)
+    )
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
@@ -128,7 +145,7 @@ def setup(
             ),
         )
     positions = by_position(
-        loader, samples_per_epoch, placement.world_size, config.seed
+        loader, asked.samples_per_epoch, placement.world_size, config.seed
     )
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
@@ -148,8 +165,9 @@ def setup(
         optimizer=optimizer,
         loader=positions,
         weights=weights,
+        micro_batches=asked.micro_batches,
     )
-    run = Run.start(placement, training, epochs)
+    run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
     if isinstance(positions.dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed

@@ -104,9 +104,7 @@ class Run:
                 f"expected a speed hint per rank ({placement.world_size}), got "
                 f"{len(hints)}"
             )
-        check_caps(
-            config, loader.batch_size, placement.world_size, min_share_samples(model)
-        )
+        check_caps(training, placement.world_size, min_share_samples(model))
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)
         run: Run | None = None
@@ -115,7 +113,7 @@ class Run:
             settings = describe(training, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome, config.transport)
+            worker.form_group(welcome, config.transport.kind)
             states = state_tensors(training.optimizer)
             named = [
                 *shared_tensors(model, worker.group),

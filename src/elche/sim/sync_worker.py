@@ -229,7 +229,7 @@ class SimulatedSyncEpoch:
     def _new(self) -> Collective:
         run, config = self._sim.cluster.run, self._sim.cluster.run.config
         members = self._sim.groups[self._rank.generation]
-        bucket_bytes = config.bucket_cap_mb * BYTES_PER_MIB
+        bucket_bytes = config.transport.bucket_cap_mb * BYTES_PER_MIB
         buckets = max(1, math.ceil(run.model_bytes / bucket_bytes))
         cost_s = self._rank.engine.link.reduce_s(run.model_bytes, len(members))
         collective = Collective(members, cost_s, buckets)

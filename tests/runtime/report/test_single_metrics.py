@@ -22,6 +22,7 @@ from elche.errors import CommunicationError, ConfigError, DeadlineError
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.single import SingleRun
+from tests.harness.settings import nested
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def numbers(length: int) -> TensorDataset:
 def set_up(loader: DataLoader[Any], **options: Any) -> Any:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return elche.setup(model, optimizer, loader, **options)
+    return elche.setup(model, optimizer, loader, **nested(options))
 
 
 class Source:

@@ -71,17 +71,18 @@ class Pacing:
         self._held_s: list[float] = []
         self._late_batches: list[float] = []
         self._pace: Pace | None = None
-        is_fixed = config.anchor >= config.max_anchor
-        lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
+        given = config.windows
+        is_fixed = given.anchor >= given.max_anchor
+        lowest = max(1, given.max_anchor if is_fixed else given.min_anchor)
         self.el_che = ElChe(
             ElCheConfig(
                 world_size=len(self._ranks),
-                anchor=config.anchor,
-                min_anchor=min(lowest, max(config.max_anchor, 1)),
-                max_anchor=config.max_anchor,
-                overhead_target=config.overhead_target
+                anchor=given.anchor,
+                min_anchor=min(lowest, max(given.max_anchor, 1)),
+                max_anchor=given.max_anchor,
+                overhead_target=given.overhead_target
                 * (OVERLAPPED_TARGET if overlapped else 1.0),
-                max_batch_diff=config.max_batch_diff,
+                max_batch_diff=given.max_batch_diff,
                 speed_hints=config.speed_hints,
             )
         )
@@ -312,12 +313,14 @@ class Pacing:
         if not el_che.enabled or not el_che.is_calibrated:
             return 0.0
         wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
-        fixed = self._config.anchor >= self._config.max_anchor
+        fixed = self._config.windows.anchor >= self._config.windows.max_anchor
         many = len(self._ranks) > ALIGNED_RANKS
         held = fixed or many or self._overlapped or not self._may_grow
         if held or not all(cost > 0 for cost in costs_ms):
             return wall_ms
-        anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
+        anchor = aligned_anchor(
+            el_che.anchor, costs_ms, self._config.windows.max_anchor
+        )
         return wall_ms * anchor / el_che.anchor
 
 

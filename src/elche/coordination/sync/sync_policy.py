@@ -38,8 +38,8 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.coordination.sync.nonfinite import NonFiniteReports
-from elche.coordination.sync.step_book import Granted, StepBook
-from elche.coordination.sync.step_leaving import EarlyEnd, report_of
+from elche.coordination.sync.step_book import Granted, StepBook, report_of
+from elche.coordination.sync.step_leaving import EarlyEnd
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 

@@ -166,8 +166,8 @@ class SyncPolicy(Policy):
 
     @property
     def is_drained(self) -> bool:
-        """Whether every granted step has been run by all ranks."""
-        return not (self._grants or self._is_paused or self._adopting)
+        """Whether all ranks have run every granted step, and none has left early."""
+        return not (self._grants or self._is_paused or self._adopting or self._left)
 
     def stop_granting(self) -> None:
         """Grants no more steps in this epoch: another policy takes over."""

@@ -17,12 +17,6 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.errors import ConfigError
-from elche.runtime.agreement import (
-    describe,
-    join_event,
-    min_share_samples,
-    state_tensors,
-)
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.notifications import RunNotifications
 from elche.runtime.plan_file import PlanFile
@@ -30,6 +24,12 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import (
+    describe,
+    join_event,
+    min_share_samples,
+    state_tensors,
+)
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training

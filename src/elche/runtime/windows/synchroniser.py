@@ -23,7 +23,7 @@ from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
-from elche.runtime.agreement import refuse_sync_norms
+from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps

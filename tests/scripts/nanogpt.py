@@ -35,16 +35,14 @@ class Block(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
 
     def forward(self, x):
         shape = (*x.shape[:2], 3, HEADS, WIDTH // HEADS)
         q, k, v = self.qkv(self.ln_1(x)).view(shape).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
 
 
 class GPT(nn.Module):

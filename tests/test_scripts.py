@@ -50,6 +50,9 @@ QUICK = {
 
 pytestmark = pytest.mark.distributed
 
+Plain = Callable[[str, int], dict[str, Any]]
+"""Result of a plain script by its name and seed."""
+
 
 class Declared(NamedTuple):
     """Classes of a script, each with what differs or with the error."""
@@ -117,12 +120,12 @@ def results(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """Results of plain scripts, each run once."""
     folder = tmp_path_factory.mktemp("plain")
 
     @functools.cache
-    def result(name: str, seed: int = 0) -> dict[str, Any]:
+    def result(name: str, seed: int) -> dict[str, Any]:
         return results(name, folder / f"{name}-{seed}", seed=seed)[0]
 
     return result
@@ -148,22 +151,14 @@ def differences(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> set[st
     return {name for name, same in is_same.items() if not same}
 
 
-def chosen(names: set[str], quick: set[str]) -> list[Any]:
-    """Parameters: those that are not quick are for `make test-full`."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(name, marks=() if name in quick else slow)
-        for name in sorted(names)
-    ]
-
-
-@pytest.mark.parametrize("name", chosen({*CORPUS}, QUICK))
-def test_the_default(
-    name: str, tmp_path: Path, plain: Callable[..., dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CORPUS],
+)
+def test_the_default(name: str, tmp_path: Path, plain: Plain) -> None:
     """Ranks step together: the plain script's result, to rounding or by chance."""
     kind, *named = CORPUS[name].sync.split()
-    ranks, expected = results(name, tmp_path / "run", ELCHE), plain(name)
+    ranks, expected = results(name, tmp_path / "run", ELCHE), plain(name, 0)
     found = differences(ranks, expected)
     if not distance(ranks, expected) <= BOUNDS[kind]:
         found.add("parameters")
@@ -175,9 +170,7 @@ def test_the_default(
 @pytest.mark.parametrize(
     "name", sorted(name for name in CORPUS if CORPUS[name].sync == "S")
 )
-def test_the_default_over_seeds(
-    name: str, tmp_path: Path, plain: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_default_over_seeds(name: str, tmp_path: Path, plain: Plain) -> None:
     """Scripts that draw at random end where the plain one ends, in the mean."""
     gaps = [
         results(name, tmp_path / str(seed), ELCHE, seed)[0]["score"]
@@ -189,9 +182,7 @@ def test_the_default_over_seeds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CORPUS))
-def test_windows(
-    name: str, tmp_path: Path, plain: Callable[..., dict[str, Any]]
-) -> None:
+def test_windows(name: str, tmp_path: Path, plain: Plain) -> None:
     """Under `async`: the parameters are others, the script keeps its meaning."""
     kind, *named = CORPUS[name].windows.split(maxsplit=1)
     command = (*ELCHE, "--policy", "async")
@@ -200,7 +191,7 @@ def test_windows(
         assert code != 0
         assert re.search(named[0], errors), errors
         return
-    ranks, expected = results(name, tmp_path / "run", command), plain(name)
+    ranks, expected = results(name, tmp_path / "run", command), plain(name, 0)
     found, declared = differences(ranks, expected), {*" ".join(named).split()}
     assert distance(ranks, expected) < float("inf")  # finite
     assert found <= declared if kind == "L" else found == declared

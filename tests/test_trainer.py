@@ -85,7 +85,10 @@ def test_a_record_of_an_epoch() -> None:
         assert record.samples_per_s == pytest.approx(10 / record.duration_s)
         assert 0.0 < record.data_wait_s[0] < record.busy_s[0] <= record.duration_s
         assert (record.transfer_s, record.sync_wait_s) == ((0.0,), (0.0,))
-    assert result.report.samples == 20
+    report = result.report
+    assert report.samples == 20
+    assert report.busy_s == (sum(record.busy_s[0] for record in records),)
+    assert report.data_wait_s == (sum(record.data_wait_s[0] for record in records),)
 
 
 def test_evaluation_is_not_in_the_scalars() -> None:

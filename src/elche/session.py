@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.coordination.protocol.events import Left
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
 from elche.runtime.agreement import check_shared, check_training
@@ -28,7 +27,6 @@ from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
-from elche.runtime.process.seeding import seed_rank
 from elche.runtime.process.shutdown import failure_of, watch_process
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
@@ -147,18 +145,6 @@ def set_up(
     positions = by_position(
         loader, asked.samples_per_epoch, placement.world_size, config.seed
     )
-    if placement.world_size == 1:
-        _write_stderr(_single_line(placement))
-        if config.seed is not None:
-            seed_rank(config.seed, 0)
-        single = SingleRun(
-            positions, model, placement.device, config.seed, weights=weights
-        )
-        single.watch(optimizer)
-        process.single, process.metrics = single, MetricsView(single)
-        return model, optimizer, single
-    check_shared(model, optimizer, positions, config)
-    _watch_process()
     training = Training(
         config=config,
         model=model,
@@ -167,6 +153,14 @@ def set_up(
         weights=weights,
         micro_batches=asked.micro_batches,
     )
+    if placement.world_size == 1:
+        _write_stderr(_single_line(placement))
+        single = SingleRun(training, placement.device)
+        single.attach()
+        process.run, process.metrics = single, MetricsView(single)
+        return model, optimizer, RunLoader(loader, positions, single)
+    check_shared(model, optimizer, positions, config)
+    _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
     if isinstance(positions.dataset, StreamView):
@@ -211,7 +205,7 @@ def barrier() -> None:
     """
     if world_size() == 1:
         return
-    run, by_hand = process.run, current_manual_run()
+    run, by_hand = current_run(), current_manual_run()
     if run is None and by_hand is not None:
         by_hand.barrier()
         return
@@ -225,7 +219,7 @@ def barrier() -> None:
 
 def current_run() -> Run | None:
     """The run under way on several ranks, None on one."""
-    return process.run
+    return process.run if isinstance(process.run, Run) else None
 
 
 def current_emulation() -> EmulationHandle | None:
@@ -243,7 +237,7 @@ def shutdown() -> None:
     run, process.run = process.run, None
     try:
         if run is not None:
-            run.close(Left(rank=run.worker.rank))
+            run.leave()
     finally:
         emulation, process.emulation = process.emulation, None
         if emulation is not None:
@@ -251,9 +245,6 @@ def shutdown() -> None:
         if process.metrics is not None:
             process.metrics.end()
         process.barriers = 0
-        single, process.single = process.single, None
-        if single is not None:
-            single.close()
 
 
 @contextlib.contextmanager
@@ -314,11 +305,12 @@ def _watch_process() -> None:
 
 
 def _tell_failure(error: BaseException) -> None:
-    run, process.run = process.run, None
+    run = current_run()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:
         return
+    process.run = None
     hint = memory_hint(error, run.worker.rank, run.last_samples)
     if hint:
         _write_stderr(f"elche: {hint}")

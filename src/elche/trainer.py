@@ -317,9 +317,7 @@ class _Fitting:
         world_size = session.world_size()
 
         def per_rank(name: str) -> tuple[float, ...]:
-            if not ends:
-                return (duration_s if name == "busy_s" else 0.0,)
-            per_epoch = (getattr(end, name) for end in ends)
+            per_epoch = (getattr(record, name) for record in history)
             return tuple(map(sum, zip(*per_epoch, strict=True)))
 
         return RunReport(

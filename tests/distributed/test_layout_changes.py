@@ -81,7 +81,10 @@ def _change(model: nn.Module, change: str, *, is_between: bool = False) -> None:
 
 
 def _with(**options: Any) -> Task:
-    return dataclasses.replace(TASK, options={**TASK.options, **options})
+    shared = {**TASK.options, **options}
+    if shared.get("policy") == "sync":
+        del shared["max_anchor"]
+    return dataclasses.replace(TASK, options=shared)
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from elche.coordination.accounts.batch_ranges import named
 from elche.coordination.accounts.metrics import (
+    EPOCHS_KEPT,
     WINDOWS_KEPT,
     EpochMetrics,
     WindowMetrics,
@@ -22,6 +23,7 @@ from elche.runtime.watch.scaler_skips import NAME as SCALER_SKIPS
 logger = logging.getLogger(__name__)
 
 KEYS_SHOWN = 64
+RANKS_SHOWN = 16
 
 
 class RunNotifications:
@@ -33,7 +35,7 @@ class RunNotifications:
     Attributes:
         scalars: what this rank logs.
         window_metrics: of windows that have ended; always empty but on rank 0.
-        epoch_metrics: of epochs that have ended.
+        epoch_metrics: of the last epochs that have ended.
         choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
         emit: writes a line for the user.
     """
@@ -42,7 +44,7 @@ class RunNotifications:
         self._rank = rank
         self.scalars = ScalarLog()
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
-        self.epoch_metrics: list[EpochMetrics] = []
+        self.epoch_metrics: deque[EpochMetrics] = deque(maxlen=EPOCHS_KEPT)
         self.choices: list[tuple[str, str]] = []
         self.emit: Callable[[str], None] = logger.info
 
@@ -52,19 +54,45 @@ class RunNotifications:
             self.choices.append((report.policy, report.reason))
             self.emit(f"elche: auto: {report.reason}")
             return
-        if report.window < 0:
-            metrics = EpochMetrics.from_json(report.values)
-            self.epoch_metrics.append(metrics)
-            skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
-            if skipped and self._rank == 0:
-                logger.info(
-                    "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
-                    "where gradients overflowed; their samples count as done",
-                    metrics.epoch,
-                    100 * skipped,
-                )
-        else:
-            self.window_metrics.append(WindowMetrics.from_json(report.values))
+        kind = EpochMetrics if report.window < 0 else WindowMetrics
+        self.add(kind.from_json(report.values))
+
+    def summary(self, policy: str) -> str:
+        """One line on the last epoch: gain, shares and policy; "" if nothing is known.
+
+        The gain is over what the fastest rank delivered outside of reductions, so it
+        counts what the ranks wait for each other and reduce.
+
+        Args:
+            policy: of the run.
+        """
+        last = self.epoch_metrics[-1] if self.epoch_metrics else None
+        if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
+            return ""
+        gain = last.samples_per_s / max(last.rank_samples_per_s)
+        shown = [f"{100 * share:.0f} %" for share in last.shares[:RANKS_SHOWN]]
+        more = len(last.shares) - len(shown)
+        shares = ", ".join([*shown, f"and {more} more"] if more else shown)
+        chosen = f" ({self.choices[-1][0]})" if self.choices else ""
+        return (
+            f"elche: last epoch: {gain:.2f} times the fastest device's own speed; "
+            f"shares {shares}; policy {policy}{chosen}"
+        )
+
+    def add(self, metrics: EpochMetrics | WindowMetrics) -> None:
+        """Keeps the metrics of a window or an epoch that has ended."""
+        if isinstance(metrics, WindowMetrics):
+            self.window_metrics.append(metrics)
+            return
+        self.epoch_metrics.append(metrics)
+        skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
+        if skipped and self._rank == 0:
+            logger.info(
+                "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
+                "where gradients overflowed; their samples count as done",
+                metrics.epoch,
+                100 * skipped,
+            )
 
 
 def warn_discarded(

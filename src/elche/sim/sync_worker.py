@@ -12,6 +12,7 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -25,7 +26,7 @@ from elche.coordination.protocol.instructions import (
     SwitchPolicy,
 )
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.coordination.sync.step_reports import StepCost, StepReports
+from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.loader import Loaded, Loader
@@ -114,7 +115,7 @@ class SyncEpoch:
         cause = WINDOW_END if is_over else LEASE
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
-    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, StepCost] | None]:
+    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, BatchCost] | None]:
         """Runs this rank's part of the next step; None: the group has changed."""
         rank = self._rank
         if rank.is_back:
@@ -143,12 +144,12 @@ class SyncEpoch:
         if not (yield from self._reduce(item, began_s + forward_s)):
             yield from self._await_regroup()
             return None
-        return item, StepCost(
+        return item, BatchCost(
             samples=item.counted,
             busy_s=data_wait_s + compute_s,
             data_wait_s=data_wait_s,
             sync_wait_s=rank.now_s - ended_s,
-            warm=is_warm,
+            is_timed=is_warm,
         )
 
     def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
@@ -268,7 +269,7 @@ class SyncEpoch:
             (Loaded(step, counted or few, counted) for step in steps), rank.now_s
         )
 
-    def _account(self, number: int, cost: StepCost) -> None:
+    def _account(self, number: int, cost: BatchCost) -> None:
         """A step is done; a grant's report waits for the next one's backward pass."""
         self._report()  # of a membership that has taken no step since
         grant = self._reports.under_way

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.protocol.events import EpochLeft
 from elche.errors import ProtocolError
 
@@ -70,16 +69,3 @@ class EarlyEnd:
             f"after step {min(self._left.values())}; {self.under} a loop must be left "
             "at the same step on every rank"
         )
-
-
-def report_of(event: EpochLeft) -> RankReport:
-    """What a rank that leaves did since its last report."""
-    return RankReport(
-        rank=event.rank,
-        samples=event.samples,
-        busy_s=event.busy_s,
-        data_wait_s=event.data_wait_s,
-        transfer_s=event.transfer_s,
-        sync_wait_s=event.sync_wait_s,
-        scalars=event.scalars,
-    )

@@ -38,8 +38,8 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.coordination.sync.nonfinite import NonFiniteReports
-from elche.coordination.sync.step_book import Granted, StepBook
-from elche.coordination.sync.step_leaving import EarlyEnd, report_of
+from elche.coordination.sync.step_book import Granted, StepBook, report_of
+from elche.coordination.sync.step_leaving import EarlyEnd
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 
@@ -166,8 +166,8 @@ class SyncPolicy(Policy):
 
     @property
     def is_drained(self) -> bool:
-        """Whether every granted step has been run by all ranks."""
-        return not (self._grants or self._is_paused or self._adopting)
+        """Whether all ranks have run every granted step, and none has left early."""
+        return not (self._grants or self._is_paused or self._adopting or self._left)
 
     def stop_granting(self) -> None:
         """Grants no more steps in this epoch: another policy takes over."""

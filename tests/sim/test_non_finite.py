@@ -17,7 +17,7 @@ from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import Abort, EndEpoch, MetricsReported
 from elche.coordination.windows.pacing import Pacing
-from elche.coordination.windows.window_book import Reduction
+from elche.coordination.windows.reductions import Reduction
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.settings import nested

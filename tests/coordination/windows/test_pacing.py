@@ -17,7 +17,8 @@ from elche.config import RunConfig
 from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.windows.pacing import Pacing
-from elche.coordination.windows.window_book import Part, Reduction
+from elche.coordination.windows.reductions import Reduction
+from elche.coordination.windows.window_book import Part
 from tests.harness.reached import reach
 
 BATCH_S = (0.25, 1.0)

@@ -50,7 +50,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=2e-4, momentum=0.9)
 # elche: )
 
 samples = 0
-for _epoch in range(4):
+for _epoch in range(2):
     model.train()
     for (data,) in train_loader:
         optimizer.zero_grad()

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from elche.config import RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
-from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -28,6 +27,11 @@ from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.rank_settings import (
+    batch_norm_hint,
+    check_shared,
+    check_training,
+)
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -169,6 +173,8 @@ def set_up(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
+        if hint := batch_norm_hint(model, config.policy):
+            _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
 
 

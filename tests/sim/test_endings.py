@@ -13,7 +13,7 @@ from elche.coordination.protocol.events import EpochOpened, Left, Tick
 from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
 from elche.coordination.sync.sync_policy import BREAK_PATIENCE_S
-from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run
+from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
@@ -25,7 +25,7 @@ def broken(world_size: int, step: int, **changes: Any) -> Cluster:
         Device(seconds_per_sample=0.002 * (1 + rank), prefetch=rank)
         for rank in range(world_size)
     )
-    run = Run(policy="sync", samples=160, batch_size=8)
+    run = SimulatedRun(policy="sync", samples=160, batch_size=8)
     return Cluster(
         run=replace(run, **changes),
         devices=devices,
@@ -62,7 +62,7 @@ def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_break_on_one_rank_ends_sync_within_the_patience(leaver: int) -> None:
     cluster = Cluster(
-        run=Run(policy="sync", samples=160, batch_size=8, pause_s=1e4),
+        run=SimulatedRun(policy="sync", samples=160, batch_size=8, pause_s=1e4),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=(Break(rank=leaver, epoch=0, batches=5),),
     )
@@ -78,7 +78,7 @@ def test_a_break_on_one_rank_ends_sync_within_the_patience(leaver: int) -> None:
 
 def test_breaks_at_different_steps_of_sync_are_told_apart() -> None:
     cluster = Cluster(
-        run=Run(policy="sync", samples=40, batch_size=8),
+        run=SimulatedRun(policy="sync", samples=40, batch_size=8),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=tuple(Break(rank=r, epoch=0, batches=5 - r) for r in range(2)),
     )
@@ -93,7 +93,7 @@ def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
     victim = draw(st.integers(0, world_size - 1))
     at_s = draw(st.floats(0.05, 1.0))
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy="sync",
             batch_sizes=((8, 200 * world_size), (3, 1)),
             seed=draw(st.integers(0, 99)),
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
 def test_a_rank_that_raises_ends_the_run_for_all(policy: str) -> None:
     """A fault of the script is every rank's: it is no loss of a machine."""
     cluster = Cluster(
-        run=Run(policy=policy, samples=8000, batch_size=8),
+        run=SimulatedRun(policy=policy, samples=8000, batch_size=8),
         devices=(Device(seconds_per_sample=0.01, count=3),),
         faults=(Fault(at_s=0.7, fail_rank=1),),
     )
@@ -169,7 +169,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 ) -> None:
     speeds = (0.01, 0.02, 0.01)
     cluster = Cluster(
-        run=Run(policy=policy, samples=2400, batch_size=8, options={"timeout_s": 7.0}),
+        run=SimulatedRun(
+            policy=policy, samples=2400, batch_size=8, options={"timeout_s": 7.0}
+        ),
         devices=tuple(Device(seconds_per_sample=s) for s in speeds),
         faults=(Fault(at_s=at_s, hang_rank=1),),
     )
@@ -187,7 +189,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_time_that_passes_between_epochs_is_nobodys_fault(policy: str) -> None:
     device = Device(seconds_per_sample=0.01, count=2)
-    run = Run(policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0})
+    run = SimulatedRun(
+        policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0}
+    )
     sim = simulate(Cluster(run=run, devices=(device,)))
     for second in range(1000):
         assert sim.core.handle(Tick(), sim.engine.now_s + second) == []
@@ -198,7 +202,7 @@ def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     policy: str,
 ) -> None:
     device = Device(seconds_per_sample=0.01, count=2)
-    cluster = Cluster(run=Run(policy=policy, samples=160), devices=(device,))
+    cluster = Cluster(run=SimulatedRun(policy=policy, samples=160), devices=(device,))
     core = Simulation(cluster).core
     for rank in (0, 1):
         core.handle(join_of(cluster, rank, device), 0.0)

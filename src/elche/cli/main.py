@@ -98,7 +98,7 @@ def _checked() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
-    from elche.demo.report import log_to_stderr
+    from elche.demo.results import log_to_stderr
 
     try:
         with _checked(), log_to_stderr():
@@ -167,7 +167,7 @@ def run(
                 "1,0.25"
             )
         if story is not None:
-            from elche.demo.report import check_writable
+            from elche.demo.results import check_writable
 
             check_writable(story)
         config = LaunchConfig(
@@ -186,6 +186,13 @@ def run(
         codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
+        )
+    elif config.world_size > 1 and not result.have_met:
+        click.echo(
+            f"elche run: the script ran {config.world_size} times, and no rank met "
+            "another: train through elche.setup, elche.Trainer, elche.init_group or "
+            "torch.distributed",
+            err=True,
         )
     sys.exit(result.exit_code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +17,6 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.errors import ConfigError
-from elche.runtime.agreement import (
-    describe,
-    join_event,
-    min_share_samples,
-    state_tensors,
-)
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.notifications import RunNotifications
 from elche.runtime.plan_file import PlanFile
@@ -29,6 +24,12 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import (
+    describe,
+    join_event,
+    min_share_samples,
+    state_tensors,
+)
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
@@ -190,8 +191,8 @@ class Run:
 
     @property
     def last_samples(self) -> int:
-        """Samples of the batch that the last epoch ended with, under ``sync``."""
-        return self._epochs.last_samples
+        """Samples of the batch in hand, or that the last epoch ended with."""
+        return self.samples_in_hand or self._epochs.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:
@@ -265,6 +266,8 @@ class Run:
             self._closed = True
             self._release()
             self.worker.close(last_event)
+            with contextlib.suppress(Exception):  # while there are modules to do it
+                self._epochs.end_iteration()
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

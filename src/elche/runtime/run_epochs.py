@@ -23,16 +23,17 @@ from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import CommunicationError, ElcheError, NonFiniteError
-from elche.runtime.agreement import checksum, min_share_samples
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.notifications import RunNotifications, with_samples
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
+from elche.runtime.watch.loss_reduction import SumLossWatch
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.rate_watch import RateWatch
 from elche.runtime.watch.scaler_skips import ScalerSkips
@@ -108,6 +109,7 @@ class RunEpochs:
         self._left_epoch: int | None = None
         self._numbers = NonFiniteRecord()
         self._rates = RateWatch()
+        self._sum_loss: SumLossWatch | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.reports: list[EndEpoch] = []
@@ -194,6 +196,8 @@ class RunEpochs:
         """No other epoch follows, and one under way is left as it is."""
         self._is_closed = True
         self._trailing.forget()
+        if self._sum_loss is not None:
+            self._sum_loss.detach()
         self._skips.detach()
         self._optimizers.detach()
         self._batches = None
@@ -219,6 +223,8 @@ class RunEpochs:
         self._worker.name_samples = partial(with_samples, positions=positions)
         run = self._epoch_run(positions, window)
         self.under_way = run
+        if self._epoch == 0:
+            self._watch_loss()
         try:
             yield from self._batches_of(run)
             if isinstance(run, SyncEpoch) and run.switch is not None:
@@ -249,6 +255,14 @@ class RunEpochs:
                 self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
+
+    def _watch_loss(self) -> None:
+        """Refuses a loss that is a sum, where gradients are reduced as of a mean."""
+        config = self._training.config
+        reduces = self._synchroniser.policy == "sync" or config.sums_gradients
+        if reduces and config.loss_reduction == "mean":
+            parameters = self._synchroniser.parameters
+            self._sum_loss = SumLossWatch([p for p in parameters if p.requires_grad])
 
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):

@@ -29,7 +29,7 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
-from elche.sim.loader import Loaded, Loader
+from elche.sim.simulated_loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank
@@ -38,7 +38,7 @@ FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
 
 
-class SyncEpoch:
+class SimulatedSyncEpoch:
     """Trains on this rank's share of every global batch.
 
     Ends early, with ``switch`` set, where windows take over (``auto``); instructions

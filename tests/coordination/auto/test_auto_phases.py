@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from elche.cadence.chooser import Choice
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
@@ -38,7 +38,7 @@ class Windows:
     def fix_update(self, update: str) -> None:
         assert update == "parameters"
 
-    def observe(self, cluster: Cluster) -> Choice:
+    def observe(self, cluster: MeasuredCluster) -> Choice:
         return Choice(
             policy="async",
             anchor=2,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elche.cadence.goodput import (
     ADOPTION_BATCHES,
     LAST_CLOSER_BATCHES,
-    Cluster,
+    MeasuredCluster,
     predict,
 )
 from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
@@ -152,7 +152,7 @@ def test_auto_predicts_the_windows_that_are_run(
     fast_s, batches_per_s = BATCH_S[0], sum(1.0 / s for s in BATCH_S)
     early_s = LAST_CLOSER_BATCHES * SLOWEST_S + ADOPTION_BATCHES * fast_s
     reduction_s = late * fast_s - early_s
-    cluster = Cluster(
+    cluster = MeasuredCluster(
         seconds_per_sample=[s / 8 for s in BATCH_S],
         batch_size=8,
         sync_s=reduction_s,

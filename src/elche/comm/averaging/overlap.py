@@ -86,18 +86,18 @@ class OverlappedAverager(Averager):
         self._phase = _Phase.IDLE
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Averager.state_dict`; nothing may be under way."""
+        """What is held beside the model; nothing may be under way."""
         self._expect("state_dict", *_AT_REST)
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`Averager.load_state_dict`; nothing may be under way."""
+        """Goes on from a saved state; nothing may be under way."""
         self._expect("load_state_dict", *_AT_REST)
         super().load_state_dict(state)
 
     @torch.no_grad()
     def connect(self, group: Group) -> None:
-        """See :meth:`Averager.connect`; what was under way may be begun again."""
+        """Takes a new group; what was under way may be begun again."""
         super().connect(group)
         if self._phase is not _Phase.IDLE:
             self._phase = _Phase.UNSENT

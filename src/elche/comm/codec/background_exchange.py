@@ -153,7 +153,7 @@ class BackgroundExchange(ResidualExchange):
         return self._coded.contribution(side)
 
     def result(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.result`: the other side's contribution."""
+        """The sum, in the memory of the other side's contribution."""
         return self._coded.contribution(1 - side)
 
     def begin(self, side: int) -> None:
@@ -209,7 +209,7 @@ class BackgroundExchange(ResidualExchange):
             pass
 
     def drive(self) -> float | None:
-        """See :meth:`BackgroundTask.drive`; what fails is raised by :meth:`wait`."""
+        """One turn of the other thread; what fails is raised by :meth:`wait`."""
         with self._lock:
             if self._is_retired:
                 return None
@@ -226,7 +226,7 @@ class BackgroundExchange(ResidualExchange):
         """Nothing: that is the other thread's."""
 
     def poll(self) -> bool:
-        """See :meth:`Exchange.poll`; that a rank has died is seen by :meth:`wait`."""
+        """Whether the sum is there; a rank's death is seen by :meth:`wait`."""
         is_over = self._message is _Message.ENDED or self._is_complete
         return self._turn is _Turn.NONE or is_over
 

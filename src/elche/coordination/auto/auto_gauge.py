@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elche.cadence.convergence import REFERENCE_BATCHES
-from elche.cadence.goodput import BACKWARD_SHARE, Cluster, expected_most
+from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.config import RunConfig
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
@@ -268,14 +268,14 @@ class Gauge:
         self._syncs_s.clear()
         self._exposed_s.clear()
 
-    def cluster(self, batch_size: int) -> Cluster:
+    def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.
 
         Args:
             batch_size: samples of a batch.
         """
         ranks = self._ranks
-        return Cluster(
+        return MeasuredCluster(
             seconds_per_sample=[
                 max(LEAST_S, costs.factor * costs.sample_s) for costs in ranks
             ],

@@ -108,50 +108,50 @@ class AutoPolicy(Policy):
 
     @property
     def first_window(self) -> int:
-        """See :meth:`Policy.first_window`."""
+        """The first window's number, of the policy in force."""
         return self._current.first_window
 
     @property
     def is_elastic(self) -> bool:
-        """See :meth:`Policy.is_elastic`."""
+        """Whether the policy in force can go on without a rank."""
         return self._current.is_elastic
 
     def make_room(self, wanted: bool) -> list[Instruction]:
-        """See :meth:`Policy.make_room`."""
+        """Ranks wait to be taken in; passed to the policy in force."""
         return self._current.make_room(wanted)
 
     @property
     def is_quiet(self) -> bool:
-        """See :meth:`Policy.is_quiet`."""
+        """Whether the membership can grow under the policy in force."""
         return self._current.is_quiet
 
     @property
     def state_from(self) -> int | None:
-        """See :meth:`Policy.state_from`."""
+        """Whose optimizer state all take before the epoch; None: each its own."""
         return self._state_from
 
     def check(self) -> None:
-        """See :meth:`Policy.check`."""
+        """Asserts the invariants of the policy in force."""
         self._current.check()
 
     def patience_s(self) -> float:
-        """See :meth:`Policy.patience_s`."""
+        """How long the run may be silent under the policy in force."""
         return self._current.patience_s()
 
     def has_left(self, rank: int) -> bool:
-        """See :meth:`Policy.has_left`."""
+        """Whether a rank's loop has left the epoch early."""
         return self._current.has_left(rank)
 
     def owes(self, rank: int) -> bool:
-        """See :meth:`Policy.owes`."""
+        """Whether the epoch under way cannot end without a rank."""
         return self._current.owes(rank)
 
     def waiting_for(self) -> str:
-        """See :meth:`Policy.waiting_for`."""
+        """Whom the policy in force waits for."""
         return self._current.waiting_for()
 
     def prepare_epoch(self, sync_s: float, *, alike: bool) -> None:
-        """See :meth:`Policy.prepare_epoch`; windows begin, change or end here."""
+        """An epoch is about to begin: windows begin, change or end here."""
         self._state_from = None
         windows, phase = self._switch.windows, self._phase
         is_outdated = windows is not None and windows.is_outdated_by(self._chosen.now)
@@ -166,7 +166,7 @@ class AutoPolicy(Policy):
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
-        """See :meth:`Policy.begin_epoch`."""
+        """Starts an epoch under the policy in force."""
         self._length = replace(
             self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
         )
@@ -209,7 +209,7 @@ class AutoPolicy(Policy):
             self._calibration.break_off()
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
-        """See :meth:`Policy.regrouped`."""
+        """All members have formed their group; the policy in force goes on."""
         outcome = self._current.regrouped(reduced, now_s)
         if outcome.epoch_over:
             self._switch.end_epoch(outcome, None)

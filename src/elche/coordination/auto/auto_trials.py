@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import final
 
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto.auto_gauge import Gauge
 from elche.coordination.auto.auto_windows import RunningWindows
 from elche.coordination.protocol.instructions import Instruction
@@ -57,7 +57,9 @@ class Trials:
             self._next += 1
         return leased
 
-    def are_steps_due(self, cluster: Cluster, ahead_steps: int, now_s: float) -> bool:
+    def are_steps_due(
+        self, cluster: MeasuredCluster, ahead_steps: int, now_s: float
+    ) -> bool:
         """Whether steps of all ranks would cost little of the time without them.
 
         Args:

@@ -101,6 +101,8 @@ def _find_under_torchrun(
             address, key = _start_beside(placement)
             store.set("coordinator", f"{address[0]}:{address[1]}/{key.hex()}")
         told = store.get("coordinator").decode()
+    except CommunicationError:  # the coordinator's own, which is a RuntimeError too
+        raise
     except (RuntimeError, OSError) as error:
         raise CommunicationError(
             f"rank {placement.rank}: the rendezvous at {name} failed: {error}"

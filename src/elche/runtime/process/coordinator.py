@@ -59,6 +59,7 @@ class CoordinatorServer:
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
         self.dropped = 0
+        self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -123,6 +124,7 @@ class CoordinatorServer:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
+        self.has_admitted = True
         if self._end is not None:
             self._deliver(rank, [replace(self._end, rank=rank)])
         return True

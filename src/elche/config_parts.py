@@ -186,7 +186,8 @@ def part_of(name: str, kind: type[_Part], given: object) -> _Part:
     if not isinstance(given, Mapping):
         known = ", ".join(item.name for item in fields(kind))
         raise ConfigError(
-            f"expected {name} to be an elche.{kind.__name__} (of {known}), got {given!r}"
+            f"expected {name} to be an elche.{kind.__name__} (with {known}), got "
+            f"{given!r}"
         )
     check_known(map(str, given), {item.name for item in fields(kind)}, f" of {name}")
     return kind(**given)

@@ -29,7 +29,11 @@ from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.seeding import seed_rank
-from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.process.shutdown import (
+    exit_watch,
+    failure_of,
+    watch_process,
+)
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -292,6 +296,7 @@ def _watch_process() -> None:
     if process.hooked:
         return
     process.hooked = True
+    exit_watch.attach()
     watch_process(_tell_failure, shutdown)
 
 

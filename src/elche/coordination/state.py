@@ -204,8 +204,12 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
+        how = "failed:" if event.exit_code is None else "called"
         return self._abort(
-            f"rank {event.rank} failed: {event.error}", event.rank, event.traceback
+            f"rank {event.rank} {how} {event.error}",
+            event.rank,
+            event.traceback,
+            exit_code=event.exit_code,
         )
 
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
@@ -324,6 +328,7 @@ class Coordinator:
         kind: str = "remote",
         batches: tuple[Range, ...] = (),
         part: tuple[int, ...] = (),
+        exit_code: int | None = None,
     ) -> list[Instruction]:
         self.aborted = reason
         self._abort_message = Abort(
@@ -334,6 +339,7 @@ class Coordinator:
             kind=kind,
             batches=batches,
             part=part,
+            exit_code=exit_code,
         )
         waiting = {join.rank for join in self._membership.roster.take_newcomers()}
         told = sorted(self._membership.ranks | waiting)

@@ -17,7 +17,7 @@ from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import EpochOpened
+from elche.coordination.protocol.events import EpochOpened, Failed
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
@@ -29,6 +29,7 @@ from elche.runtime.data.positions import EpochPositions, enumerate_batches, shar
 from elche.runtime.notifications import RunNotifications, with_samples
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.sync_epoch import SyncEpoch
@@ -255,8 +256,21 @@ class RunEpochs:
             self._synchroniser.refuse_nan(self._epoch)
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
-                yield batch
+                exit_watch.forget()
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._end_by_exit()
+                    raise
                 self._skips.settle()
+
+    def _end_by_exit(self) -> None:
+        """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
+        code = exit_watch.code
+        if code is not None:
+            rank, said = self._worker.rank, f"sys.exit({code}) inside the loop"
+            ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
+            self._worker.close(ended)
 
     def _open_epoch(self) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""

@@ -105,6 +105,8 @@ class SyncEpoch:
 
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first."""
+        if self._worker.is_closed:
+            return
         with contextlib.suppress(CommunicationError):
             self._reducer.end_step()
         self._report()

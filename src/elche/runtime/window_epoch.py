@@ -356,7 +356,7 @@ class WindowEpoch:
 
     def _leave(self) -> None:
         """The loop broke off: commit what was trained, and end the epoch for all."""
-        if self.end is not None:
+        if self.end is not None or self._worker.is_closed:
             return
         self._is_leaving = True
         self._batch_done()

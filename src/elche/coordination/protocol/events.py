@@ -186,11 +186,12 @@ class BarrierReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A rank ends with an error."""
+    """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
     rank: int
     error: str
     traceback: str
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

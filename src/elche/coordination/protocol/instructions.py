@@ -219,7 +219,8 @@ class Abort:
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
     ``batches`` (start, stop) are those that it ends for, if it is about data; ``part``
-    (start, stop) the samples of the batch, where only some of it are meant.
+    (start, stop) the samples of the batch, where only some of it are meant. With an
+    ``exit_code`` every rank ends with it, as the failed one does by ``sys.exit``.
     """
 
     rank: int
@@ -229,6 +230,7 @@ class Abort:
     kind: str = "remote"
     batches: Runs = ()
     part: tuple[int, ...] = ()
+    exit_code: int | None = None
 
 
 Instruction = (

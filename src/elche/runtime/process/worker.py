@@ -7,6 +7,7 @@ waits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ from elche.errors import (
 )
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 ABORT_WAIT_S = 5.0
 ROLL_CALL_S = 2.0
@@ -90,6 +93,11 @@ class Worker:
         if self._group is None:
             raise CommunicationError("the run has ended on this rank")
         return self._group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has no part in the run any more."""
+        return self._group is None
 
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
@@ -217,12 +225,18 @@ class Worker:
 
     def _raise_if_abort(self, instruction: Instruction) -> None:
         if isinstance(instruction, Abort):
-            self._aborted = self._error_of(instruction)
-            raise self._aborted
+            raise self._aborted_by(instruction)
 
-    def _error_of(self, abort: Abort) -> ElcheError:
+    def _aborted_by(self, abort: Abort) -> ElcheError:
+        """The error that ends this rank; raises SystemExit where all end by it."""
         error = _error_of(abort)
-        return self.name_samples(error) if isinstance(error, NonFiniteError) else error
+        if isinstance(error, NonFiniteError):
+            error = self.name_samples(error)
+        self._aborted = error
+        if abort.exit_code is not None:
+            logger.warning("%s; rank %d ends with it", abort.reason, self.rank)
+            raise SystemExit(abort.exit_code)
+        return error
 
     def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
         """A collective failed: the coordinator knows who is gone, in a moment.
@@ -238,7 +252,7 @@ class Worker:
             except (DeadlineError, CommunicationError):
                 break
             if isinstance(instruction, Abort):
-                self._aborted = self._error_of(instruction)
+                self._aborted_by(instruction)
                 break
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted

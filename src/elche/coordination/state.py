@@ -288,13 +288,10 @@ class Coordinator:
         if self._waiting_since_s is None or not self._is_waiting():
             self._waiting_since_s = now_s
             return []
-        patience_s = self._timeout_s
-        if self._epochs is not None:
-            patience_s = min(patience_s, self._epochs.patience_s())
-        if now_s - self._waiting_since_s < patience_s:
-            return []
+        if now_s - self._waiting_since_s < self._timeout_s:
+            return [] if self._epochs is None else self._epochs.release(now_s)
         return self._abort(
-            f"nothing came for {patience_s:g} s while the run was "
+            f"nothing came for {self._timeout_s:g} s while the run was "
             f"{self._doing()}; raise timeout_s if a batch really takes so long",
             kind="deadline",
         )

@@ -116,9 +116,6 @@ class SingleRun(LoaderLike):
             return float(self.samples_in_hand)
         return self._weight
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        """Waits for nothing: whatever has ended is there."""
-
     def __iter__(self) -> Iterator[Any]:
         number = self._begin_epoch()
         batches = self._by_position() if self._has_positions else self._loader

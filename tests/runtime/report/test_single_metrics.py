@@ -52,9 +52,6 @@ class Source:
         self.window_metrics: deque[WindowMetrics] = deque()
         self.epoch_metrics = [epoch(number) for number in range(epochs)]
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        pass
-
 
 def epoch(number: int) -> EpochMetrics:
     return EpochMetrics(epoch=number, **_row())

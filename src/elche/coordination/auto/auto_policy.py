@@ -198,10 +198,6 @@ class AutoPolicy(Policy):
             self._samples_before += self._committed(outcome, None)
         return outcome
 
-    def patience_s(self) -> float:
-        """See :meth:`Policy.patience_s`."""
-        return self._current.patience_s()
-
     def has_left(self, rank: int) -> bool:
         """See :meth:`Policy.has_left`."""
         return self._current.has_left(rank)

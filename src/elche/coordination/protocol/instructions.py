@@ -65,6 +65,29 @@ class GrantSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankLeft:
+    """``sync``: rank ``gone`` has left the epoch, and sends nothing after ``passes``.
+
+    The steps that are granted are run all the same; the answers are `PassBegun`.
+    """
+
+    rank: int
+    epoch: int
+    gone: int
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPasses:
+    """To a rank that has left: the others are in pass ``passes``, of step ``step``."""
+
+    rank: int
+    epoch: int
+    step: int
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
     """Windows: a lease of the batches ``start <= batch < stop``."""
 
@@ -239,6 +262,8 @@ Instruction = (
     | PolicyChosen
     | SwitchPolicy
     | GrantSteps
+    | RankLeft
+    | JoinPasses
     | GrantBatches
     | OpenWindow
     | Permit

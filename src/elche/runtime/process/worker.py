@@ -27,6 +27,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
     PolicyChosen,
+    RankLeft,
     Welcome,
 )
 from elche.errors import (
@@ -64,6 +65,8 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
+        on_rank_left: called while this rank waits inside a step, perhaps again and
+            again, where another has left the epoch.
         name_samples: adds to an error what its batches are, in the epoch under way.
         timeline: what this rank did.
     """
@@ -78,6 +81,7 @@ class Worker:
         self.is_cold = True
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.on_rank_left: Callable[[RankLeft], None] = _ignore
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.timeline = Timeline(self.rank)
         self._channel = channel
@@ -214,6 +218,8 @@ class Worker:
         abort = self._channel.find_abort()
         if abort is not None:
             self._raise_if_abort(abort)
+        for each in self._channel.waiting(RankLeft):
+            self.on_rank_left(each)
 
     def _is_notification(self, instruction: Instruction) -> bool:
         """Dispatches notifications; raises if the run was aborted."""
@@ -281,8 +287,8 @@ def _as_it_is(error: NonFiniteError) -> NonFiniteError:
     return error
 
 
-def _ignore(notification: MetricsReported | PolicyChosen) -> None:
-    """Notifications before the run has set its handler."""
+def _ignore(notification: Instruction) -> None:
+    """Notifications that nothing handles now."""
 
 
 def _error_of(abort: Abort) -> ElcheError:

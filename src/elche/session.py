@@ -28,6 +28,7 @@ from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.seeding import seed_rank
 from elche.runtime.process.shutdown import (
     exit_watch,
@@ -118,6 +119,7 @@ def setup(
     shutdown()
     placement = read_placement()
     process.placement = placement
+    watch_launcher(placement.rank)
     weights = None if weight_of is None else BatchWeights(weight_of, placement.rank)
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)

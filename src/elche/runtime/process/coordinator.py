@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
+
+    Attributes:
+        on_end: called once with the kind of `Abort` that ends the run.
     """
 
     def __init__(self, world_size: int, key: bytes) -> None:
@@ -58,6 +61,7 @@ class CoordinatorServer:
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
+        self.on_end: Callable[[str], None] = lambda kind: None
         self.dropped = 0
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
@@ -100,6 +104,8 @@ class CoordinatorServer:
         for event in events:
             for instruction in self.core.handle(event, now_s):
                 if isinstance(instruction, Abort) and self.core.aborted is not None:
+                    if self._end is None:
+                        self.on_end(instruction.kind)
                     self._end = instruction
                 told[instruction.rank].append(instruction)
         for rank, instructions in told.items():

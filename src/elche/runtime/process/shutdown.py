@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
+import stat
 import sys
 import threading
 import traceback
@@ -23,6 +25,28 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
         error=f"{summary}; {hint}" if hint else summary,
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def write_whole(text: str) -> None:
+    """Writes lines to standard error, none torn by those of other processes.
+
+    At once, so that a traceback stays together; in a pipe, which promises that of
+    ``PIPE_BUF`` bytes only, as many lines at once as it takes.
+    """
+    try:
+        sys.stderr.flush()
+        descriptor = sys.stderr.fileno()
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except (OSError, ValueError, AttributeError):  # replaced by the user
+        sys.stderr.write(text)
+        return
+    piece = b""
+    for line in text.encode(errors="backslashreplace").splitlines(keepends=True):
+        if is_pipe and piece and len(piece) + len(line) > select.PIPE_BUF:
+            os.write(descriptor, piece)
+            piece = b""
+        piece += line
+    os.write(descriptor, piece)
 
 
 class ExitWatch:
@@ -77,7 +101,10 @@ def watch_process(
         trace: TracebackType | None,
     ) -> None:
         on_failure(error)
-        previous(kind, error, trace)
+        if previous is sys.__excepthook__:
+            write_whole("".join(traceback.format_exception(error)))
+        else:
+            previous(kind, error, trace)
 
     sys.excepthook = on_exception
     atexit.register(stop_coordinator)

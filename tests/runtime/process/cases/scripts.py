@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,36 @@ def _endless(case: str, policy: str) -> None:
             optimizer.zero_grad()
 
 
+def _idle(case: str, policy: str) -> None:
+    """Joins a run, and then does what looks at no connection: an evaluation, say."""
+    if case == "by hand":
+        elche.init_group()
+    else:
+        _set_up(policy)
+    print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
+    while True:
+        signal.pause()
+
+
+def _hang(case: str, policy: str) -> None:
+    """The last rank hangs in a step, and hears no signal but SIGKILL."""
+    model, optimizer, loader = _set_up(policy, timeout_s=5.0)
+    for number, (x,) in enumerate(loader):
+        if number == 5 and elche.rank() == elche.world_size() - 1:
+            print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _set_up(policy: str, **options: Any) -> tuple[Any, Any, Any]:
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return elche.setup(model, optimizer, loader, policy=policy, **options)
+
+
 def _stop_after_report() -> None:
     """The coordinator grants more, and the others wait for this rank meanwhile."""
     send = ControlChannel.send
@@ -119,5 +150,8 @@ if __name__ == "__main__":
         "loss": _trainer,
         "endless": _endless,
         "stop": _endless,
+        "idle": _idle,
+        "by hand": _idle,
+        "hang": _hang,
     }
     runs.get(wanted, _train)(wanted, chosen)

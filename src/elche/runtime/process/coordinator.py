@@ -28,6 +28,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
 from elche.coordination.state import Coordinator
 from elche.errors import ProtocolError
+from elche.runtime.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class CoordinatorServer:
         """
         text = "".join(f"{line}\n" for line in self.core.story())
         try:
-            path.write_text(text, encoding="utf-8")
+            replace_file(path, text)
         except OSError as error:
             logger.warning("cannot write the story of the run to %s: %s", path, error)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
@@ -42,7 +43,20 @@ def _train(case: str, policy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         elche.barrier()
+    if case == "key":
+        _show_key()
     print(f"done {elche.rank()} of {elche.world_size()}", flush=True)
+
+
+def _show_key() -> None:
+    """What torchrun's store tells anybody who asks."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    path = PrefixStore(f"elche/{restart}", store).get("coordinator").decode()
+    mode = os.stat(path).st_mode & 0o777
+    print(f"rank {elche.rank()} found {path} of mode {mode:o}", flush=True)
+    elche.barrier()
 
 
 def _endless(case: str, policy: str) -> None:

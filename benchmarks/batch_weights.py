@@ -47,12 +47,13 @@ def step_us(policy: str, steps: int, weight_of: Callable[[Any], Any] | None) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     labels = torch.ones(steps * SIZE, dtype=torch.int64)
     data = TensorDataset(torch.randn(steps * SIZE, 4), labels)
+    by_samples = elche.WindowConfig(drift_weights="samples")
     model, optimizer, loader = elche.setup(
         model,
         optimizer,
         DataLoader(data, SIZE),
         policy=policy,
-        drift_weights="samples",
+        windows=elche.WindowConfig() if policy == "sync" else by_samples,
         weight_of=weight_of,
     )
     done, took_s = 0, 0.0

@@ -33,14 +33,29 @@ HELD_OUT = 4
 RUN_TIMEOUT_S = 120.0
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
 SPEEDS = {1: "1", 2: "1,0.5", 3: "1,0.5,0.25"}
-WINDOWS = {"anchor": 2, "max_anchor": 2, "min_anchor": 2}
+
+
+def two_batches(outer: str) -> elche.WindowConfig:
+    """Windows of two batches of the slowest rank, with this outer optimizer."""
+    return elche.WindowConfig(
+        anchor=2,
+        max_anchor=2,
+        min_anchor=2,
+        outer=elche.OuterConfig(optimizer=outer),
+    )
+
+
 CONTENDERS: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
-    "plain averaging": {"policy": "cadence", "outer": "average"},
-    "SlowMo": {"policy": "cadence", "outer": "slowmo"},
-    "Nesterov": {"policy": "cadence", "outer": "nesterov"},
-    "overlapped, Nesterov": {"policy": "async", "outer": "nesterov"},
-    "overlapped, int8": {"policy": "async", "outer": "nesterov", "codec": "int8"},
+    "plain averaging": {"policy": "cadence", "windows": two_batches("average")},
+    "SlowMo": {"policy": "cadence", "windows": two_batches("slowmo")},
+    "Nesterov": {"policy": "cadence", "windows": two_batches("nesterov")},
+    "overlapped, Nesterov": {"policy": "async", "windows": two_batches("nesterov")},
+    "overlapped, int8": {
+        "policy": "async",
+        "windows": two_batches("nesterov"),
+        "codec": "int8",
+    },
 }
 
 
@@ -80,11 +95,8 @@ def train(contender: str, seed: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     order = torch.Generator().manual_seed(seed)
     loader = DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=order)
-    settings = dict(CONTENDERS[contender])
-    if settings["policy"] != "sync":
-        settings |= WINDOWS
     model, optimizer, shared = elche.setup(
-        model, optimizer, loader, epochs=EPOCHS, **settings
+        model, optimizer, loader, epochs=EPOCHS, **CONTENDERS[contender]
     )
     for _ in range(EPOCHS):
         for x, y in shared:

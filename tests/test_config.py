@@ -12,16 +12,18 @@ import torch
 from torch import nn
 
 import elche
-from elche.config import REMOVED_SETTINGS, RunConfig
+from elche.config import RunConfig
+from elche.config_parts import FORMER_SETTINGS, DebugConfig, WindowConfig
 from elche.errors import ConfigError
 from elche.trainer_config import trainer_config
+from tests.harness.settings import nested
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outer_momentum": "half"}, "outer_momentum < 1, got 'half'"),
-        ({"outer_momentum": float("nan")}, "outer_momentum < 1, got nan"),
+        ({"outer_momentum": "half"}, "outer.momentum < 1, got 'half'"),
+        ({"outer_momentum": float("nan")}, "outer.momentum < 1, got nan"),
         ({"speed_hints": 1.0}, "speed_hints to be a number per rank"),
         ({"speed_hints": "1,0.25"}, "speed_hints to be a number per rank"),
         ({"speed_hints": {0: 1.0}}, "speed_hints to be a number per rank"),
@@ -40,12 +42,12 @@ from elche.trainer_config import trainer_config
 )
 def test_wrong_kinds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(**options)
+        RunConfig(**nested({"policy": "cadence"} | options))
 
 
-@pytest.mark.parametrize("name", REMOVED_SETTINGS)
-def test_settings_that_were_removed_are_answered_with_what_to_do(name: str) -> None:
-    expected = re.escape(f"{name}= was removed: {REMOVED_SETTINGS[name]}")
+@pytest.mark.parametrize("name", FORMER_SETTINGS)
+def test_former_names_are_answered_with_the_new_place(name: str) -> None:
+    expected = re.escape(FORMER_SETTINGS[name])
     removed: dict[str, Any] = {name: 2}
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,19 +62,21 @@ def test_settings_that_were_removed_are_answered_with_what_to_do(name: str) -> N
 
 
 def test_files_may_be_paths() -> None:
-    config = RunConfig(policy="sync", record=Path("runs", "plan.json"))  # type: ignore[arg-type]
+    config = DebugConfig(record=Path("runs", "plan.json"))  # type: ignore[arg-type]
     assert config.record == str(Path("runs", "plan.json"))
     assert config.replay is None
 
 
 def test_el_che_switched_off_needs_no_bounds() -> None:
-    assert RunConfig(anchor=5, min_anchor=2, max_anchor=0).max_anchor == 0
+    assert WindowConfig(anchor=5, min_anchor=2, max_anchor=0).max_anchor == 0
 
 
 def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'ancor'; did you mean 'anchor'"):
-        RunConfig.from_options({"ancor": 3})
-    with pytest.raises(ConfigError, match="'zzz'; known are: anchor, bucket_cap_mb"):
+    with pytest.raises(ConfigError, match="'polcy'; did you mean 'policy'"):
+        RunConfig.from_options({"polcy": 3})
+    with pytest.raises(ConfigError, match="'ancor' of windows; did you mean 'anchor'"):
+        RunConfig.from_options({"policy": "async", "windows": {"ancor": 3}})
+    with pytest.raises(ConfigError, match="'zzz'; known are: codec, debug"):
         RunConfig.from_options({"zzz": 3})
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from tests.harness.settings import nested
 
 
 @pytest.mark.parametrize(
@@ -19,21 +20,21 @@ from elche.errors import ConfigError
         ({"policy": "auto", "update": "gradients"}, "leave update out"),
         ({"policy": "auto", "optimizer_state": "average"}, "leave optimizer_state"),
         ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
-        ({"policy": "sync", "update": "parameters"}, "'cadence' or 'async'"),
-        ({"policy": "async", "optimizer_state": "average"}, "'local'"),
+        ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
+        ({"policy": "async", "optimizer_state": "average"}, "policy 'cadence'"),
         ({"policy": "sync", "codec": "int8"}, "leave codec out, or choose"),
         (
             {"policy": "cadence", "update": "gradients", "codec": "bf16"},
             "leave codec out, or choose",
         ),
-        ({"policy": "sync", "outer": "slowmo"}, "leave outer out, or choose"),
+        ({"policy": "sync", "outer": "slowmo"}, "leave windows= out, or choose"),
         (
             {"policy": "cadence", "update": "gradients", "outer": "nesterov"},
-            "outer 'nesterov' steps along averaged parameters",
+            "'nesterov' steps along averaged parameters",
         ),
-        ({"policy": "async", "outer": "adam"}, "unknown outer 'adam'"),
-        ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer_momentum < 1"),
-        ({"outer": "slowmo", "outer_lr": 0.0}, "outer_lr to be a positive"),
+        ({"policy": "async", "outer": "adam"}, "unknown outer.optimizer 'adam'"),
+        ({"outer": "slowmo", "outer_momentum": 1.0}, "0 <= outer.momentum < 1"),
+        ({"outer": "slowmo", "outer_lr": 0.0}, "outer.lr to be a positive"),
         ({"policy": "async", "deterministic": True, "codec": "auto"}, "measured link"),
         (
             {"policy": "cadence", "deterministic": True, "max_batch_diff": 2},
@@ -43,4 +44,4 @@ from elche.errors import ConfigError
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RunConfig(**options)
+        RunConfig(**nested(options))

@@ -20,6 +20,7 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
 from elche.trainer_config import EpochRecord, TrainerConfig, trainer_config
+from tests.harness.settings import nested
 
 DATA = TensorDataset(torch.arange(10.0).reshape(10, 1), torch.zeros(10, 1))
 
@@ -84,7 +85,10 @@ def test_a_record_of_an_epoch() -> None:
         assert record.samples_per_s == pytest.approx(10 / record.duration_s)
         assert 0.0 < record.data_wait_s[0] < record.busy_s[0] <= record.duration_s
         assert (record.transfer_s, record.sync_wait_s) == ((0.0,), (0.0,))
-    assert result.report.samples == 20
+    report = result.report
+    assert report.samples == 20
+    assert report.busy_s == (sum(record.busy_s[0] for record in records),)
+    assert report.data_wait_s == (sum(record.data_wait_s[0] for record in records),)
 
 
 def test_evaluation_is_not_in_the_scalars() -> None:
@@ -231,7 +235,8 @@ def test_an_interrupt_in_a_checkpoint_is_one() -> None:
 
 
 def config(**options: Any) -> TrainerConfig:
-    return trainer_config({"dataset": DATA, "batch_size": 4, "epochs": 1} | options)
+    given = {"dataset": DATA, "batch_size": 4, "epochs": 1} | options
+    return trainer_config(nested(given))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +324,7 @@ def test_one_device_clips_under_every_policy(options: dict[str, Any]) -> None:
         epochs=1,
         batch_size=10,
         max_grad_norm=0.5,
-        **options,
+        **nested(options),
     ).fit()
     moved = [
         result.model_state["weight"].item() - 1.0,

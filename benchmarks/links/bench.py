@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.links.namespaces import SENT_BYTES, slow_link
 from elche.comm.codec.codec import CODECS
+from elche.config_parts import TransportConfig
 from elche.demo.bench import BenchConfig, run_bench
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import build_workload
@@ -57,7 +58,7 @@ class LinkBenchConfig(BenchConfig):
             return spec
         samples = spec.samples
         if spec.kind == "elche":
-            options["transport"] = "gloo"
+            options["transport"] = TransportConfig(kind="gloo")
             if spec.policy != "sync":
                 options["codec"] = self.codec
         if self.time_capped and "ddp" in name:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
     from elche.config import RunConfig as RunConfig
+    from elche.config_parts import DebugConfig as DebugConfig
+    from elche.config_parts import OuterConfig as OuterConfig
+    from elche.config_parts import TransportConfig as TransportConfig
+    from elche.config_parts import WindowConfig as WindowConfig
     from elche.coordination.accounts.metrics import EpochMetrics as EpochMetrics
     from elche.coordination.accounts.metrics import Metrics as Metrics
     from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
@@ -62,6 +66,12 @@ _HOMES = {
     "elche.cadence.el_che": ("ElChe", "ElCheConfig"),
     "elche.comm.norm.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "elche.config": ("RunConfig",),
+    "elche.config_parts": (
+        "DebugConfig",
+        "OuterConfig",
+        "TransportConfig",
+        "WindowConfig",
+    ),
     "elche.coordination.accounts.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
     "elche.ddp.wrapper": ("DistributedDataParallel",),
     "elche.errors": (

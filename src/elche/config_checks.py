@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 from elche.errors import ConfigError
@@ -64,6 +65,23 @@ def check_whole(name: str, value: object, least: int) -> None:
     """An int of at least that much."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"expected {name} to be an int >= {least}, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected {name} to be True or False, got {value!r}")
+
+
+def check_known(names: Iterable[str], known: Collection[str], where: str = "") -> None:
+    """No name beside the known ones; the nearest is suggested."""
+    for name in sorted(set(names) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"unknown option {name!r}{where}; {meant}known are: "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def is_number(value: object) -> TypeGuard[float]:

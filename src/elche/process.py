@@ -12,8 +12,7 @@ from elche.runtime.single import SingleRun
 class Process:
     """What this process has under way."""
 
-    run: Run | None = None
-    single: SingleRun | None = None
+    run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
     emulation: EmulationHandle | None = None
     placement: Placement | None = None

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.coordination.protocol.events import Left
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
 from elche.runtime.agreement import check_shared, check_training
@@ -29,7 +28,6 @@ from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
-from elche.runtime.process.seeding import seed_rank
 from elche.runtime.process.shutdown import (
     exit_watch,
     failure_of,
@@ -38,7 +36,7 @@ from elche.runtime.process.shutdown import (
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
-from elche.runtime.training import Training
+from elche.runtime.training import SetupConfig, Training
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +112,30 @@ def setup(
     `elche.RunConfig.non_finite`).
     An error that is met when the loop is left by ``break`` is raised at the next call.
     """
-    config = run_config(config, options)
+    asked = SetupConfig(
+        config=run_config(config, options),
+        epochs=epochs,
+        samples_per_epoch=samples_per_epoch,
+        weight_of=weight_of,
+    )
+    return set_up(model, optimizer, loader, asked)
+
+
+def set_up(
+    model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
+) -> tuple[Model, Optimizer, Any]:
+    """What :func:`setup` does, with its arguments as one value."""
+    config = asked.config
     check_training(model, optimizer, loader)
     shutdown()
     placement = read_placement()
     process.placement = placement
     watch_launcher(placement.rank)
-    weights = None if weight_of is None else BatchWeights(weight_of, placement.rank)
+    weights = (
+        None
+        if asked.weight_of is None
+        else BatchWeights(asked.weight_of, placement.rank)
+    )
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
@@ -134,28 +149,25 @@ def setup(
             ),
         )
     positions = by_position(
-        loader, samples_per_epoch, placement.world_size, config.seed
+        loader, asked.samples_per_epoch, placement.world_size, config.seed
     )
-    if placement.world_size == 1:
-        _write_stderr(_single_line(placement))
-        if config.seed is not None:
-            seed_rank(config.seed, 0)
-        single = SingleRun(
-            positions, model, placement.device, config.seed, weights=weights
-        )
-        single.watch(optimizer)
-        process.single, process.metrics = single, MetricsView(single)
-        return model, optimizer, single
-    check_shared(model, optimizer, positions, config)
-    _watch_process()
     training = Training(
         config=config,
         model=model,
         optimizer=optimizer,
         loader=positions,
         weights=weights,
+        micro_batches=asked.micro_batches,
     )
-    run = Run.start(placement, training, epochs)
+    if placement.world_size == 1:
+        _write_stderr(_single_line(placement))
+        single = SingleRun(training, placement.device)
+        single.attach()
+        process.run, process.metrics = single, MetricsView(single)
+        return model, optimizer, RunLoader(loader, positions, single)
+    check_shared(model, optimizer, positions, config)
+    _watch_process()
+    run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
     if isinstance(positions.dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
@@ -199,7 +211,7 @@ def barrier() -> None:
     """
     if world_size() == 1:
         return
-    run, by_hand = process.run, current_manual_run()
+    run, by_hand = current_run(), current_manual_run()
     if run is None and by_hand is not None:
         by_hand.barrier()
         return
@@ -213,7 +225,7 @@ def barrier() -> None:
 
 def current_run() -> Run | None:
     """The run under way on several ranks, None on one."""
-    return process.run
+    return process.run if isinstance(process.run, Run) else None
 
 
 def current_emulation() -> EmulationHandle | None:
@@ -231,7 +243,7 @@ def shutdown() -> None:
     run, process.run = process.run, None
     try:
         if run is not None:
-            run.close(Left(rank=run.worker.rank))
+            run.leave()
     finally:
         emulation, process.emulation = process.emulation, None
         if emulation is not None:
@@ -239,9 +251,6 @@ def shutdown() -> None:
         if process.metrics is not None:
             process.metrics.end()
         process.barriers = 0
-        single, process.single = process.single, None
-        if single is not None:
-            single.close()
 
 
 @contextlib.contextmanager
@@ -303,11 +312,12 @@ def _watch_process() -> None:
 
 
 def _tell_failure(error: BaseException) -> None:
-    run, process.run = process.run, None
+    run = current_run()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:
         return
+    process.run = None
     hint = memory_hint(error, run.worker.rank, run.last_samples)
     if hint:
         _write_stderr(f"elche: {hint}")

@@ -95,6 +95,4 @@ def epoch_metrics(
 
 def current_metrics() -> MetricsView | None:
     """The view of the run under way, None if there is none."""
-    if process.run is None and process.single is None:
-        return None
-    return process.metrics
+    return None if process.run is None else process.metrics

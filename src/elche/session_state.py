@@ -6,6 +6,7 @@ from typing import Any
 
 from elche.errors import ConfigError
 from elche.process import process
+from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
 STATE_VERSION = 1
@@ -18,9 +19,7 @@ def progress_samples() -> float:
     The same function of the run's progress on every rank, whatever its speed: what a
     learning rate should follow. The batch in hand does not count yet.
     """
-    if process.run is not None:
-        return process.run.progress_samples
-    return 0.0 if process.single is None else float(process.single.samples_done)
+    return 0.0 if process.run is None else float(process.run.progress_samples)
 
 
 def state_dict() -> dict[str, Any]:
@@ -40,13 +39,7 @@ def state_dict() -> dict[str, Any]:
         ConfigError: there is no run yet, or this is the inside of a loop.
         ProtocolError: the parameters have changed since the epoch ended.
     """
-    if process.run is not None:
-        return {"version": STATE_VERSION, **process.run.state_dict()}
-    if process.single is None:
-        raise ConfigError("elche.state_dict() needs a run: call elche.setup first")
-    _expect_no_batch(process.single)
-    samples = process.single.samples_done
-    return {"version": STATE_VERSION, "samples": samples, "averaging": None}
+    return {"version": STATE_VERSION, **_run_between_epochs("state_dict").state_dict()}
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
@@ -64,9 +57,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
             belong together; nothing has changed on any of them.
         CommunicationError: a rank is gone, or did not call it in time.
     """
-    run, single = process.run, process.single
-    if run is None and single is None:
-        raise ConfigError("elche.load_state_dict() needs a run: call elche.setup first")
+    run = _run_between_epochs("load_state_dict")
     if not isinstance(state, dict) or set(state) != STATE_KEYS:
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise ConfigError(
@@ -79,16 +70,16 @@ def load_state_dict(state: dict[str, Any]) -> None:
     samples = state["samples"]
     if not isinstance(samples, int) or samples < 0:
         raise ConfigError(f"expected samples from 0 on in the state, got {samples!r}")
-    if run is not None:
-        run.load_state_dict(state)
-    elif single is not None:
-        _expect_no_batch(single)
-        single.samples_done = samples
+    run.load_state_dict(state)
 
 
-def _expect_no_batch(single: SingleRun) -> None:
-    if single.samples_in_hand:
+def _run_between_epochs(call: str) -> Run | SingleRun:
+    run = process.run
+    if run is None:
+        raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
+    if run.is_in_epoch:
         raise ConfigError(
-            "the state of a run is that between epochs, and this is the inside of a "
-            "loop; call it before or after the loop"
+            f"{call}() inside an epoch, where ranks hold different things; call it "
+            "between epochs, on every rank"
         )
+    return run

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from elche.learning_rate import ProgressLR
 from elche.runtime.agreement import min_share_samples
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import to_device
+from elche.runtime.training import SetupConfig
 from elche.runtime.windows.micro_batches import (
     MicroBatches,
     PartsConfig,
@@ -152,15 +152,16 @@ class _Fitting:
         self._trainer = trainer
         self._config = trainer.config
         model, optimizer, loader = trainer.build()
-        run = replace(self._config.run, micro_batches=not meets_in_batches(model))
-        self._model, self._optimizer, self._loader = session.setup(
-            model,
-            optimizer,
-            loader,
+        run = self._config.run
+        asked = SetupConfig(
             config=run,
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
             weight_of=self._config.weight_of,
+            micro_batches=not meets_in_batches(model),
+        )
+        self._model, self._optimizer, self._loader = session.set_up(
+            model, optimizer, loader, asked
         )
         weight_of = self._config.weight_of
         self._weights = (
@@ -316,9 +317,7 @@ class _Fitting:
         world_size = session.world_size()
 
         def per_rank(name: str) -> tuple[float, ...]:
-            if not ends:
-                return (duration_s if name == "busy_s" else 0.0,)
-            per_epoch = (getattr(end, name) for end in ends)
+            per_epoch = (getattr(record, name) for record in history)
             return tuple(map(sum, zip(*per_epoch, strict=True)))
 
         return RunReport(

@@ -10,7 +10,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
-from elche.config import RunConfig, refuse_removed, unknown_option
+from elche.config import RunConfig
+from elche.config_checks import check_known
+from elche.config_parts import refuse_former
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
@@ -278,12 +280,10 @@ def trainer_config(options: dict[str, Any]) -> TrainerConfig:
     Raises:
         ConfigError: an option is unknown, missing or wrong.
     """
-    refuse_removed(options)
+    refuse_former(options)
     own = set(TrainerConfig.__dataclass_fields__) - {"run"}
     run_fields = set(RunConfig.__dataclass_fields__)
-    unknown = sorted(set(options) - own - run_fields - {"config"})
-    if unknown:
-        raise ConfigError(unknown_option(unknown[0], own | run_fields))
+    check_known(set(options) - {"config"}, own | run_fields)
     missing = [
         name for name in ("dataset", "batch_size", "epochs") if name not in options
     ]

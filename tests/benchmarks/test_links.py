@@ -11,6 +11,7 @@ import pytest
 from benchmarks.links import namespaces
 from benchmarks.links.bench import LinkBenchConfig
 from benchmarks.links.namespaces import slow_link
+from elche.config_parts import TransportConfig
 from elche.demo.bench import BenchConfig
 from elche.errors import ConfigError
 
@@ -86,8 +87,10 @@ def test_what_the_kernel_refuses_is_said() -> None:
 def test_settings() -> None:
     config = LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=100.0, codec="int8")
     spec = config.spec("elche-async", 0)
-    assert spec.options == {"codec": "int8", "transport": "gloo"}
-    assert config.spec("elche-sync", 0).options == {"transport": "gloo"}
+    assert spec.options == {"codec": "int8", "transport": TransportConfig(kind="gloo")}
+    assert config.spec("elche-sync", 0).options == {
+        "transport": TransportConfig(kind="gloo")
+    }
     assert spec.sent_counter == str(namespaces.SENT_BYTES)
     assert config.spec("solo-0", 0).sent_counter is None
     assert config.command().startswith("python -m benchmarks.links --speeds 1,0.25 ")

@@ -177,5 +177,5 @@ def test_other_arguments_are_checked() -> None:
     end_manual_run()
     with pytest.raises(ConfigError, match="expected timeout_s to be a positive"):
         init_group(timeout_s=0.0)
-    with pytest.raises(ConfigError, match="unknown transport 'pigeons'"):
+    with pytest.raises(ConfigError, match=r"unknown transport\.kind 'pigeons'"):
         init_group(transport="pigeons")

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from elche.config import RunConfig
+from elche.config_parts import DebugConfig, WindowConfig
 from elche.coordination.agreement import Settings, disagreement
 from elche.coordination.protocol.events import Join
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
+from tests.harness.settings import nested
 
 OTHER: dict[str, Any] = {
     "policy": "async",
@@ -30,7 +32,6 @@ OTHER: dict[str, Any] = {
     "max_batch_diff": 4,
     "speed_hints": (1.0, 0.5),
     "max_samples": {1: 8},
-    "micro_batches": True,
     "drift_weights": "sqrt",
     "optimizer_state": "local",
     "outer": "slowmo",
@@ -41,13 +42,27 @@ OTHER: dict[str, Any] = {
     "codec": "int4",
     "timeout_s": 30.0,
 }
+NAMES = {
+    "outer": "windows.outer.optimizer",
+    "outer_lr": "windows.outer.lr",
+    "outer_momentum": "windows.outer.momentum",
+    "transport": "transport.kind",
+    "bucket_cap_mb": "transport.bucket_cap_mb",
+    **{name.name: f"debug.{name.name}" for name in fields(DebugConfig)},
+    **{
+        name.name: f"windows.{name.name}"
+        for name in fields(WindowConfig)
+        if name.name != "outer"
+    },
+}
+"""In full, of those that are in groups."""
 TENSORS = (("0.weight", "[2, 3]", "float32"), ("0.bias", "[2]", "float32"))
 
 
 def join_of(rank: int, **options: Any) -> Join:
-    config = RunConfig(**{"policy": "cadence", **options})
+    config = RunConfig(**nested({"policy": "cadence", **options}))
     optimizer = {"class": "SGD", "lr": 0.1}
-    settings = Settings(config=config.as_dict(), loader={}, optimizer=optimizer)
+    settings = Settings(config=config, optimizer=optimizer)
     return Join(
         rank=rank,
         version=PROTOCOL_VERSION,
@@ -60,14 +75,18 @@ def join_of(rank: int, **options: Any) -> Join:
 
 
 def test_every_setting_is_compared_here() -> None:
-    assert {field.name for field in fields(RunConfig)} == OTHER.keys()
+    known = {name for name, _ in Settings(config=RunConfig()).as_pairs()}
+    named = {NAMES.get(name, name) for name in OTHER}
+    assert {f"config.{name}" for name in named} == {
+        name for name in known if name.startswith("config.")
+    }
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_differs_is_named(name: str) -> None:
     said = disagreement([join_of(0), join_of(1, **{name: OTHER[name]})])
     assert said.startswith("configuration differs between ranks: ")
-    assert f"config.{name}: rank 0 has " in said
+    assert f"config.{NAMES.get(name, name)}: rank 0 has " in said
     assert disagreement([join_of(0), join_of(1)]) == ""
 
 

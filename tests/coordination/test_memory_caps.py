@@ -10,17 +10,21 @@ import pytest
 from elche.cadence.split import passes_of
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.harness.settings import nested
 
 BATCH, HORIZON = 32, 3
 
 
 def policy(**options: Any) -> SyncPolicy:
     members = [Member(rank, "CPU", HORIZON) for rank in range(2)]
-    return SyncPolicy(RunConfig(policy="sync", **options), members, 1)
+    micro_batches = options.pop("micro_batches", False)
+    config = RunConfig(**nested(options))
+    return SyncPolicy(members, Settings(config=config, micro_batches=micro_batches))
 
 
 def grants(told: list[Instruction]) -> list[GrantSteps]:

@@ -20,6 +20,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -76,7 +77,7 @@ def _train(found: Found, when: str, who: tuple[int, ...]) -> None:
     task = Task(samples=SAMPLES, batch_size=BATCH)
     model, optimizer, loader = build(task)
     options = {"policy": "auto", "timeout_s": 60.0}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     run = session.current_run()
     assert run is not None
     for epoch in range(2):

@@ -17,6 +17,7 @@ from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +69,7 @@ def _expect_refusal(policy: str) -> str:
 def _carried(options: dict[str, Any]) -> tuple[int, int, int]:
     """Elements in this rank's messages; trained ones, and their tensors."""
     model, optimizer, loader = build(Task(samples=64, batch_size=8, model="frozen"))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     run = session.current_run()
     assert run is not None
     held: Any = run._synchroniser.windows or run._synchroniser.reducer
@@ -110,7 +111,7 @@ def _sent_and_held(policy: str) -> tuple[int, list[int]]:
     model, optimizer, loader = build(Task(samples=64, batch_size=8))
     first: Any = model.get_submodule("0")
     options: dict[str, Any] = {"policy": policy, "codec": "int8"}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     sent: list[Any] = []
     held: list[int] = []
     for _ in range(4):

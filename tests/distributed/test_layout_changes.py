@@ -17,6 +17,7 @@ from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,9 @@ TASK = Task(
 def _train(task: Task, change: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Two epochs, with a change of the model; the error, if any, and the model."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     error = ""
     try:
         with session.failing_together():
@@ -78,7 +81,10 @@ def _change(model: nn.Module, change: str, *, is_between: bool = False) -> None:
 
 
 def _with(**options: Any) -> Task:
-    return dataclasses.replace(TASK, options={**TASK.options, **options})
+    shared = {**TASK.options, **options}
+    if shared.get("policy") == "sync":
+        del shared["max_anchor"]
+    return dataclasses.replace(TASK, options=shared)
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

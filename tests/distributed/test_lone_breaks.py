@@ -15,6 +15,7 @@ from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, difference, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +49,7 @@ def leave(task: Task, places: dict[int, tuple[int, str]]) -> Found:
 def _train(found: Found, task: Task, places: dict[int, tuple[int, str]]) -> None:
     model, optimizer, loader = build(task)
     options: dict[str, Any] = {"timeout_s": 100.0, **task.options}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     run = session.current_run()
     assert run is not None
     for epoch in range(2):

@@ -22,6 +22,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.one_process import replay
 from tests.distributed.cases.tasks import Task, difference, identical, plain, shared
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -77,7 +78,7 @@ def is_possible(case: Case) -> bool:
     """Whether the settings go together, and one process can do the same."""
     way, loop = case["way"], case["loop"]
     try:
-        RunConfig(**task_of(case).options)
+        RunConfig(**nested(task_of(case).options))
     except ConfigError:
         return False
     if way == "gradients" and loop not in ("plain", "clip"):
@@ -159,7 +160,7 @@ def check_plans(case: Case, task: Task, epochs: list[list[WindowPlan]]) -> None:
     """The windows were reduced as the settings say, and as often as planned."""
     reductions = [window.reduction or {} for epoch in epochs for window in epoch]
     averaged = any(each["include_state"] for each in reductions)
-    assert averaged == RunConfig(**task.options).averages_state
+    assert averaged == RunConfig(**nested(task.options)).averages_state
     outer = "nesterov" if case["outer"] == "auto" else case["outer"]
     trained = [any(window.parts) for epoch in epochs for window in epoch]
     kinds = {each["outer"] for each in itertools.compress(reductions, trained)}

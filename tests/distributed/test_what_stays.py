@@ -19,6 +19,7 @@ from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +61,7 @@ def _after(
 
 def _leave(model: Any, optimizer: Any, loader: Any, options: Any) -> bool:
     """Inside an epoch."""
-    *_, shared = elche.setup(model, optimizer, loader, **options)
+    *_, shared = elche.setup(model, optimizer, loader, **nested(options))
     batches = iter(shared)
     first = next(batches, None)
     if first is not None:  # another rank may have left before
@@ -76,7 +77,7 @@ def _fail_in_setup(model: Any, optimizer: Any, loader: Any, options: Any) -> boo
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run_epochs, "LeasedBatches", refuse)
         with pytest.raises(ElcheError, match="no such loader"):
-            elche.setup(model, optimizer, loader, **options)
+            elche.setup(model, optimizer, loader, **nested(options))
     elche.shutdown()
     return False
 
@@ -88,7 +89,7 @@ def _break_down(model: Any, optimizer: Any, loader: Any, options: Any) -> bool:
     def lose(epoch: Any, *_: Any) -> None:
         raise ZeroDivisionError("nobody is there")
 
-    *_, shared = elche.setup(model, optimizer, loader, **options)
+    *_, shared = elche.setup(model, optimizer, loader, **nested(options))
     run = session.current_run()
     assert run is not None
     with pytest.MonkeyPatch.context() as patched:

@@ -30,6 +30,7 @@ LAYERS = {
     "elche.cadence": Layer.PURE,
     "elche.config": Layer.PURE,
     "elche.config_checks": Layer.PURE,
+    "elche.config_parts": Layer.PURE,
     "elche.coordination": Layer.PURE,
     "elche.errors": Layer.PURE,
     "elche.monitor": Layer.PURE,

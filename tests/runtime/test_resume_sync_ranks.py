@@ -26,6 +26,7 @@ from tests.distributed.cases.tasks import (
     shared,
 )
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -107,7 +108,9 @@ def with_two_optimizers(task: Task) -> Trace:
     optimizer = torch.optim.SGD(body, lr=0.1, momentum=0.9)
     second = torch.optim.AdamW(head, lr=1e-2)
     if this_place_is_a_rank():
-        model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, **nested(task.options)
+        )
     trace = Trace()
     for _ in range(task.epochs):
         trace.orders.append([])

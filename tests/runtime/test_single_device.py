@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -42,6 +46,37 @@ def test_nothing_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "elche: CPU\n"
     assert (elche.rank(), elche.world_size(), elche.is_main_process()) == (0, 1, True)
     elche.barrier()
+
+
+def test_a_run_of_one_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, no thread, no socket."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("one device needs none of this")
+
+    for owner, name in ((socket, "socket"), (subprocess, "Popen"), (os, "fork")):
+        monkeypatch.setattr(owner, name, refuse)
+    threads = set(threading.enumerate())
+    model, optimizer, loader = elche.setup(*_parts(), seed=3)
+    for (x,) in loader:
+        loss = model(x).sum()
+        loss.backward()
+        elche.log_scalar("loss", loss)
+        optimizer.step()
+        assert set(threading.enumerate()) == threads
+    assert elche.epoch_metrics().samples == 64
+
+
+def test_what_else_a_loader_has_is_its_own() -> None:
+    """As that of torchdata, which is saved beside the model."""
+
+    class Stateful(DataLoader[Any]):
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 3}
+
+    model, optimizer, loader = _parts()
+    _, _, loader = elche.setup(model, optimizer, Stateful(loader.dataset))
+    assert loader.state_dict() == {"at": 3}  # type: ignore[attr-defined]
 
 
 def test_a_step_adds_a_handful_of_calls() -> None:
@@ -85,7 +120,7 @@ def test_wrong_arguments(change: dict[str, Any], says: str) -> None:
 
 
 def test_unknown_option() -> None:
-    says = r"unknown option 'polcy'; .*known are: anchor"
+    says = r"unknown option 'polcy'; .*known are: codec"
     with pytest.raises(ConfigError, match=says):
         elche.setup(*_parts(), polcy="sync")
 

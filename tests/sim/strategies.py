@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elche.sim.cluster import Break, Cluster, Device, Drift, Fault, Link, Run
+from tests.harness.settings import nested
 from tests.sim.watched import Death
 
 MAX_RANKS = 64
@@ -122,7 +123,7 @@ def clusters(
             epochs=epochs,
             policy=policy,
             seed=draw(st.integers(0, 999)),
-            options=options,
+            options=nested(options),
             model_bytes=draw(st.sampled_from([1e4, 3e6, 5e7])),
             pause_s=draw(st.sampled_from([0.0, 0.05])),
             regroup_s=draw(st.sampled_from([0.0, 0.05])),

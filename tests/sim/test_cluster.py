@@ -18,7 +18,7 @@ GOOD: dict[str, Any] = {
         "batch_size": 24,
         "model_bytes": 40_000_000,
         "seed": 7,
-        "anchor": 3,
+        "windows": {"anchor": 3},
     },
     "device": [
         {"count": 3, "seconds_per_sample": 0.0007, "jitter": 0.2},
@@ -54,7 +54,7 @@ def with_change(table: str, at: int | None, key: str, value: Any) -> dict[str, A
 def test_a_file_is_read_with_its_defaults() -> None:
     cluster = read_cluster(GOOD)
     assert cluster.world_size == 4
-    assert cluster.run.config.anchor == 3
+    assert cluster.run.config.windows.anchor == 3
     assert cluster.run.sizes == ((24, 12_500),)
     assert [device.count for device in cluster.devices] == [3, 1]
     drifts = cluster.devices[1].drifts
@@ -74,8 +74,10 @@ def test_a_file_is_read_with_its_defaults() -> None:
         ("run", None, "samples", "many", r"\[run\]: samples must be int, got 'many'"),
         ("run", None, "epochs", True, r"\[run\]: epochs must be int, got True"),
         ("run", None, "policy", "best", r"\[run\]: unknown policy 'best'"),
-        ("run", None, "anchor", 0, r"\[run\]: expected anchor"),
-        ("run", None, "replay", "plan.json", r"\[run\]: .*replay"),
+        ("run", None, "windows", {"anchor": 0}, r"\[run\]: expected anchor"),
+        ("run", None, "windows", {"anker": 1}, r"\[run\]: unknown option 'anker' of w"),
+        ("run", None, "anchor", 3, r"\[run\]: anchor= is now windows="),
+        ("run", None, "debug", {"replay": "plan.json"}, r"\[run\]: .*replay"),
         ("device", 1, "speed", 3, r"\[\[device\]\] 1: unknown key 'speed'"),
         ("device", 0, "count", 0, r"\[\[device\]\] 0: count must be at least 1"),
         ("device", 0, "jitter", -0.1, r"\[\[device\]\] 0: jitter must be finite"),

@@ -12,6 +12,7 @@ import pytest
 from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
+from tests.harness.settings import nested
 from tests.sim.checks import simulate
 
 BATCH_SAMPLES = 32
@@ -77,7 +78,7 @@ def cluster_of(
             samples=BATCH_SAMPLES * batches * world_size,
             batch_size=BATCH_SAMPLES,
             model_bytes=bytes_for(cost, world_size),
-            options=options,
+            options=nested(options),
             seed=1,
         ),
         devices=tuple(devices),

@@ -20,6 +20,7 @@ from elche.coordination.windows.pacing import Pacing
 from elche.coordination.windows.window_book import Reduction
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation, Watch
+from tests.harness.settings import nested
 from tests.sim.checks import MOST_HAPPENINGS
 from tests.sim.strategies import clusters
 
@@ -71,7 +72,7 @@ def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
     last = BatchSizes(cluster.run.sizes).num_batches - 1
     bad = data.draw(st.sets(st.integers(0, last), max_size=max(1, last // 4)))
     options = {**cluster.run.options, "non_finite": non_finite}
-    run = replace(cluster.run, bad_batches=tuple(bad), options=options)
+    run = replace(cluster.run, bad_batches=tuple(bad), options=nested(options))
     return replace(cluster, run=run)
 
 
@@ -154,7 +155,7 @@ def of_two(policy: str, bad: set[int], **options: Any) -> Cluster:
         samples=8 * 400,
         batch_size=8,
         model_bytes=1e6,
-        options={"non_finite": "leave_out", **options},
+        options=nested({"non_finite": "leave_out", **options}),
         bad_batches=tuple(bad),
     )
     devices = (Device(seconds_per_sample=0.001), Device(seconds_per_sample=0.003))

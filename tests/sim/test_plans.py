@@ -9,6 +9,7 @@ import pytest
 
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.simulation import Simulation
+from tests.harness.settings import nested
 from tests.sim.checks import check_all, simulate
 
 Trace = tuple[Any, Any, Any]
@@ -23,7 +24,7 @@ def cluster_of(policy: str, seed: int, **changes: Any) -> Cluster:
         model_bytes=1e6,
         epochs=2,
         seed=seed,
-        options=options | changes.pop("options", {}),
+        options=nested(options | changes.pop("options", {})),
     )
     return Cluster(
         run=replace(run, **changes),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elche.sim.cluster import Cluster, Device, Link, Run
 from elche.sim.history import LEASE
+from tests.harness.settings import nested
 from tests.sim.checks import check_all, simulate
 from tests.sim.strategies import clusters
 
@@ -53,7 +54,7 @@ def test_without_el_che_every_window_is_a_batch_and_the_run_ends(
     # Once: deadlock at the end of an epoch. Windows then end by count, so a rank
     # without a lease has no deadline; the others wait for it to close, and a lease
     # is looked at again only when a batch is done.
-    run = replace(cluster.run, options={"max_anchor": 0})
+    run = replace(cluster.run, options={"windows": {"max_anchor": 0}})
     check_all(simulate(replace(cluster, run=run)))
 
 
@@ -62,7 +63,7 @@ def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more(policy: str) -
     # Once: as above, in its shortest form.
     devices = tuple(Device(seconds_per_sample=s, prefetch=0) for s in (0.003, 0.048))
     options = {"max_anchor": 0}
-    run = Run(policy=policy, options=options, samples=320, batch_size=8)
+    run = Run(policy=policy, options=nested(options), samples=320, batch_size=8)
     check_all(simulate(Cluster(run=run, devices=devices)))
 
 

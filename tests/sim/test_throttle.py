@@ -63,7 +63,7 @@ def cluster_of(
     return Cluster(
         run=Run(
             policy=policy,
-            options={"max_batch_diff": most},
+            options={"windows": {"max_batch_diff": most}},
             samples=8 * 60,
             batch_size=8,
             seed=3,

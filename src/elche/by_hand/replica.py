@@ -40,6 +40,7 @@ from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
+from elche.config_parts import TransportConfig
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.manual_run import begin_manual_run
 from elche.session import current_run
@@ -54,7 +55,7 @@ def init_group(*, timeout_s: float = 300.0, transport: str = "auto") -> Group:
 
     Args:
         timeout_s: deadline of every wait for another rank.
-        transport: as in `elche.RunConfig`.
+        transport: the kind, as in `elche.TransportConfig`.
 
     Returns:
         The group of all ranks, of one rank in a plain script.
@@ -70,7 +71,7 @@ def init_group(*, timeout_s: float = 300.0, transport: str = "auto") -> Group:
             "a run of elche.setup is under way and reduces by itself; call "
             "elche.shutdown() first"
         )
-    config = RunConfig(policy="sync", timeout_s=timeout_s, transport=transport)
+    config = RunConfig(timeout_s=timeout_s, transport=TransportConfig(kind=transport))
     return begin_manual_run(config).group
 
 

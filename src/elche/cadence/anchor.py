@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import median_low
 from typing import Any, final
 
 from elche.cadence.throughput import check_int, check_measure
@@ -84,7 +85,7 @@ class Anchor:
         self._sync_ms = [*self._sync_ms, float(sync_ms)][-SYNC_HISTORY:]
         if not self.enabled or len(self._sync_ms) < 2:
             return
-        typical_ms = sorted(self._sync_ms)[(len(self._sync_ms) - 1) // 2]
+        typical_ms = median_low(self._sync_ms)
         overhead = typical_ms / (self._value * reference_ms)
         if overhead > self._target:
             wanted = min(self._value * overhead / self._target, self.maximum)

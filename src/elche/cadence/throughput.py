@@ -9,6 +9,15 @@ from typing import Any, TypeAlias, final
 
 from elche.errors import ConfigError
 
+# Delivered times are smoothed in four places, which see different things of them:
+# - `CostEstimate`, of batches of one size: by each rank batch by batch, as it must end
+#   its window without asking; by El Che window by window and for all ranks, where a
+#   batch that hangs must not count in full; by the chooser, of what the gauge finds.
+# - `TimeModel`, of steps whose size changes with the shares: all shapes follow by the
+#   same weight, and a spike is left out, as shares move at once.
+# - The gauge of ``auto``: medians while it learns, sums since the last look after that,
+#   because policies are compared by all that was measured, not by the last of it.
+# - `HeldRatios`, of El Che's estimates: steady where these are not.
 MIN_ALPHA = 0.1
 """Weight of a new measurement that agrees with the estimate (jitter)."""
 MAX_ALPHA = 0.8
@@ -27,6 +36,11 @@ DOMINANCE_MARGIN = 0.10
 """How much slower than the reference a rank must be to become the reference."""
 
 SpeedHints: TypeAlias = Mapping[int, float] | Sequence[float] | None
+
+
+def adaptive_weight(relative_error: float) -> float:
+    """Weight of a measurement that is so far from the estimate."""
+    return min(max(relative_error, MIN_ALPHA), MAX_ALPHA)
 
 
 @final
@@ -78,8 +92,7 @@ class CostEstimate:
             self._value = float(cost)
             return
         cost = min(cost, self._max_rise * self._value)
-        relative_error = abs(cost - self._value) / self._value
-        alpha = min(max(relative_error, MIN_ALPHA), MAX_ALPHA)
+        alpha = adaptive_weight(abs(cost - self._value) / self._value)
         self._value = alpha * cost + (1.0 - alpha) * self._value
 
     def rescale(self, factor: float) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from elche.cadence.throughput import (
-    MAX_ALPHA,
-    MIN_ALPHA,
     CostEstimate,
+    adaptive_weight,
     check_int,
     check_measure,
 )
@@ -105,7 +104,7 @@ class TimeModel:
             return
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels follow alike: not the faster, the worse a shape has predicted.
-        weight = min(max(abs(ratios[self._shape] - 1.0), MIN_ALPHA), MAX_ALPHA)
+        weight = adaptive_weight(abs(ratios[self._shape] - 1.0))
         self._judge([abs(math.log(ratio)) for ratio in ratios])
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from elche.config import RunConfig
@@ -18,26 +18,29 @@ class Settings:
     """Everything but tensors that ranks compare.
 
     Attributes:
-        config: the fields of :class:`RunConfig`.
+        config: the run's settings.
         loader: what describes the data: length, batch size, and so on.
         optimizer: the optimizer's class and hyperparameters.
         min_share_samples: least samples of a rank that has any, under ``sync``.
         epochs: epochs of the run if known.
+        micro_batches: the loop runs a share above a rank's ``max_samples`` in several
+            parts, so that shares need not keep within it.
     """
 
-    config: Mapping[str, Any]
-    loader: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
+    config: RunConfig
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
     min_share_samples: int = 1
     epochs: int | None = None
+    micro_batches: bool = False
 
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
         """(name, JSON value) pairs, as a :class:`Join` carries them."""
-        flat: dict[str, Any] = {f"config.{k}": v for k, v in self.config.items()}
+        flat = dict(_flat("config", self.config.as_dict()))
         flat |= {f"loader.{k}": v for k, v in self.loader.items()}
         flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
-        flat["min_share_samples"] = self.min_share_samples
-        flat["epochs"] = self.epochs
+        for name in ("min_share_samples", "epochs", "micro_batches"):
+            flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
 
 
@@ -49,16 +52,20 @@ def settings_of(join: Join) -> Settings:
         start = prefix + "."
         return {k[len(start) :]: v for k, v in flat.items() if k.startswith(start)}
 
-    config = part("config")
-    if config.get("speed_hints") is not None:
-        config["speed_hints"] = tuple(config["speed_hints"])
-    RunConfig(**config)
+    config: dict[str, Any] = {}
+    for name, value in part("config").items():
+        *groups, setting = name.split(".")
+        group = config
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[setting] = value
     return Settings(
-        config=config,
+        config=RunConfig.from_options(config),
         loader=part("loader"),
         optimizer=part("optimizer"),
         min_share_samples=int(flat.get("min_share_samples", 1)),
         epochs=flat.get("epochs"),
+        micro_batches=bool(flat.get("micro_batches", False)),
     )
 
 
@@ -101,7 +108,7 @@ def disagreement(joins: Sequence[Join]) -> str:
     difference = what_differs(joins)
     if difference:
         return difference
-    hints = RunConfig(**settings_of(joins[0]).config).speed_hints
+    hints = settings_of(joins[0]).config.speed_hints
     if hints is not None and len(hints) != len(joins):
         return (
             f"expected a speed hint per rank ({len(joins)}), but speed_hints has "
@@ -129,6 +136,15 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
                 "step inside the loop"
             )
     return ""
+
+
+def _flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings by their names in full, such as ``config.windows.anchor``."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
 
 
 def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.agreement import disagreement, settings_of
 from elche.coordination.epochs import Epochs
@@ -166,9 +165,8 @@ class Coordinator:
         if difference:
             return self._abort(difference, kind="mismatch")
         settings = settings_of(joins[0])
-        config = RunConfig(**settings.config)
-        self._timeout_s = config.timeout_s
-        policy = build_policy(config, as_members(joins), settings)
+        self._timeout_s = settings.config.timeout_s
+        policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         return [*self._membership.begin()]
 

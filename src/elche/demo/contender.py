@@ -349,7 +349,7 @@ def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
             "late_batches": [],
             "window_log": [],
         }
-    windows = list(run.window_metrics)
+    windows = list(run.notifications.window_metrics)
     second_half = windows[len(windows) // 2 :]
     samples = [window.samples for window in second_half]
     late = zip(*(window.late_batches for window in second_half), strict=True)

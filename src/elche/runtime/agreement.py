@@ -29,7 +29,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
     """Everything but tensors that must agree between ranks."""
     optimizer, loader = training.optimizer, training.loader
     return Settings(
-        config=training.config.as_dict(),
+        config=training.config,
         loader={
             "dataset_length": len(loader.dataset),  # type: ignore[arg-type]
             "batch_size": loader.batch_size,
@@ -48,6 +48,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         },
         min_share_samples=min_share_samples(training.model),
         epochs=epochs,
+        micro_batches=training.micro_batches,
     )
 
 

@@ -8,30 +8,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elche.runtime.run import Run
+from elche.runtime.single import SingleRun
 
 
-class LoaderLike:
-    """Everything but iteration is the user's loader's."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        """Batches of an epoch in a single process, whatever this rank's share."""
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-class RunLoader(LoaderLike):
+class RunLoader:
     """Hands out this rank's part of each epoch of a run.
 
     Under ``sync`` every rank gets a share of each global batch; under ``cadence`` each
     rank gets whole batches, as many as its speed allows, so a loop body runs a
-    different number of times on each rank. ``len()`` is the single-process length.
+    different number of times on each rank. ``len()`` is the single-process length;
+    everything else but iteration is the user's loader's.
 
     Args:
         loader: the user's loader.
@@ -40,15 +26,20 @@ class RunLoader(LoaderLike):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], positions: DataLoader[Any], run: Run
+        self, loader: DataLoader[Any], positions: DataLoader[Any], run: Run | SingleRun
     ) -> None:
-        super().__init__(loader)
+        self._loader = loader
         self._positions = positions
         self._run = run
 
     def __len__(self) -> int:
         """Batches of an epoch in a single process, whatever this rank's share."""
         return len(self._positions)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.epoch()

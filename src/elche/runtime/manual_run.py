@@ -60,7 +60,7 @@ class ManualRun:
         try:
             worker.send(_join(placement, config))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome, config.transport)
+            worker.form_group(welcome, config.transport.kind)
         except BaseException as error:
             worker.close(failure_of(worker.rank, error))
             raise
@@ -102,7 +102,7 @@ def _join(placement: Placement, config: RunConfig) -> Join:
         rank=placement.rank,
         version=PROTOCOL_VERSION,
         world_size=placement.world_size,
-        settings=Settings(config=config.as_dict(), loader={}, optimizer={}).as_pairs(),
+        settings=Settings(config=config).as_pairs(),
         tensors=(),
         device=placement.device_name,
         horizon_batches=0,

@@ -8,9 +8,9 @@ import torch
 
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.comm.gradients.reducer import GradientReducer
-from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
+from elche.runtime.training import Training
 from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import WindowSync
@@ -53,20 +53,19 @@ class RankHost:
         return current
 
 
-def check_caps(
-    config: RunConfig, batch_size: int | None, world_size: int, least_samples: int
-) -> None:
+def check_caps(training: Training, world_size: int, least_samples: int) -> None:
     """Refuses batches that the ranks' devices cannot hold as the run would hand them.
 
     Raises:
         ConfigError: says what to do instead.
     """
+    config, batch_size = training.config, training.loader.batch_size
     if len(config.caps) > world_size:
         raise ConfigError(
             f"expected max_samples of ranks below {world_size}, got one of rank "
             f"{len(config.caps) - 1}"
         )
-    if batch_size is None or config.micro_batches:
+    if batch_size is None or training.micro_batches:
         return
     if config.policy == "sync":
         shares = BalancerConfig(

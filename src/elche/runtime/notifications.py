@@ -9,6 +9,7 @@ from typing import Any
 
 from elche.coordination.accounts.batch_ranges import named
 from elche.coordination.accounts.metrics import (
+    EPOCHS_KEPT,
     WINDOWS_KEPT,
     EpochMetrics,
     WindowMetrics,
@@ -33,7 +34,7 @@ class RunNotifications:
     Attributes:
         scalars: what this rank logs.
         window_metrics: of windows that have ended; always empty but on rank 0.
-        epoch_metrics: of epochs that have ended.
+        epoch_metrics: of the last epochs that have ended.
         choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
         emit: writes a line for the user.
     """
@@ -42,7 +43,7 @@ class RunNotifications:
         self._rank = rank
         self.scalars = ScalarLog()
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
-        self.epoch_metrics: list[EpochMetrics] = []
+        self.epoch_metrics: deque[EpochMetrics] = deque(maxlen=EPOCHS_KEPT)
         self.choices: list[tuple[str, str]] = []
         self.emit: Callable[[str], None] = logger.info
 
@@ -52,19 +53,23 @@ class RunNotifications:
             self.choices.append((report.policy, report.reason))
             self.emit(f"elche: auto: {report.reason}")
             return
-        if report.window < 0:
-            metrics = EpochMetrics.from_json(report.values)
-            self.epoch_metrics.append(metrics)
-            skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
-            if skipped and self._rank == 0:
-                logger.info(
-                    "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
-                    "where gradients overflowed; their samples count as done",
-                    metrics.epoch,
-                    100 * skipped,
-                )
-        else:
-            self.window_metrics.append(WindowMetrics.from_json(report.values))
+        kind = EpochMetrics if report.window < 0 else WindowMetrics
+        self.add(kind.from_json(report.values))
+
+    def add(self, metrics: EpochMetrics | WindowMetrics) -> None:
+        """Keeps the metrics of a window or an epoch that has ended."""
+        if isinstance(metrics, WindowMetrics):
+            self.window_metrics.append(metrics)
+            return
+        self.epoch_metrics.append(metrics)
+        skipped = metrics.scalars.get(SCALER_SKIPS, 0.0)
+        if skipped and self._rank == 0:
+            logger.info(
+                "epoch %d: GradScaler skipped %.2g %% of the optimizer's steps, "
+                "where gradients overflowed; their samples count as done",
+                metrics.epoch,
+                100 * skipped,
+            )
 
 
 def warn_discarded(

@@ -36,25 +36,26 @@ class PlanFile:
         """
         if rank != 0:
             return PlanFile(None, None)
-        record = Path(config.record) if config.record is not None else None
+        debug = config.debug
+        record = Path(debug.record) if debug.record is not None else None
         if record is not None and not record.parent.is_dir():
             raise ConfigError(
-                f"cannot record to {config.record!r}: there is no folder "
+                f"cannot record to {debug.record!r}: there is no folder "
                 f"{str(record.parent)!r}; make it first"
             )
-        if config.replay is None:
+        if debug.replay is None:
             return PlanFile(record, None)
         try:
-            epochs = json.loads(Path(config.replay).read_text(encoding="utf-8"))
+            epochs = json.loads(Path(debug.replay).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot replay {config.replay!r}: {error}; expected a file that a run "
+                f"cannot replay {debug.replay!r}: {error}; expected a file that a run "
                 "with record= has written"
             ) from error
         is_list = isinstance(epochs, list)
         if not is_list or not all(isinstance(e, dict | None) for e in epochs):
             raise ConfigError(
-                f"cannot replay {config.replay!r}: expected a list of epochs, as a run "
+                f"cannot replay {debug.replay!r}: expected a list of epochs, as a run "
                 "with record= writes"
             )
         return PlanFile(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
-from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
-from elche.coordination.protocol.events import BarrierReached, Event, Failed
+from elche.coordination.protocol.events import BarrierReached, Event, Failed, Left
 from elche.coordination.protocol.instructions import (
     BarrierPassed,
     EndEpoch,
@@ -31,7 +29,6 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.worker import Worker
-from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
@@ -104,9 +101,7 @@ class Run:
                 f"expected a speed hint per rank ({placement.world_size}), got "
                 f"{len(hints)}"
             )
-        check_caps(
-            config, loader.batch_size, placement.world_size, min_share_samples(model)
-        )
+        check_caps(training, placement.world_size, min_share_samples(model))
         placement, channel = connect(placement, config.timeout_s)
         worker = Worker(placement, channel, config.timeout_s)
         run: Run | None = None
@@ -115,7 +110,7 @@ class Run:
             settings = describe(training, epochs)
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
-            worker.form_group(welcome, config.transport)
+            worker.form_group(welcome, config.transport.kind)
             states = state_tensors(training.optimizer)
             named = [
                 *shared_tensors(model, worker.group),
@@ -140,10 +135,8 @@ class Run:
         """What this rank's run holds between epochs beside model and optimizer.
 
         Raises:
-            ConfigError: inside an epoch.
-            ProtocolError: the parameters have moved since it ended.
+            ProtocolError: the parameters have moved since the last one ended.
         """
-        self._expect_between_epochs("state_dict")
         windows = self._synchroniser.windows
         return {
             "samples": self._samples_resumed + self._epochs.samples_before,
@@ -154,11 +147,10 @@ class Run:
         """Goes on from :meth:`state_dict`; with all ranks.
 
         Raises:
-            ConfigError: inside an epoch, or nothing is averaged in this run.
+            ConfigError: nothing is averaged in this run.
             MismatchError: a rank's state does not fit, or ranks' do not belong
                 together.
         """
-        self._expect_between_epochs("load_state_dict")
         windows, averaging = self._synchroniser.windows, state["averaging"]
         if windows is not None:
             windows.load_state_dict(averaging)
@@ -169,32 +161,15 @@ class Run:
             refuse_state(averaging)
         self._samples_resumed = state["samples"] - self._epochs.samples_before
 
-    def _expect_between_epochs(self, call: str) -> None:
-        if self._epochs.under_way is not None:
-            raise ConfigError(
-                f"{call}() inside an epoch, where ranks hold different things; call it "
-                "between epochs, on every rank"
-            )
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the loop is inside an epoch."""
+        return self._epochs.under_way is not None
 
     @property
     def host(self) -> RankHost:
         """What this rank does about a batch that is run in micro-batches."""
         return RankHost(self._synchroniser, self.worker)
-
-    @property
-    def scalars(self) -> ScalarLog:
-        """What this rank logs."""
-        return self.notifications.scalars
-
-    @property
-    def window_metrics(self) -> deque[WindowMetrics]:
-        """Of windows that have ended; always empty on ranks other than 0."""
-        return self.notifications.window_metrics
-
-    @property
-    def epoch_metrics(self) -> list[EpochMetrics]:
-        """Of epochs that have ended."""
-        return self.notifications.epoch_metrics
 
     @property
     def samples_in_hand(self) -> int:
@@ -265,6 +240,10 @@ class Run:
     def epoch(self) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part."""
         return self._epochs.iterate()
+
+    def leave(self) -> None:
+        """Ends this rank's part. May be called twice."""
+        self.close(Left(rank=self.worker.rank))
 
     def close(self, last_event: Event) -> None:
         """Leaves the run. May be called twice."""

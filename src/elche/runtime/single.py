@@ -3,135 +3,122 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
-from elche.coordination.accounts.metrics import (
-    EPOCHS_KEPT,
-    WINDOWS_KEPT,
-    EpochMetrics,
-    MetricsBook,
-    RankReport,
-    WindowMetrics,
-)
+from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
+from elche.coordination.accounts.metrics import MetricsBook, RankReport
 from elche.coordination.protocol.messages import Scalars
-from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import EpochPositions, enumerate_batches
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
-from elche.runtime.loader import LoaderLike
-from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.notifications import RunNotifications
+from elche.runtime.process.seeding import seed_rank
+from elche.runtime.training import Training
 from elche.runtime.watch.scaler_skips import ScalerSkips
 
 WINDOW_S = 1.0
 
 
-class SingleRun(LoaderLike):
-    """The user's loader on one device: batches moved there, samples seeded if asked.
+class SingleRun:
+    """A run without communication: the user's loader on one device.
 
-    Nothing is ever synchronised, so a window is what was trained in about a second.
+    Batches are moved there, samples seeded if asked. Nothing is ever synchronised, so a
+    window is what was trained in about a second.
 
     Args:
-        loader: the user's loader.
-        model: the model, on the device.
+        training: what is trained. What batches weigh is asked for each before it is
+            moved, as on several ranks, so that a function that is wrong is found here
+            too.
         device: where batches go.
-        seed: of the samples' augmentation, None for none.
         window_s: least length of a window.
-        weights: what batches weigh in means; None: their samples. Asked for each batch
-            before it is moved, as on several ranks, so that a function that is wrong
-            is found here too.
 
     Attributes:
-        samples_done: samples of batches whose loop body has run.
-        scalars: what the user logged.
-        window_metrics: of windows that have ended, for whoever takes them out.
-        epoch_metrics: of the last epochs that have ended.
+        notifications: what the user logged, and metrics of what has ended.
+        progress_samples: samples of batches whose loop body has run.
+        is_in_epoch: whether the loop is inside an epoch.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        model: nn.Module,
-        device: torch.device,
-        seed: int | None,
-        window_s: float = WINDOW_S,
-        weights: BatchWeights | None = None,
+        self, training: Training, device: torch.device, window_s: float = WINDOW_S
     ) -> None:
-        super().__init__(loader)
-        self._weights = weights
-        self._weight = 0.0
-        self._batch = 0
-        self._model = model
+        self._training = training
+        self._loader = training.loader
         self._device = device
-        self._seed = seed
         self._window_s = window_s
         self._feed: BatchFeed[int] | None = None
         self._book = MetricsBook(world_size=1)
         self._epoch = self._window = -1
-        self._size = loader.batch_size
-        self._length = self._samples_before = 0
-        self._is_training = self._has_scalars = False
+        self._length = self._samples_before = self._batch = 0
+        self._weight = 0.0
+        self._has_scalars = False
         self._data: Any = None
-        self._opened_s = 0.0
-        self._measured = _Measured()
-        self._skips: ScalerSkips | None = None
-        self.samples_done = 0
-        self.scalars = ScalarLog()
-        self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
-        self.epoch_metrics: deque[EpochMetrics] = deque(maxlen=EPOCHS_KEPT)
+        self._opened_s = self._transfer_s = 0.0
+        self._times = DeliveredTimes()
+        self.notifications = RunNotifications(0)
+        self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
+        self.progress_samples = 0
+        self.is_in_epoch = False
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tells of the steps that a GradScaler skips; see `ScalerSkips`."""
-        self._skips = ScalerSkips(optimizer, self.scalars)
+    def attach(self) -> None:
+        """Watches for steps that a GradScaler skips; seeds this process if asked."""
         self._skips.attach()
+        if self._training.config.seed is not None:
+            seed_rank(self._training.config.seed, 0)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Leaves the optimizer as it was. May be called twice."""
-        if self._skips is not None:
-            self._skips.detach()
+        self._skips.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this run holds between epochs: its progress, as nothing is averaged."""
+        return {"samples": self.progress_samples, "averaging": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the progress of :meth:`state_dict`."""
+        self.progress_samples = state["samples"]
 
     @property
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand, 0 outside the loop."""
-        if not self._is_training:
+        if not self.is_in_epoch:
             return 0
-        size = self._size
+        size = self._loader.batch_size
         if size is None or not self._length:
             return batch_length(self._data) or size or 1
-        left = self._length - (self.samples_done - self._samples_before)
+        left = self._length - (self.progress_samples - self._samples_before)
         return min(size, left) if left > 0 else size
 
     @property
     def weight_in_hand(self) -> float:
         """What the batch in hand weighs in means; 0 outside the loop."""
-        if not self._is_training or self._weights is None:
+        if not self.is_in_epoch or self._training.weights is None:
             return float(self.samples_in_hand)
         return self._weight
 
-    def __iter__(self) -> Iterator[Any]:
+    def epoch(self) -> Iterator[Any]:
+        """Begins the next epoch and hands out its batches."""
         number = self._begin_epoch()
         batches = self._by_position() if self._has_positions else self._loader
+        weights = self._training.weights
         began_s = self._opened_s
         try:
             for data in batches:
                 loaded_s = time.monotonic()
                 self._data = data
-                if self._weights is not None:
+                if weights is not None:
                     where = f"batch {self._batch} of epoch {self._epoch}"
-                    self._weight = self._weights.of(data, where)
+                    self._weight = weights.of(data, where)
                 on_cpu = self._device.type == "cpu"
                 yield data if on_cpu else self._moved(data, loaded_s)
                 now_s = time.monotonic()
                 if number == self._epoch:
-                    self._batch_done(now_s, now_s - began_s, loaded_s - began_s)
+                    self._batch_done(began_s, loaded_s, now_s)
                 began_s = now_s
         finally:
             if number == self._epoch:
@@ -143,14 +130,14 @@ class SingleRun(LoaderLike):
         data = self._loader.dataset
         if isinstance(data, IterableDataset):
             return False  # nobody knows its length
-        return self._seed is not None or isinstance(data, StreamView)
+        return self._training.config.seed is not None or isinstance(data, StreamView)
 
     def _by_position(self) -> Iterator[Any]:
         data = self._loader.dataset
         if isinstance(data, StreamView):
             data.begin_epoch(self._epoch)
         keys, sizes = enumerate_batches(self._loader, self._epoch)
-        positions = EpochPositions(keys, sizes, self._epoch, self._seed)
+        positions = EpochPositions(keys, sizes, self._epoch, self._training.config.seed)
         if self._feed is None:
             self._feed = BatchFeed(self._loader, torch.Generator(), lambda: None)
         self._feed.start()
@@ -166,8 +153,8 @@ class SingleRun(LoaderLike):
         self._end_epoch()
         self._epoch += 1
         self._length = _sampler_length(self._loader)
-        self._samples_before = self.samples_done
-        self._is_training, self._has_scalars = True, False
+        self._samples_before = self.progress_samples
+        self.is_in_epoch, self._has_scalars = True, False
         self._batch = 0
         self._opened_s = time.monotonic()
         self._book.begin_epoch(self._epoch, self._opened_s)
@@ -175,26 +162,22 @@ class SingleRun(LoaderLike):
 
     def _moved(self, data: Any, loaded_s: float) -> Any:
         moved = to_device(data, self._device)
-        self._measured.transfer_s += time.monotonic() - loaded_s
+        self._transfer_s = time.monotonic() - loaded_s
         return moved
 
-    def _batch_done(self, now_s: float, busy_s: float, data_wait_s: float) -> None:
-        samples = self.samples_in_hand
-        self.samples_done += samples
+    def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
+        samples, moved_s = self.samples_in_hand, self._transfer_s
+        self.progress_samples += samples
         self._batch += 1
-        if self._skips is not None:
-            self._skips.settle()
-        measured = self._measured
-        measured.samples += samples
-        measured.busy_s += busy_s
-        measured.data_wait_s += data_wait_s
+        self._skips.settle()
+        times_s = began_s, loaded_s + moved_s, now_s
+        self._times.add(BatchCost.measured(samples, times_s, moved_s))
         if now_s - self._opened_s >= self._window_s:
             self._end_window(now_s, self._drain())
 
     def _drain(self, *, final: bool = False) -> Scalars:
-        if self._skips is not None:
-            self._skips.settle()
-        return self.scalars.drain(final=final)
+        self._skips.settle()
+        return self.notifications.scalars.drain(final=final)
 
     def _end_window(
         self, now_s: float, scalars: Scalars, parameter_norm: float | None = None
@@ -202,43 +185,34 @@ class SingleRun(LoaderLike):
         self._window += 1
         self._opened_s = now_s
         self._has_scalars |= bool(scalars)
-        measured, self._measured = self._measured, _Measured()
+        times, self._times = self._times, DeliveredTimes()
         report = RankReport(
             rank=0,
-            samples=measured.samples,
-            busy_s=measured.busy_s,
-            data_wait_s=measured.data_wait_s,
-            transfer_s=measured.transfer_s,
+            samples=times.samples,
+            busy_s=times.busy_s,
+            data_wait_s=times.data_wait_s,
+            transfer_s=times.transfer_s,
             parameter_norm=parameter_norm,
             scalars=scalars,
         )
         self._book.add(self._window, report)
-        self.window_metrics.append(
+        self.notifications.add(
             self._book.close_window(self._window, now_s, synchronisations=0)
         )
 
     def _end_epoch(self) -> None:
         """Ends the epoch, waiting for the device only if something was logged."""
-        if not self._is_training:
+        if not self.is_in_epoch:
             return
-        self._is_training, self._data = False, None
+        self.is_in_epoch, self._data = False, None
         scalars = self._drain(final=True)
         norm = None
         if scalars or self._has_scalars:
-            norm = float(get_total_norm([p.detach() for p in self._model.parameters()]))
+            parameters = self._training.model.parameters()
+            norm = float(get_total_norm([p.detach() for p in parameters]))
         now_s = time.monotonic()
         self._end_window(now_s, scalars, norm)
-        self.epoch_metrics.append(self._book.end_epoch(now_s))
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What the window under way has cost so far."""
-
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
+        self.notifications.add(self._book.end_epoch(now_s))
 
 
 def _sampler_length(loader: DataLoader[Any]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from elche.comm.gradients.reducer import GradientReducer, Lost
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -17,7 +18,7 @@ from elche.coordination.protocol.instructions import (
     RankLeft,
     SwitchPolicy,
 )
-from elche.coordination.sync.step_reports import StepCost, StepReports
+from elche.coordination.sync.step_reports import StepReports
 from elche.errors import CommunicationError, ElcheError, ProtocolError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
@@ -209,23 +210,19 @@ class SyncEpoch:
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")
 
-    def _cost(self, step: Step) -> StepCost:
+    def _cost(self, step: Step) -> BatchCost:
         """What the step took until now; the next one begins."""
-        began_s, ready_s, now_s = self._began_s, self._ready_s, time.monotonic()
-        self._began_s = now_s
-        times_s = began_s, ready_s, now_s
+        times_s = self._began_s, self._ready_s, time.monotonic()
+        self._began_s = times_s[-1]
         self._worker.timeline.batch("step", step.step, times_s, step.samples)
-        sync_wait_s = self._reducer.wait_s
-        cost = StepCost(
-            samples=step.samples,
-            busy_s=now_s - began_s - sync_wait_s,
-            data_wait_s=max(0.0, ready_s - began_s - self._transfer_s),
-            transfer_s=self._transfer_s,
-            sync_wait_s=sync_wait_s,
-            warm=not self._worker.is_cold,
+        is_warm, self._worker.is_cold = not self._worker.is_cold, False
+        return BatchCost.measured(
+            step.samples,
+            times_s,
+            self._transfer_s,
+            self._reducer.wait_s,
+            is_timed=is_warm,
         )
-        self._worker.is_cold = False
-        return cost
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
         """The next batch; waits only if its grant has not come.
@@ -319,7 +316,7 @@ class SyncEpoch:
         if self._gone:
             self._announce()
 
-    def _account(self, number: int, cost: StepCost) -> None:
+    def _account(self, number: int, cost: BatchCost) -> None:
         """A step is done; what is to be said of its grant waits for the next one."""
         if self._reports.is_due:
             self._report()  # there was no backward pass

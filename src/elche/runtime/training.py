@@ -10,7 +10,26 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
-from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.data.batch_weights import BatchWeights, WeightOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupConfig:
+    """What `elche.setup` and the `Trainer` are asked for beside the objects to train.
+
+    Attributes:
+        config: the run's settings.
+        epochs: of the run, if known.
+        samples_per_epoch: of an IterableDataset; None for its ``len()``.
+        weight_of: what a batch weighs; None: its samples.
+        micro_batches: as in `Training`.
+    """
+
+    config: RunConfig
+    epochs: int | None = None
+    samples_per_epoch: int | None = None
+    weight_of: WeightOf | None = None
+    micro_batches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +42,8 @@ class Training:
         optimizer: its optimizer.
         loader: the user's loader.
         weights: what batches weigh in means; None: their samples.
+        micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
+            parts, as that of the `Trainer` does; one that the user owns must not.
     """
 
     config: RunConfig
@@ -30,3 +51,4 @@ class Training:
     optimizer: torch.optim.Optimizer
     loader: DataLoader[Any]
     weights: BatchWeights | None = None
+    micro_batches: bool = False

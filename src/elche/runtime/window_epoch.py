@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.coordination.accounts.batch_ranges import Range, append_range
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import (
-    BatchesDone,
     EpochLeft,
     Event,
     WindowClosed,
@@ -27,6 +26,7 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
+from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
@@ -61,20 +61,6 @@ class EpochHooks:
     adopt: Callable[[int], None] | None = None
 
 
-@dataclass(slots=True)
-class _Unreported:
-    """Batches done of the lease under way that the coordinator has not been told."""
-
-    start: int
-    stop: int
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    timed: int = 0
-    timed_s: float = 0.0
-
-
 class WindowEpoch:
     """Trains on leases from window to window.
 
@@ -102,9 +88,8 @@ class WindowEpoch:
         self._sync = sync
         self._loop = loop
         self._hooks = hooks
-        self._leases: deque[tuple[int, int]] = deque()
+        self._reports = LeaseReports(worker.rank, positions.epoch)
         self._not_begun = 0
-        self._unreported: _Unreported | None = None
         self._in_hand: tuple[int, int, float, float] | None = None
         self._weight_in_hand = 0.0
         self._trained: list[Range] = []
@@ -229,51 +214,21 @@ class WindowEpoch:
         self._worker.pace_device()
         self._sync.batch_done()
         now_s = time.monotonic()
-        busy_s = now_s - began_s
+        times_s = began_s, ready_s, now_s
         is_timed, self._worker.is_cold = not self._worker.is_cold, False
-        self._loop.trained(busy_s if is_timed else None)
-        part = self._unreported
-        if part is None:
-            part = self._unreported = _Unreported(batch, batch)
-        part.stop = batch + 1
-        part.samples += samples
-        part.busy_s += busy_s
-        part.data_wait_s += max(0.0, ready_s - began_s - self._transfer_s)
-        part.transfer_s += self._transfer_s
-        if is_timed:
-            part.timed += 1
-            part.timed_s += busy_s
-        if part.stop == self._leases[0][1]:
-            self._leases.popleft()
+        cost = BatchCost.measured(samples, times_s, self._transfer_s, is_timed=is_timed)
+        self._loop.trained(cost.busy_s if is_timed else None)
+        if self._reports.batch_done(batch, cost) or self._loop.is_throttled:
             self._report()
-        elif self._loop.is_throttled:
-            self._report()
-        self._worker.timeline.batch("batch", batch, (began_s, ready_s, now_s), samples)
+        self._worker.timeline.batch("batch", batch, times_s, samples)
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
         self._worker.send(*self._done())
 
     def _done(self) -> list[Event]:
-        """What has been done of a lease since it was last asked for."""
-        part, self._unreported = self._unreported, None
-        if part is None:
-            return []
-        return [
-            BatchesDone(
-                rank=self._worker.rank,
-                epoch=self._positions.epoch,
-                window=self._loop.window,
-                start=part.start,
-                stop=part.stop,
-                samples=part.samples,
-                busy_s=part.busy_s,
-                data_wait_s=part.data_wait_s,
-                timed=part.timed,
-                timed_s=part.timed_s,
-                transfer_s=part.transfer_s,
-            )
-        ]
+        done = self._reports.take(self._loop.window)
+        return [] if done is None else [done]
 
     def _close_window(self) -> None:
         self._hooks.check()
@@ -342,7 +297,7 @@ class WindowEpoch:
         """Takes an instruction of the epoch."""
         if isinstance(instruction, GrantBatches):
             if not self._is_leaving:
-                self._leases.append((instruction.start, instruction.stop))
+                self._reports.granted(instruction)
                 self._not_begun += instruction.stop - instruction.start
                 for batch in range(instruction.start, instruction.stop):
                     self._leased.push(batch, self._positions.index_batch(batch))
@@ -357,7 +312,7 @@ class WindowEpoch:
         """Leases not begun go back."""
         self._report()
         self._leased.discard()
-        self._leases.clear()
+        self._reports.void()
         self._not_begun = 0
 
     def _leave(self, is_known: bool) -> None:

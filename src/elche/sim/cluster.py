@@ -261,7 +261,7 @@ class Run:
         if self.until_s is not None:
             _positive(self, "until_s")
         config = self.config
-        if config.record is not None or config.replay is not None:
+        if config.debug.record is not None or config.debug.replay is not None:
             raise ConfigError("'record' and 'replay' name files; a simulation has none")
 
     @property

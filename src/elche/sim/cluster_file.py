@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from elche.config import RunConfig
+from elche.config_parts import FORMER_SETTINGS
 from elche.errors import ConfigError
 from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, LinkChange, Run
 
@@ -77,13 +78,11 @@ def _read_run(raw: object) -> Run:
     options = {name: value for name, value in raw.items() if name not in own}
     known = {item.name for item in fields(RunConfig)}
     for name in options:
-        if name not in known:
+        if name not in known | set(FORMER_SETTINGS):
             raise ConfigError(
                 f"{where}: unknown key {name!r}; known are: "
                 f"{', '.join(sorted(own | known))}"
             )
-    if isinstance(options.get("speed_hints"), list):
-        options["speed_hints"] = tuple(options["speed_hints"])
     if "samples" not in raw:
         raise ConfigError(f"{where}: the key 'samples' is missing")
     values = {name: value for name, value in raw.items() if name in own}

@@ -38,9 +38,8 @@ def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join
     """How a rank presents itself."""
     run = cluster.run
     settings = Settings(
-        config=run.config.as_dict(),
+        config=run.config,
         loader={"batches": BatchSizes(run.sizes).num_batches},
-        optimizer={},
         min_share_samples=run.min_share_samples,
         epochs=run.epochs,
     )

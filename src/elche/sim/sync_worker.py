@@ -12,6 +12,7 @@ import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
@@ -27,7 +28,7 @@ from elche.coordination.protocol.instructions import (
     SwitchPolicy,
 )
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.coordination.sync.step_reports import StepCost, StepReports
+from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
 from elche.sim.loader import Loaded, Loader
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
-NOTHING = StepCost(samples=0, busy_s=0.0, data_wait_s=0.0, sync_wait_s=0.0, warm=False)
+NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
 class SyncEpoch:
@@ -92,7 +93,7 @@ class SyncEpoch:
             rank.goes_on()
         self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
 
-    def _leave(self, step: int, cost: StepCost) -> Script:
+    def _leave(self, step: int, cost: BatchCost) -> Script:
         """The loop has broken off; takes part with nothing in what is granted.
 
         A real rank does so only in what the others have begun; here nobody waits for
@@ -143,7 +144,7 @@ class SyncEpoch:
         cause = WINDOW_END if is_over else LEASE
         rank.history.wait(rank.rank, cause, began_s, rank.now_s)
 
-    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, StepCost] | None]:
+    def _take_step(self) -> Generator[Any, Any, tuple[Loaded, BatchCost] | None]:
         """Runs this rank's part of the next step; None: the group has changed."""
         rank = self._rank
         if rank.is_back:
@@ -172,12 +173,12 @@ class SyncEpoch:
         if not (yield from self._reduce(item, began_s + forward_s)):
             yield from self._await_regroup()
             return None
-        return item, StepCost(
+        return item, BatchCost(
             samples=item.counted,
             busy_s=data_wait_s + compute_s,
             data_wait_s=data_wait_s,
             sync_wait_s=rank.now_s - ended_s,
-            warm=is_warm,
+            is_timed=is_warm,
         )
 
     def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
@@ -263,7 +264,7 @@ class SyncEpoch:
     def _new(self) -> Collective:
         run, config = self._sim.cluster.run, self._sim.cluster.run.config
         members = self._sim.groups[self._rank.generation]
-        bucket_bytes = config.bucket_cap_mb * BYTES_PER_MIB
+        bucket_bytes = config.transport.bucket_cap_mb * BYTES_PER_MIB
         buckets = max(1, math.ceil(run.model_bytes / bucket_bytes))
         cost_s = self._rank.engine.link.reduce_s(run.model_bytes, len(members))
         collective = Collective(members, cost_s, buckets)
@@ -304,7 +305,7 @@ class SyncEpoch:
             (Loaded(step, counted or few, counted) for step in steps), rank.now_s
         )
 
-    def _account(self, number: int, cost: StepCost) -> None:
+    def _account(self, number: int, cost: BatchCost) -> None:
         """A step is done; a grant's report waits for the next one's backward pass."""
         self._report()  # of a membership that has taken no step since
         grant = self._reports.under_way

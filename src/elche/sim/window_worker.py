@@ -6,15 +6,10 @@ here in virtual time. The decisions are the same code. Pure.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
-from elche.coordination.protocol.events import (
-    BatchesDone,
-    EpochLeft,
-    WindowClosed,
-    WindowReduced,
-)
+from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.protocol.events import EpochLeft, WindowClosed, WindowReduced
 from elche.coordination.protocol.instructions import (
     Adopt,
     BeginEpoch,
@@ -27,6 +22,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
+from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
@@ -34,11 +30,6 @@ from elche.sim.loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank
-
-Part = list[float]
-"""Of a lease, not reported: first batch, one past the last, samples, busy seconds,
-waiting for data, batches that were timed, seconds of those.
-"""
 
 
 class WindowEpoch:
@@ -62,8 +53,7 @@ class WindowEpoch:
         )
         copy_s = rank.sim.cluster.run.model_bytes / rank.device.copy_bytes_per_s
         self._copy_s = copy_s if self._overlapped else 0.0
-        self._leases: deque[tuple[int, int]] = deque()
-        self._part: Part | None = None
+        self._reports = LeaseReports(rank.rank, begin.epoch)
         self._bad = frozenset(rank.sim.cluster.run.bad_batches)
         self._is_finite = True
         self._in_flight: Collective | None = None
@@ -123,22 +113,14 @@ class WindowEpoch:
             books = self._sim.books[rank.run]
             books.model(rank.rank).drift.append((self._epoch, item.number))
         self._is_finite &= item.number not in self._bad
-        busy_s = now_s - began_s
-        self._loop.trained(busy_s if is_timed else None)
-        part = self._part
-        if part is None:
-            part = self._part = [item.number, 0, 0, 0.0, 0.0, 0, 0.0]
-        part[1] = item.number + 1
-        part[2] += item.samples
-        part[3] += busy_s
-        part[4] += ready_s - began_s
-        if is_timed:
-            part[5] += 1
-            part[6] += busy_s
-        if part[1] == self._leases[0][1]:
-            self._leases.popleft()
-            self._report()
-        elif self._loop.is_throttled:
+        cost = BatchCost(
+            samples=item.samples,
+            busy_s=now_s - began_s,
+            data_wait_s=ready_s - began_s,
+            is_timed=is_timed,
+        )
+        self._loop.trained(cost.busy_s if is_timed else None)
+        if self._reports.batch_done(item.number, cost) or self._loop.is_throttled:
             self._report()
         self._handed_out += 1
         if self._handed_out == self._break_at:
@@ -332,27 +314,13 @@ class WindowEpoch:
 
     def _report(self) -> None:
         """Tells the coordinator what is done of a lease."""
-        part, self._part = self._part, None
-        if part is None:
+        rank, event = self._rank, self._reports.take(self._loop.window)
+        if event is None:
             return
-        rank, window = self._rank, self._loop.window
         if rank.history.has_details:
-            done = rank.history.in_window[rank.run, window]
-            done[rank.rank] = done.get(rank.rank, 0) + int(part[2])
-        self._sim.send(
-            BatchesDone(
-                rank=rank.rank,
-                epoch=self._epoch,
-                window=window,
-                start=int(part[0]),
-                stop=int(part[1]),
-                samples=int(part[2]),
-                busy_s=part[3],
-                data_wait_s=part[4],
-                timed=int(part[5]),
-                timed_s=part[6],
-            )
-        )
+            done = rank.history.in_window[rank.run, event.window]
+            done[rank.rank] = done.get(rank.rank, 0) + event.samples
+        self._sim.send(event)
 
     def _handle(self, instruction: Instruction) -> None:
         rank = self._rank
@@ -360,7 +328,7 @@ class WindowEpoch:
             if self._is_leaving:
                 return
             start, stop = instruction.start, instruction.stop
-            self._leases.append((start, stop))
+            self._reports.granted(instruction)
             samples_in = rank.sizes.samples_in
             self._loader.push(
                 (
@@ -381,7 +349,7 @@ class WindowEpoch:
     def _discard(self) -> None:
         self._report()
         self._loader.discard()
-        self._leases.clear()
+        self._reports.void()
 
     def _leave(self) -> None:
         """The loop breaks off: commits what was trained, ends the epoch for all."""

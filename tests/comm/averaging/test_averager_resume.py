@@ -19,6 +19,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +53,9 @@ def _train(
         forgets: leaves out what averaging held.
     """
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     if saved is not None:
         file = io.BytesIO(saved[this_place().rank])
         state = torch.load(file, weights_only=True)
@@ -105,7 +108,9 @@ def _misuse(case: str) -> str:
         options = {"policy": "sync"}
     model, optimizer, loader = build(TASK)
     if case != "no run":
-        model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, **nested(options)
+        )
     try:
         with session.failing_together():
             if case == "no run":

@@ -15,6 +15,7 @@ from tests.comm.averaging.cases.overlap_cases import joined, meeting
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -54,7 +55,7 @@ def test_a_message_of_another_kind_is_named(
 def _setup(codecs: tuple[str, str]) -> str:
     options: dict[str, Any] = {"policy": "cadence", "codec": codecs[this_place().rank]}
     try:
-        elche.setup(*build(Task()), **options)
+        elche.setup(*build(Task()), **nested(options))
     except ElcheError as error:
         return str(error)
     finally:

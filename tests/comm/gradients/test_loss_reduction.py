@@ -16,6 +16,7 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Numbered, Task, build, difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +53,9 @@ def _train(job: Job, *, is_shared: bool) -> State:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     if is_shared:
         options = {"loss_reduction": job.loss, **job.task.options}
-        model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, **nested(options)
+        )
     for _ in range(job.task.epochs):
         for number, (x, y, *_) in enumerate(loader):
             F.cross_entropy(model(x), y, reduction=job.loss).backward()

@@ -155,9 +155,9 @@ def test_a_replay_gives_the_same_bits(
     ranks2: RankPool, policy: str, tmp_path: Path
 ) -> None:
     record = str(tmp_path / "plan.json")
-    options = {"policy": policy, "drift_weights": "samples"}
+    options: dict[str, Any] = {"policy": policy}
     if policy != "sync":
-        options["max_anchor"] = 2
+        options |= {"drift_weights": "samples", "max_anchor": 2}
     states = []
     for speeds, more in (
         (("1", "0.5"), {"record": record}),

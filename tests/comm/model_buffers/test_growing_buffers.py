@@ -14,6 +14,7 @@ import elche
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +67,7 @@ def train(options: dict[str, Any]) -> State:
     model: nn.Module = Rotary()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader: Any = DataLoader(Sequences(), batch_size=6, collate_fn=_together)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     for _ in range(2):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()

@@ -18,6 +18,7 @@ import elche
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +52,7 @@ def _by_setup(options: dict[str, Any]) -> State:
         _optimizer(model.parameters()),
         DataLoader(_data(), 6),
         weight_of=lambda batch: batch[1].sum(),
-        **options,
+        **nested(options),
     )
     for _ in range(2):
         for x, y in loader:
@@ -76,7 +77,7 @@ def _by_trainer(options: dict[str, Any]) -> State:
         batch_size=6,
         epochs=2,
         shuffle=False,
-        **options,
+        **nested(options),
     ).fit()
     return result.model_state
 

@@ -23,7 +23,13 @@ def _sums(transport: str, sides: int, messages: int) -> list[torch.Tensor]:
     from tests.distributed.cases.tasks import build
 
     model, optimizer, loader = build(Task())
-    elche.setup(model, optimizer, loader, policy="cadence", transport=transport)
+    elche.setup(
+        model,
+        optimizer,
+        loader,
+        policy="cadence",
+        transport=elche.TransportConfig(kind=transport),
+    )
     run = session.current_run()
     assert run is not None
     group = run.worker.group

@@ -28,9 +28,8 @@ SIZES = BatchSizes.of([32] * 100 + [8])
 def test_it_is_as_long_as_was_said_or_ten_epochs_or_twice_what_was_begun(
     said: int | None, begun: int, expected: int
 ) -> None:
-    config = RunConfig.from_options({"policy": "auto"})
     members = [Member(rank, "cpu", 2) for rank in range(2)]
-    settings = Settings(config=config.as_dict(), loader={}, optimizer={}, epochs=said)
-    policy = AutoPolicy(config, members, settings)
+    settings = Settings(config=RunConfig(policy="auto"), epochs=said)
+    policy = AutoPolicy(members, settings)
     policy.begin_epoch(begun, SIZES, 0.0)
     assert policy.expected_batches == expected * 101

@@ -8,10 +8,12 @@ import pytest
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.harness.settings import nested
 
 BATCH, HORIZON, STEPS = 32, 3, 40
 SECONDS_PER_SAMPLE = (0.01, 0.04)
@@ -20,7 +22,7 @@ SECONDS_PER_SAMPLE = (0.01, 0.04)
 def run_epoch(devices: tuple[str, str], **options: Any) -> list[tuple[int, GrantSteps]]:
     """Grants of an epoch, each with the steps that had been run when it came."""
     members = [Member(rank, name, HORIZON) for rank, name in enumerate(devices)]
-    core = SyncPolicy(RunConfig(policy="sync", **options), members, 1)
+    core = SyncPolicy(members, Settings(config=RunConfig(**nested(options))))
     sizes = BatchSizes.of([BATCH] * STEPS)
     seen = [(0, g) for g in grants(core.begin_epoch(0, sizes, 0.0).instructions)]
     run = 0

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import Event, StepsDone
 from elche.coordination.protocol.instructions import EndEpoch, GrantSteps, Instruction
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-from elche.coordination.sync.step_reports import StepCost, StepReports
+from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.sync_epoch import SyncEpoch
@@ -28,14 +29,14 @@ def grant(start: int, stop: int) -> GrantSteps:
     return GrantSteps(rank=0, epoch=0, start=start, stop=stop, shares=(BATCH,))
 
 
-def cost(busy_s: float, *, warm: bool = True) -> StepCost:
-    return StepCost(
+def cost(busy_s: float, *, warm: bool = True) -> BatchCost:
+    return BatchCost(
         samples=BATCH,
         busy_s=busy_s,
         data_wait_s=busy_s / 4,
         transfer_s=busy_s / 8,
         sync_wait_s=busy_s / 2,
-        warm=warm,
+        is_timed=warm,
     )
 
 

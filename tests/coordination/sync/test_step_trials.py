@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto.auto_policy import AutoPolicy
+from elche.coordination.policies import build_policy
 from elche.coordination.policy import Member, Policy
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.harness.settings import nested
 
 HORIZON = 3
 BATCH = 64
@@ -72,7 +73,7 @@ def test_a_throttled_rank_gets_its_share_back_through_trials_of_one_step(
         return slow * noise * (0.05 + 0.00015 * share)
 
     rng = random.Random(0)
-    policy = SyncPolicy(RunConfig(policy="sync", **options), members(2), 1)
+    policy = SyncPolicy(members(2), Settings(config=RunConfig(**nested(options))))
     seen = run_epoch(policy, BatchSizes.of([BATCH] * 1200), step_s)
     assert seen[-1].stop == 1200
     if options:
@@ -87,7 +88,8 @@ def test_a_trial_is_a_single_step_and_the_next_one_comes_later() -> None:
     def step_s(rank: int, share: int, step: int) -> float:
         return (0.0, 0.003)[rank] + (0.001, 0.002)[rank] * share
 
-    policy = SyncPolicy(RunConfig(policy="sync", speed_hints=(1.0, 0.1)), members(2), 1)
+    config = RunConfig(speed_hints=(1.0, 0.1))
+    policy = SyncPolicy(members(2), Settings(config=config))
     sizes = BatchSizes.of([8] * 800)
     seen = run_epoch(policy, sizes, step_s)
     long = [grant for grant in seen if grant.start >= 2 * HORIZON]
@@ -133,13 +135,8 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
 
     batch = world * least + spare
     sizes = [batch] * 30 + [min(tail, batch)]
-    config = RunConfig(policy=policy)
-    agreed = Settings(config={}, loader={}, optimizer={}, min_share_samples=least)
-    runs: Policy = (
-        SyncPolicy(config, members(world), least)
-        if policy == "sync"
-        else AutoPolicy(config, members(world), agreed)
-    )
+    agreed = Settings(config=RunConfig(policy=policy), min_share_samples=least)
+    runs = build_policy(members(world), agreed)
     runs.prepare_epoch(1e-4, alike=True)
     for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):
         total = sum(grant.shares)

@@ -14,6 +14,7 @@ from elche.cadence.goodput import (
 )
 from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
 from elche.config import RunConfig
+from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.windows.pacing import Pacing
 from elche.coordination.windows.window_book import Part, Reduction
@@ -28,7 +29,8 @@ def pacing(
 ) -> Pacing:
     """Two ranks of which the batches are known; windows of five of the slower one."""
     policy = "async" if overlapped else "cadence"
-    config = RunConfig(policy=policy, anchor=anchor, max_anchor=max_anchor)
+    windows = WindowConfig(anchor=anchor, max_anchor=max_anchor)
+    config = RunConfig(policy=policy, windows=windows)
     made = Pacing(config, [0, 1], overlapped=overlapped)
     parts = {
         rank: Part(batches=1, samples=8, timed=1, timed_s=batch_s)
@@ -166,7 +168,8 @@ def test_auto_predicts_the_windows_that_are_run(
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_guard_shortens_windows_where_ranks_come_apart(guard: bool) -> None:
-    config = RunConfig(policy="cadence", anchor=16, max_anchor=16, guard=guard)
+    windows = WindowConfig(anchor=16, max_anchor=16)
+    config = RunConfig(policy="cadence", windows=windows, guard=guard)
     made = Pacing(config, [0, 1], overlapped=False)
     for window, divergence in enumerate([0.02] * 10 + [0.2, 0.4]):
         reduction = Reduction(window, [0, 1])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.config import RunConfig, default_outer_lr
+from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
@@ -20,6 +21,7 @@ from elche.coordination.windows.reductions import (
 from elche.coordination.windows.window_book import Part, Reduction, WindowBook
 from elche.errors import ProtocolError
 from tests.harness.reached import reach
+from tests.harness.settings import nested
 
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
@@ -36,7 +38,7 @@ def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
 
 
 def settings_of(samples: tuple[int, ...], **options: Any) -> dict[str, Any]:
-    planner = ReductionPlanner(RunConfig(policy="cadence", **options), None)
+    planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
     return planner.settings(parts_of(samples), 1000, 10)
 
 
@@ -56,7 +58,8 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
         assert part.closed is not None
         part.closed = dataclasses.replace(part.closed, weight=weight)
     counts = [weight if samples else 0.0 for samples, weight in said]
-    planner = ReductionPlanner(RunConfig(policy="cadence", drift_weights=kind), None)
+    windows = WindowConfig(drift_weights=kind)
+    planner = ReductionPlanner(RunConfig(policy="cadence", windows=windows), None)
     settings = planner.settings(parts, 1000, 10)
     plans = planner.plan(parts, settings, 0, Reduction(0, parts))
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
@@ -140,7 +143,8 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
 
 def test_state_is_averaged_only_where_parameters_are_at_once() -> None:
     assert RunConfig(policy="cadence").averages_state
-    assert not RunConfig(policy="cadence", update="gradients").averages_state
+    sums = WindowConfig(update="gradients")
+    assert not RunConfig(policy="cadence", windows=sums).averages_state
     assert not RunConfig(policy="async").averages_state
 
 
@@ -162,7 +166,7 @@ def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
     for part, layout in zip(parts.values(), layouts, strict=True):
         assert part.closed is not None
         part.closed = dataclasses.replace(part.closed, state=layout)
-    planner = ReductionPlanner(RunConfig(policy="cadence", **options), None)
+    planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
     settings = planner.settings(parts, 1000, 10)
     plans = planner.plan(parts, settings, 0, Reduction(0, parts))
     assert {plan.state_apart for plan in plans} == {apart}

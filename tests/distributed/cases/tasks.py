@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import elche
 from elche import session, session_state
+from tests.harness.settings import nested
 
 
 class Numbered(Dataset[Any]):
@@ -202,7 +203,7 @@ def shared(task: Task, at_step: Callable[[], None] = lambda: None) -> Trace:
     options = {"policy": "sync", **task.options}
     if task.weighs:
         options["weight_of"] = label_sum
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     trace = _loop(task, model, optimizer, loader, at_step)
     run = session.current_run()
     if run is not None:

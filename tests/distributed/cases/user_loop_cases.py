@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche import session
 from elche.errors import ElcheError
+from tests.harness.settings import nested
 
 SAMPLES, BATCH, FEATURES = 48, 4, 6
 POISON = 12
@@ -101,8 +102,7 @@ def on_ranks(job: Job) -> Found:
         model,
         optimizer,
         loader,
-        bucket_cap_mb=job.bucket_cap_mb,
-        **POLICIES[job.policy],
+        **nested({"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}),
     )
     error, run = "", session.current_run()
     assert run is not None

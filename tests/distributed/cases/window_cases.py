@@ -17,6 +17,7 @@ from elche.runtime import run_epochs
 from elche.runtime.notifications import RunNotifications
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
+from tests.harness.settings import nested
 
 
 def shared_over_slow_link(task: Task, sync_s: float) -> tuple[Trace, str]:
@@ -118,7 +119,7 @@ def follow_progress_with_gradient_windows(epochs: int) -> dict[str, torch.Tensor
     task = Task(samples=320, batch_size=8, epochs=epochs, model="norm")
     model, optimizer, loader = build(task)
     options = {"policy": "cadence", "update": "gradients", "anchor": 4}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     schedule = elche.ProgressLR(optimizer, lambda done: 1.0 - 0.9 * done, 320 * epochs)
     for _ in range(epochs):
         for x, y, *_ in loader:

@@ -15,6 +15,7 @@ from torch import nn
 import elche
 from elche import session
 from tests.distributed.cases.tasks import Numbered
+from tests.harness.settings import nested
 
 OutOfMemory = torch.cuda.OutOfMemoryError
 SAMPLES, BATCH = 96, 16
@@ -135,7 +136,7 @@ def fitted(options: Mapping[str, Any], epochs: int = 2, backward_most: int = 0) 
         batch_size=BATCH,
         epochs=epochs,
         on_epoch_end=end_epoch,
-        **{"policy": "sync", "seed": 5, **options},
+        **nested({"policy": "sync", "seed": 5, **options}),
     )
     try:
         result = trainer.fit()
@@ -168,7 +169,7 @@ def looped(options: Mapping[str, Any], most: int = 0) -> Seen:
     loader: Any = torch.utils.data.DataLoader(
         Numbered(SAMPLES, dtype="float64"), BATCH, shuffle=True, generator=order
     )
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     with session.failing_together():  # as the hook of an uncaught exception does
         for _ in range(2):
             positions: list[int] = []

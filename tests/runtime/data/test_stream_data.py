@@ -20,6 +20,7 @@ from elche.runtime.data.fingerprint import fingerprint
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.data.stream_reader import Stamp
 from elche.trainer_config import TrainerConfig
+from tests.harness.settings import nested
 
 
 class Drawn(IterableDataset[Any]):
@@ -263,7 +264,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def set_up(loader: DataLoader[Any], **options: Any) -> Any:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return elche.setup(model, optimizer, loader, **options)[2]
+    return elche.setup(model, optimizer, loader, **nested(options))[2]
 
 
 @pytest.mark.usefixtures("alone")

@@ -22,6 +22,7 @@ from tests.distributed.cases.tasks import Task, build
 from tests.distributed.patience import all_here, lose_patience
 from tests.harness.rank_main import this_place
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -42,7 +43,7 @@ def _in_a_loop(folder: str, transport: str) -> str:
     """Rank 1 is in the loop's body while the others reduce."""
     model, optimizer, loader = build(Task())
     options: dict[str, Any] = {"policy": "sync", "transport": transport}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     run = session.current_run()
     assert run is not None
     for number, (x, y, *_) in enumerate(loader):

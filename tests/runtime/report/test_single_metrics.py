@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +17,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import elche
+from elche.config import RunConfig
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import CommunicationError, ConfigError, DeadlineError
+from elche.runtime.notifications import RunNotifications
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.single import SingleRun
+from elche.runtime.training import Training
+from tests.harness.settings import nested
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +43,30 @@ def numbers(length: int) -> TensorDataset:
 def set_up(loader: DataLoader[Any], **options: Any) -> Any:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return elche.setup(model, optimizer, loader, **options)
+    return elche.setup(model, optimizer, loader, **nested(options))
+
+
+def single_run(loader: DataLoader[Any]) -> SingleRun:
+    """A run in which each batch is a window of its own."""
+    model = nn.Linear(1, 1)
+    training = Training(
+        config=RunConfig(),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=loader,
+    )
+    return SingleRun(training, torch.device("cpu"), window_s=0.0)
 
 
 class Source:
     """A run of which nothing is known but its metrics."""
 
     def __init__(self, epochs: int = 0) -> None:
-        self.scalars = ScalarLog()
+        self.notifications = RunNotifications(0)
         self.samples_in_hand = 1
         self.weight_in_hand = 1.0
-        self.window_metrics: deque[WindowMetrics] = deque()
-        self.epoch_metrics = [epoch(number) for number in range(epochs)]
+        for number in range(epochs):
+            self.notifications.add(epoch(number))
 
 
 def epoch(number: int) -> EpochMetrics:
@@ -194,17 +210,11 @@ def test_before_setup_and_after_shutdown() -> None:
 
 
 def test_windows_are_read_once_and_tile_the_epochs() -> None:
-    loader = SingleRun(
-        DataLoader(numbers(10), batch_size=2),
-        nn.Linear(1, 1),
-        torch.device("cpu"),
-        None,
-        window_s=0.0,
-    )
-    view = MetricsView(loader)
+    run = single_run(DataLoader(numbers(10), batch_size=2))
+    view = MetricsView(run)
     read: list[WindowMetrics] = []
     for epoch_number in range(2):
-        for (x,) in loader:
+        for (x,) in run.epoch():
             view.log("x", x.mean())
             read += view.windows()
         read += view.windows()
@@ -263,11 +273,10 @@ def test_the_end_of_an_epoch_waits_for_what_was_logged() -> None:
         def values(self) -> list[float]:
             return self._values.tolist()
 
-    model, plain = nn.Linear(1, 1), DataLoader(numbers(4), batch_size=2)
-    loader = SingleRun(plain, model, torch.device("cpu"), None, window_s=0.0)
-    loader.scalars = ScalarLog(Late)
-    view = MetricsView(loader)
-    for (x,) in loader:
+    run = single_run(DataLoader(numbers(4), batch_size=2))
+    run.notifications.scalars = ScalarLog(Late)
+    view = MetricsView(run)
+    for (x,) in run.epoch():
         view.log("x", x.mean())
     assert view.last_epoch().scalars == {"x": 1.5}
     assert [each.scalars for each in view.windows()] == [{}, {}, {"x": 1.5}]
@@ -370,7 +379,8 @@ def test_a_wait_has_a_deadline() -> None:
 
 def test_a_forgotten_epoch() -> None:
     source = Source(epochs=5)
-    del source.epoch_metrics[:2]
+    source.notifications.epoch_metrics.popleft()
+    source.notifications.epoch_metrics.popleft()
     with pytest.raises(ConfigError, match=r"epoch 1 are forgotten; kept .* 2 to 4"):
         MetricsView(source).epoch(1, None)
 
@@ -392,7 +402,8 @@ def test_a_callback_sees_each_window_once_and_so_does_the_reader() -> None:
     view = MetricsView(source)
     seen: list[int] = []
     view.on_window = lambda metrics: seen.append(metrics.window)
-    source.window_metrics.extend(window(number) for number in range(3))
+    for number in range(3):
+        source.notifications.add(window(number))
     assert view.windows() == []  # a reader in another thread calls nobody back
     view.take_windows()
     view.take_windows()
@@ -401,7 +412,10 @@ def test_a_callback_sees_each_window_once_and_so_does_the_reader() -> None:
     assert view.windows() == []
 
 
-def test_what_a_scaler_skips_is_told_on_one_device_too() -> None:
+def test_what_a_scaler_skips_is_told_on_one_device_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "elche")
     model, optimizer, loader = set_up(DataLoader(numbers(12), batch_size=3))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number, (x,) in enumerate(loader):
@@ -411,3 +425,4 @@ def test_what_a_scaler_skips_is_told_on_one_device_too() -> None:
         scaler.update()
         optimizer.zero_grad()
     assert elche.epoch_metrics().scalars == {"grad_scaler_skips": 0.25}
+    assert "epoch 0: GradScaler skipped 25 % of the optimizer's steps" in caplog.text

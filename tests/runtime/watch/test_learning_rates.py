@@ -12,6 +12,7 @@ import elche
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +33,9 @@ def _warnings(task: Task, schedule: str) -> list[str]:
     heard, logger = _Heard(), logging.getLogger("elche.runtime.watch.rate_watch")
     logger.addHandler(heard)
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     torchs = StepLR(optimizer, 1, gamma=0.9)
     if schedule == "progress":
         ours = elche.ProgressLR(optimizer, lambda done: 1 - done, 2 * task.samples)

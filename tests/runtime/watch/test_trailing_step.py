@@ -13,6 +13,7 @@ from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.distributed
 def accumulate(options: dict[str, Any], after: str) -> dict[str, torch.Tensor]:
     """Two epochs that step at every third batch, and what is done with the rest."""
     model, optimizer, loader = build(Task(samples=112, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     for _ in range(2):
         for number, (x, y, _, _) in enumerate(loader):
             F.cross_entropy(model(x), y).backward()

@@ -15,6 +15,7 @@ from elche.errors import NonFiniteError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build, identical
 from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
 from tests.runtime.windows.cases.lost_cases import Survived, train_through_bad_samples
 
 pytestmark = pytest.mark.distributed
@@ -226,7 +227,9 @@ def test_common_parameters_that_are_lost_end_every_run(
 def train_on_a_lost_model(task: Task) -> str:
     """The model is lost before an epoch; its batches are not at fault."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     for _ in loader:
         pass
     with torch.no_grad():
@@ -257,7 +260,9 @@ def train_on_bad_beginning(task: Task) -> tuple[dict[str, torch.Tensor], int]:
         The model, and how many batches were discarded.
     """
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     for x, y, index, _ in loader:
         x[index < 2 * task.batch_size] = float("nan")
         F.cross_entropy(model(x), y).backward()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import elche
 from elche.config import RunConfig
@@ -21,6 +22,7 @@ from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.emulation import EmulationConfig, emulate
 from elche.runtime.memory_limits import check_caps, memory_hint
+from elche.runtime.training import Training
 from elche.runtime.windows.micro_batches import (
     MicroBatches,
     PartsConfig,
@@ -361,9 +363,8 @@ def test_layers_in_which_ranks_meet_are_not_run_in_parts() -> None:
 def test_caps_that_a_run_cannot_keep_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
-    config = RunConfig(**{"policy": "sync", **options})
     with pytest.raises(ConfigError, match=message):
-        check_caps(config, 16, 2, 1)
+        check_caps(training_of(options), 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,20 @@ def test_caps_that_a_run_cannot_keep_are_refused(
     ],
 )
 def test_caps_that_a_run_can_keep_are_taken(options: dict[str, Any]) -> None:
-    check_caps(RunConfig(**{"policy": "sync", **options}), 16, 2, 1)
+    check_caps(training_of(options), 2, 1)
+
+
+def training_of(options: dict[str, Any]) -> Training:
+    """Batches of 16, in several parts if ``micro_batches`` says so."""
+    model = nn.Linear(1, 1)
+    rest = dict(options)
+    return Training(
+        micro_batches=rest.pop("micro_batches", False),
+        config=RunConfig(**rest),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loader=DataLoader(TensorDataset(torch.zeros(32, 1)), batch_size=16),
+    )
 
 
 def test_caps_are_named_by_rank_or_in_order() -> None:
@@ -388,7 +402,7 @@ def test_caps_are_named_by_rank_or_in_order() -> None:
         ({"max_samples": 5}, "expected max_samples to be {rank: samples}"),
         ({"max_samples": {"a": 5}}, "expected a rank in max_samples to be an int"),
         ({"max_samples": (0,)}, r"expected max_samples\[0\] to be an int >= 1"),
-        ({"micro_batches": 1}, "expected micro_batches to be True or False"),
+        ({"micro_batches": True}, "micro_batches= is no setting any more"),
     ]:
         with pytest.raises(ConfigError, match=message):
             RunConfig(**wrong)  # type: ignore[arg-type]

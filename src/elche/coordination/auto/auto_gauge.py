@@ -261,8 +261,8 @@ class Gauge:
             sync_s=self.sync_s,
             hidden=self._hidden,
             jitter=self._jitter,
-            overhead_target=self._config.overhead_target,
-            max_anchor=max(1, self._config.max_anchor),
+            overhead_target=self._config.windows.overhead_target,
+            max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self.run_batches,
         )

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elche.cadence.chooser import Choice, Chooser
-from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_calibration import Calibration, Found
@@ -54,23 +53,17 @@ class AutoPolicy(Policy):
     """Chooses by predicted goodput, and again as measurements change.
 
     Args:
-        config: the run's settings.
         members: all ranks, in order.
-        settings: what else the ranks agreed on.
+        settings: what the ranks agreed on.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        members: Sequence[Member],
-        settings: Settings,
-    ) -> None:
-        self._config = config
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._config = settings.config
         self._members = {member.rank: member for member in members}
         self._epochs = settings.epochs
-        self._sync = SyncPolicy(config, members, settings.min_share_samples)
+        self._sync = SyncPolicy(members, settings)
         self._windows: WindowPolicy | None = None
-        self._gauge = Gauge(config, len(members), settings.min_share_samples)
+        self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
         self._chooser = self._new_chooser()
         self._choice: Choice | None = None
         self._running: Choice | None = None
@@ -332,7 +325,7 @@ class AutoPolicy(Policy):
 
     def _new_chooser(self) -> Chooser:
         # A rank that trains nothing would be the slowest one that others wait for.
-        return Chooser(leaves_out=self._config.max_batch_diff is None)
+        return Chooser(leaves_out=self._config.windows.max_batch_diff is None)
 
     def _choose(self, found: Found, told: Outcome) -> None:
         """The first choice fixes the update rule."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elche.cadence.chooser import Choice
 from elche.config import RunConfig
+from elche.config_parts import OuterConfig
 
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
@@ -23,19 +24,15 @@ def windows_config(
         choice: what windows are to do.
         speed_hints: batches per second of each rank, as far as they are known.
     """
-    name, most = choice.carried_out_by, max(1, config.max_anchor)
-    windows = replace(
-        config,
-        policy=name,
-        anchor=min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most),
-        speed_hints=speed_hints,
-    )
+    name, most = choice.carried_out_by, max(1, config.windows.max_anchor)
+    anchor = min(ALONE_ANCHOR if choice.is_alone else choice.anchor, most)
+    windows = replace(config.windows, anchor=anchor)
     if name == "async":  # shorter ones would end before their reduction
-        lowest = max(windows.anchor, min(windows.min_anchor, most))
+        lowest = max(anchor, min(windows.min_anchor, most))
         windows = replace(windows, min_anchor=lowest)
     if choice.is_alone:  # its windows only keep the others up to date
-        windows = replace(windows, outer="average", outer_lr=None)
-    return windows
+        windows = replace(windows, outer=OuterConfig(optimizer="average"))
+    return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
 
 
 def is_outdated(running: Choice, choice: Choice) -> bool:

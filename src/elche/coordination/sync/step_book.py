@@ -47,19 +47,8 @@ class Granted:
             if report is None:
                 if share and rank not in self.left:
                     done.append(RankReport(rank=rank, samples=share * self.steps))
-                continue
-            done.append(
-                RankReport(
-                    rank=rank,
-                    samples=report.samples,
-                    busy_s=report.busy_s,
-                    data_wait_s=report.data_wait_s,
-                    transfer_s=report.transfer_s,
-                    sync_wait_s=report.sync_wait_s,
-                    parameter_norm=report.parameter_norm or None,
-                    scalars=report.scalars,
-                )
-            )
+            else:
+                done.append(report_of(report))
         return done
 
 
@@ -163,6 +152,21 @@ class StepBook:
         """Members that have not reported the oldest grant."""
         oldest = self.oldest
         return [] if oldest is None else [r for r in members if _owes(oldest, r)]
+
+
+def report_of(event: StepsDone | EpochLeft) -> RankReport:
+    """What a rank did in steps, or since its last report if it leaves."""
+    norm = event.parameter_norm if isinstance(event, StepsDone) else 0.0
+    return RankReport(
+        rank=event.rank,
+        samples=event.samples,
+        busy_s=event.busy_s,
+        data_wait_s=event.data_wait_s,
+        transfer_s=event.transfer_s,
+        sync_wait_s=event.sync_wait_s,
+        parameter_norm=norm or None,
+        scalars=event.scalars,
+    )
 
 
 def _owes(grant: Granted, rank: int) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.protocol.events import EpochLeft, PassBegun
 from elche.coordination.protocol.instructions import Instruction, JoinPasses, RankLeft
 from elche.errors import ProtocolError
@@ -118,16 +117,3 @@ class EarlyEnd:
             return None
         last = max(places.values())
         return min(rank for rank, place in places.items() if place == last)
-
-
-def report_of(event: EpochLeft) -> RankReport:
-    """What a rank that leaves did since its last report."""
-    return RankReport(
-        rank=event.rank,
-        samples=event.samples,
-        busy_s=event.busy_s,
-        data_wait_s=event.data_wait_s,
-        transfer_s=event.transfer_s,
-        sync_wait_s=event.sync_wait_s,
-        scalars=event.scalars,
-    )

@@ -10,46 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import final
 
+from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
 from elche.coordination.protocol.events import EpochLeft, StepsDone
 from elche.coordination.protocol.instructions import GrantSteps
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
-
-
-@dataclass(slots=True, kw_only=True)
-class StepCost:
-    """What one step took a rank; not frozen, for then making one takes three times.
-
-    Attributes:
-        samples: of its own.
-        busy_s: delivered time without the wait for other ranks.
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving them to the device.
-        sync_wait_s: the wait for other ranks.
-        warm: whether it may be timed.
-    """
-
-    samples: int
-    busy_s: float
-    data_wait_s: float
-    transfer_s: float = 0.0
-    sync_wait_s: float
-    warm: bool
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What a grant's steps took so far."""
-
-    samples: int = 0
-    busy_s: float = 0.0
-    data_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    sync_wait_s: float = 0.0
-    warm: bool = True
 
 
 @final
@@ -66,7 +33,7 @@ class StepReports:
         self._rank = rank
         self._epoch = epoch
         self._grants: deque[GrantSteps] = deque()
-        self._measured = _Measured()
+        self._times = DeliveredTimes()
         self._due: StepsDone | None = None
         self._numbers = numbers
 
@@ -84,9 +51,9 @@ class StepReports:
         """More steps were granted."""
         self._grants.append(grant)
 
-    def step_done(self, step: int, cost: StepCost) -> bool:
+    def step_done(self, step: int, cost: BatchCost) -> bool:
         """A step is done; True if it was its grant's last, which :meth:`close` ends."""
-        self._add(cost)
+        self._times.add(cost)
         return bool(self._grants) and step + 1 == self._grants[0].stop
 
     def close(
@@ -99,21 +66,21 @@ class StepReports:
     ) -> None:
         """The grant under way is done, and its report due; see `StepsDone`."""
         assert self._due is None, "the last report has not been said"
-        grant, measured = self._grants.popleft(), self._measured
-        self._measured = _Measured()
+        grant, times = self._grants.popleft(), self._times
+        self._times = DeliveredTimes()
         self._due = StepsDone(
             rank=self._rank,
             epoch=self._epoch,
             start=grant.start,
             stop=grant.stop,
-            samples=measured.samples,
-            busy_s=measured.busy_s,
-            data_wait_s=measured.data_wait_s,
-            sync_wait_s=measured.sync_wait_s,
-            warm=measured.warm,
+            samples=times.samples,
+            busy_s=times.busy_s,
+            data_wait_s=times.data_wait_s,
+            sync_wait_s=times.sync_wait_s,
+            warm=times.timed == times.batches,
             backward_passes=backward_passes,
             max_samples=max_samples,
-            transfer_s=measured.transfer_s,
+            transfer_s=times.transfer_s,
             parameter_norm=parameter_norm,
             scalars=scalars,
             is_finite=self._numbers.is_finite and not math.isnan(parameter_norm),
@@ -128,7 +95,7 @@ class StepReports:
     def left(
         self,
         step: int,
-        cost: StepCost | None,
+        cost: BatchCost | None,
         scalars: Scalars,
         *,
         passes: int,
@@ -144,17 +111,17 @@ class StepReports:
             apart: why this rank cannot take part in later ones, if it cannot.
         """
         if cost is not None:
-            self._add(cost)
-        measured, self._measured = self._measured, _Measured()
+            self._times.add(cost)
+        times, self._times = self._times, DeliveredTimes()
         return EpochLeft(
             rank=self._rank,
             epoch=self._epoch,
             step=step,
-            samples=measured.samples,
-            busy_s=measured.busy_s,
-            data_wait_s=measured.data_wait_s,
-            sync_wait_s=measured.sync_wait_s,
-            transfer_s=measured.transfer_s,
+            samples=times.samples,
+            busy_s=times.busy_s,
+            data_wait_s=times.data_wait_s,
+            sync_wait_s=times.sync_wait_s,
+            transfer_s=times.transfer_s,
             scalars=scalars,
             is_finite=self._numbers.is_finite,
             broken=self._numbers.broken,
@@ -162,16 +129,7 @@ class StepReports:
             apart=apart,
         )
 
-    def _add(self, cost: StepCost) -> None:
-        measured = self._measured
-        measured.samples += cost.samples
-        measured.busy_s += cost.busy_s
-        measured.data_wait_s += cost.data_wait_s
-        measured.transfer_s += cost.transfer_s
-        measured.sync_wait_s += cost.sync_wait_s
-        measured.warm &= cost.warm
-
     def void(self) -> None:
         """The group has changed: what was granted, and begun, is granted anew."""
         self._grants.clear()
-        self._measured = _Measured()
+        self._times = DeliveredTimes()

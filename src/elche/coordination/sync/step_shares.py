@@ -7,7 +7,7 @@ from typing import final
 
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.cadence.throughput import SpeedHints
-from elche.config import RunConfig
+from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import StepsDone
 
 
@@ -16,20 +16,17 @@ class StepShares:
     """The members' parts of a global batch.
 
     Args:
-        config: the run's settings.
+        settings: what the ranks agreed on.
         ranks: the members.
-        min_share_samples: least samples of a rank that has any (2 where BatchNorm
-            cannot train on one).
     """
 
-    def __init__(
-        self, config: RunConfig, ranks: Iterable[int], min_share_samples: int
-    ) -> None:
+    def __init__(self, settings: Settings, ranks: Iterable[int]) -> None:
+        config = settings.config
         self._places = _places(ranks)
         self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
-        self._accumulates = config.micro_batches
-        self._is_fixed = config.deterministic
-        self._min_share_samples = min_share_samples
+        self._accumulates = settings.micro_batches
+        self._is_fixed = config.debug.deterministic
+        self._min_share_samples = settings.min_share_samples
         self._balancer = self._balanced(config.speed_hints)
         self._steps = 0
 

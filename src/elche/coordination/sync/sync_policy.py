@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.epoch_plan import EpochPlan
 from elche.coordination.accounts.ledger import EpochLedger
+from elche.coordination.agreement import Settings
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     EpochLeft,
@@ -39,8 +39,8 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
 )
 from elche.coordination.sync.nonfinite import NonFiniteReports
-from elche.coordination.sync.step_book import Granted, StepBook
-from elche.coordination.sync.step_leaving import EarlyEnd, report_of
+from elche.coordination.sync.step_book import Granted, StepBook, report_of
+from elche.coordination.sync.step_leaving import EarlyEnd
 from elche.coordination.sync.step_shares import StepShares
 from elche.errors import ProtocolError, TransitionError
 
@@ -55,18 +55,15 @@ class SyncPolicy(Policy):
     """Grants steps and sizes the shares of each.
 
     Args:
-        config: the run's settings.
         members: all ranks, in order.
-        min_share_samples: least samples of a rank that has any (2 where BatchNorm
-            cannot train on one).
+        settings: what the ranks agreed on.
     """
 
-    def __init__(
-        self, config: RunConfig, members: Sequence[Member], min_share_samples: int
-    ) -> None:
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        config = settings.config
         self._members = {member.rank: member.horizon_batches for member in members}
-        self._shares = StepShares(config, self._members, min_share_samples)
-        self._is_deterministic = config.deterministic
+        self._shares = StepShares(settings, self._members)
+        self._is_deterministic = config.debug.deterministic
         self._is_stopping = self._makes_room = self._is_paused = False
         self._step_s = math.inf
         self._epoch = -1
@@ -82,7 +79,7 @@ class SyncPolicy(Policy):
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
-        is_known = config.deterministic or config.speed_hints is not None
+        is_known = config.debug.deterministic or config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 from elche.cadence.alignment import aligned_anchor
 from elche.cadence.divergence import DivergenceGuard
@@ -71,17 +72,18 @@ class Pacing:
         self._held_s: list[float] = []
         self._late_batches: list[float] = []
         self._pace: Pace | None = None
-        is_fixed = config.anchor >= config.max_anchor
-        lowest = max(1, config.max_anchor if is_fixed else config.min_anchor)
+        given = config.windows
+        is_fixed = given.anchor >= given.max_anchor
+        lowest = max(1, given.max_anchor if is_fixed else given.min_anchor)
         self.el_che = ElChe(
             ElCheConfig(
                 world_size=len(self._ranks),
-                anchor=config.anchor,
-                min_anchor=min(lowest, max(config.max_anchor, 1)),
-                max_anchor=config.max_anchor,
-                overhead_target=config.overhead_target
+                anchor=given.anchor,
+                min_anchor=min(lowest, max(given.max_anchor, 1)),
+                max_anchor=given.max_anchor,
+                overhead_target=given.overhead_target
                 * (OVERLAPPED_TARGET if overlapped else 1.0),
-                max_batch_diff=config.max_batch_diff,
+                max_batch_diff=given.max_batch_diff,
                 speed_hints=config.speed_hints,
             )
         )
@@ -165,7 +167,7 @@ class Pacing:
 
         The smaller one of two, so that a spike says nothing; None before the first.
         """
-        return _typical(self._taken_s) if self._taken_s else None
+        return median_low(self._taken_s) if self._taken_s else None
 
     def took(self, reduction_s: float) -> str:
         """An overlapped reduction was measured; windows are not to be shorter.
@@ -190,8 +192,8 @@ class Pacing:
         if (best_s := self._best_s(taken_s)) > needed_s:
             needed_s = best_s
             why = (
-                f"each window costs {_typical(self._held_s) * 1e3:.1f} ms, and its "
-                f"average comes {_typical(self._late_batches):.0f} batches late"
+                f"each window costs {median_low(self._held_s) * 1e3:.1f} ms, and its "
+                f"average comes {median_low(self._late_batches):.0f} batches late"
             )
         self.el_che.make_room(needed_s * 1e3)
         if self.el_che.anchor == before:
@@ -219,9 +221,9 @@ class Pacing:
         most = self.el_che.max_anchor
         if not self._late_batches or len(batch_s) < 2 or most < 1:
             return 0.0
-        late_s = _typical(self._late_batches) * min(batch_s)
+        late_s = median_low(self._late_batches) * min(batch_s)
         times = BatchTimes.of(batch_s)
-        held_s, least = _typical(self._held_s), anchor_for(times, taken_s)
+        held_s, least = median_low(self._held_s), anchor_for(times, taken_s)
         best = best_anchor(times, held_s, late_s, most, least=least)
         return best * self._slowest_s if best > least else 0.0
 
@@ -312,15 +314,12 @@ class Pacing:
         if not el_che.enabled or not el_che.is_calibrated:
             return 0.0
         wall_ms, costs_ms = el_che.anchor_wall_ms, el_che.ms_per_batch
-        fixed = self._config.anchor >= self._config.max_anchor
+        fixed = self._config.windows.anchor >= self._config.windows.max_anchor
         many = len(self._ranks) > ALIGNED_RANKS
         held = fixed or many or self._overlapped or not self._may_grow
         if held or not all(cost > 0 for cost in costs_ms):
             return wall_ms
-        anchor = aligned_anchor(el_che.anchor, costs_ms, self._config.max_anchor)
+        anchor = aligned_anchor(
+            el_che.anchor, costs_ms, self._config.windows.max_anchor
+        )
         return wall_ms * anchor / el_che.anchor
-
-
-def _typical(values: Sequence[float]) -> float:
-    """The median, of two the smaller one, so that a spike says nothing."""
-    return sorted(values)[(len(values) - 1) // 2]

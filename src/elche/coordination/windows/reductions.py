@@ -63,7 +63,7 @@ class ReductionPlanner:
         self._config = config
         self._epochs = epochs
         self._windows = 0
-        self._outer = config.outer
+        self._outer = config.windows.outer.optimizer
 
     def settings(
         self,
@@ -86,7 +86,7 @@ class ReductionPlanner:
         else:
             kind = self._outer_kind(epoch_batches, window_batches)
             self._windows += 1
-        lr = self._config.outer_lr or default_outer_lr(len(parts), kind)
+        lr = self._config.windows.outer.lr or default_outer_lr(len(parts), kind)
         return {
             "include_state": averages and "" not in layouts,
             "buffers": tuple(
@@ -94,7 +94,7 @@ class ReductionPlanner:
             ),
             "outer": kind,
             "outer_lr": 1.0 if kind == "average" else lr,
-            "outer_momentum": self._config.outer_momentum,
+            "outer_momentum": self._config.windows.outer.momentum,
         }
 
     def plan(
@@ -113,7 +113,7 @@ class ReductionPlanner:
             reduction: which window's, and which attempt.
         """
         counts = [part.weight for part in parts.values()]
-        weights = drift_weights(self._config.drift_weights, counts)
+        weights = drift_weights(self._config.windows.drift_weights, counts)
         active = sum(count > 0 for count in counts)
         shared: dict[str, Any] = dict(settings)
         if self._config.averages_state:
@@ -136,7 +136,10 @@ class ReductionPlanner:
 
         Decided anew until El Che has settled.
         """
-        if self._config.outer == "auto" and self._windows < SETTLED_WINDOWS:
+        if (
+            self._config.windows.outer.optimizer == "auto"
+            and self._windows < SETTLED_WINDOWS
+        ):
             known = None if self._epochs is None else epoch_batches * self._epochs
             short = known is not None and known < FEW_WINDOWS * window_batches
             self._outer = "average" if short else "nesterov"

@@ -75,8 +75,8 @@ class WindowState:
             sizes=list(self.ledger.sizes.runs),
         )
         self.book = WindowBook(self.members, self.book.window)
-        self.throttle = Throttle(self.config.max_batch_diff, self.members)
-        most_ahead = self.config.max_batch_diff
+        self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
+        most_ahead = self.config.windows.max_batch_diff
         self.leasing = Leasing(
             self.ledger,
             {
@@ -92,13 +92,13 @@ class WindowState:
 
     def take_plan(self, sizes: BatchSizes, text: str) -> None:
         """Follows a recorded plan, or one made from the settings alone."""
-        if text or self.config.deterministic:
+        if text or self.config.debug.deterministic:
             self.uncalibrated.clear()
         if text:
             self.source = RecordedWindows(
                 EpochPlan.from_text(text, self.config.policy, len(self.members), sizes)
             )
-        elif self.config.deterministic:
+        elif self.config.debug.deterministic:
             counts = self.pacing.el_che.batch_counts
             self.source = FixedWindows(sizes, counts, self.progress_samples)
 
@@ -165,7 +165,7 @@ class WindowState:
 
     def count_anew(self) -> None:
         """The throttle counts from here on, and all who are members now."""
-        self.throttle = Throttle(self.config.max_batch_diff, self.members)
+        self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         for rank in self.members:
             self.throttle.done(rank, self.book.batches_since(rank))
             if self.book.parts[rank].closed is not None and not self.goes_on(rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from elche.coordination.accounts.metrics import (
     WindowMetrics,
 )
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.runtime.report.scalars import ScalarLog
+from elche.runtime.notifications import RunNotifications
 
 POLL_S = 0.02
 
@@ -25,8 +25,8 @@ class MetricsSource(Protocol):
     """A run, as far as metrics go."""
 
     @property
-    def scalars(self) -> ScalarLog:
-        """What this rank logs."""
+    def notifications(self) -> RunNotifications:
+        """What this rank logs, and the metrics of what has ended."""
 
     @property
     def samples_in_hand(self) -> int:
@@ -35,14 +35,6 @@ class MetricsSource(Protocol):
     @property
     def weight_in_hand(self) -> float:
         """What it weighs in means, 0 outside the loop."""
-
-    @property
-    def window_metrics(self) -> deque[WindowMetrics]:
-        """Of windows that have ended; always empty on ranks other than 0."""
-
-    @property
-    def epoch_metrics(self) -> Sequence[EpochMetrics]:
-        """Of epochs that have ended, in their order."""
 
 
 class MetricsView:
@@ -62,8 +54,8 @@ class MetricsView:
         self.reserved: frozenset[str] = frozenset()
         self.part = 1.0
         self._source: MetricsSource | None = source
-        self._windows = source.window_metrics
-        self._epochs = source.epoch_metrics
+        self._windows = source.notifications.window_metrics
+        self._epochs = source.notifications.epoch_metrics
         self._training = threading.current_thread()
         self._unread: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self._ended = threading.Event()
@@ -72,7 +64,7 @@ class MetricsView:
         """Adds a value with the weight of the batch in hand."""
         if self._source is not None:
             weight = self._source.weight_in_hand * self.part
-            self._source.scalars.log(name, value, weight)
+            self._source.notifications.scalars.log(name, value, weight)
 
     def run_part(self, part: float) -> None:
         """What is logged now stands for this part of the batch in hand, 0 to 1."""

@@ -112,7 +112,7 @@ class Synchroniser:
             reducer = GradientReducer(
                 self._trainable,
                 self._group,
-                int(self._config.bucket_cap_mb * 2**20),
+                int(self._config.transport.bucket_cap_mb * 2**20),
                 BufferAverager.for_model(self._model, self._group),
                 norms,
                 [name for name, p in self._model.named_parameters() if p.requires_grad],
@@ -238,7 +238,7 @@ def make_window_sync(
         model,
         steps.optimizers,
         group,
-        reset_state=config.optimizer_state == "reset",
+        reset_state=config.windows.optimizer_state == "reset",
         codec=codec,
     )
     averager.build()
@@ -246,5 +246,5 @@ def make_window_sync(
     if own_factor is not None:
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, steps, own_factor, config.drift_weights)
+        return OverlappedSync(averager, steps, own_factor, config.windows.drift_weights)
     return ParameterSync(averager, steps, own_factor)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elche
 from elche import session
+from tests.harness.settings import nested
 
 IGNORED = -100
 LENGTH, WORDS = 12, 16
@@ -139,7 +140,7 @@ def on_ranks(job: Job) -> Ended:
         loader,
         weight_of=tokens_of,
         loss_reduction=job.loss,
-        **job.options,
+        **nested(job.options),
     )
     for _ in range(job.epochs):
         for number, batch in enumerate(loader):
@@ -219,7 +220,7 @@ def fitted(options: dict[str, Any]) -> tuple[State, list[float], list[float]]:
         batch_size=16,
         epochs=2,
         weight_of=tokens_of,
-        **{"policy": "sync", "seed": 5, **options},
+        **nested({"policy": "sync", "seed": 5, **options}),
     ).fit()
     trained = [record.train_loss for record in result.history]
     evaluated = [record.eval_loss or 0.0 for record in result.history]
@@ -242,7 +243,7 @@ def weigh_by(kind: str, options: dict[str, Any]) -> None:
     one_sided = kind == "one-sided" and elche.rank() == 1
     weigh = None if one_sided else weight_of
     model, optimizer, loader = elche.setup(
-        model, optimizer, loader, weight_of=weigh, **options
+        model, optimizer, loader, weight_of=weigh, **nested(options)
     )
     with session.failing_together():
         for batch in loader:

@@ -22,6 +22,7 @@ from elche.errors import ElcheError
 from tests.comm.averaging.cases.overlap_cases import all_changed, averager_of, joined
 from tests.comm.plans import plan
 from tests.harness.rank_main import this_place
+from tests.harness.settings import nested
 
 FEATURES = 4
 
@@ -162,7 +163,7 @@ def train(script: Script) -> Seen:
     try:
         with session.failing_together():
             model, optimizer, loader = elche.setup(
-                model, optimizer, loader, **script.options
+                model, optimizer, loader, **nested(script.options)
             )
             for epoch in range(script.epochs):
                 model.out.requires_grad_(epoch > 0 or not script.unfreezes)

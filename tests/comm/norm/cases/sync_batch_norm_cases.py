@@ -22,6 +22,7 @@ from elche.runtime.process import worker
 from tests.distributed.cases.tasks import Task
 from tests.distributed.cases.tasks import build as build_task
 from tests.distributed.patience import lose_patience
+from tests.harness.settings import nested
 
 State = dict[str, torch.Tensor]
 
@@ -135,7 +136,7 @@ def train_with_setup(task: Task) -> State:
     model, optimizer, loader = build_task(task)
     convert_sync_batchnorm(model)
     options = {"policy": "sync", **task.options}
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
     for _ in range(task.epochs):
         for x, y, *_ in loader:
             F.cross_entropy(model(x), y).backward()

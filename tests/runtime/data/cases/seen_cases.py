@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche import session
 from tests.harness.rank_main import this_place
+from tests.harness.settings import nested
 
 NOISY_STEPS = 30
 BATCH = 64
@@ -65,7 +66,7 @@ def watch(job: Job) -> list[Seen]:
         DataLoader(data, batch_size=job.batch_size),
         epochs=2,
         policy=job.policy,
-        **dict(job.options),
+        **nested(dict(job.options)),
     )
     seen = []
     try:

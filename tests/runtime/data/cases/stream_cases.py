@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import elche
 from elche import session
 from tests.distributed.cases.tasks import Numbered, Task, build
+from tests.harness.settings import nested
 
 
 class Stream(IterableDataset[Any]):
@@ -223,7 +224,7 @@ def _streamed(task: StreamTask) -> Streamed:
             optimizer,
             loader,
             samples_per_epoch=task.samples_per_epoch,
-            **task.options,
+            **nested(task.options),
         )
         orders, draws = _train(task, model, optimizer, ours)
         length = len(ours)

@@ -13,6 +13,7 @@ from torch import nn
 import elche
 from elche.errors import NonFiniteError
 from tests.distributed.cases.tasks import Task, build
+from tests.harness.settings import nested
 
 Ended = tuple[str, int | None, tuple[tuple[int, int], ...], int]
 
@@ -34,7 +35,9 @@ def train_several_passes(task: Task, bad: int, loop: str) -> Ended:
     _, _, loader = build(task)
     model: nn.Module = TwoParts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     steps, ended = 0, ("", None, ())
     try:
         for x, y, index, _ in loader:
@@ -66,7 +69,9 @@ def train_several_passes(task: Task, bad: int, loop: str) -> Ended:
 def train_to_the_end(task: Task, bad: int, loop: str) -> Ended:
     """How the run ended: what was said, whose batches, and after how many steps."""
     model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     steps, ended = 0, ("", None, ())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     try:
@@ -180,7 +185,9 @@ def train_through_bad_samples(
     if loop == "two optimizers":
         first = list(model.parameters())[:2]
         optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     steps = _Steps(loop, model, optimizer)
     order: list[int] = []
     ended: tuple[str, int | None, tuple[tuple[int, int], ...]] = ("", None, ())
@@ -222,7 +229,9 @@ def train_with_a_late_optimizer(
     first, last = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizer = torch.optim.SGD(first, lr=0.1, momentum=0.9)
     second = torch.optim.AdamW(last, lr=1e-2)
-    model, optimizer, loader = elche.setup(model, optimizer, loader, **task.options)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
     begins = batches if os.environ["RANK"] == "1" else 0
     kept, log = _Lines(), logging.getLogger("elche")
     log.addHandler(kept)

@@ -1,0 +1,227 @@
+"""Groups of settings inside `elche.RunConfig`, checked when they are made. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+from elche.config_checks import (
+    check_bool,
+    check_choice,
+    check_known,
+    check_positive,
+    check_whole,
+    is_number,
+    path_of,
+)
+from elche.errors import ConfigError
+
+UPDATES = ("auto", "gradients", "parameters")
+DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
+OPTIMIZER_STATES = ("auto", "average", "local", "reset")
+OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
+TRANSPORTS = ("auto", "gloo")
+
+_Part = TypeVar(
+    "_Part", "OuterConfig", "WindowConfig", "TransportConfig", "DebugConfig"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterConfig:
+    """The optimizer that steps along the mean of the ranks' parameter deltas.
+
+    Attributes:
+        optimizer: ``"average"`` (none), ``"nesterov"``, or ``"slowmo"`` (heavy-ball
+            momentum, arXiv:1910.00643); ``"auto"`` is Nesterov, or plain averaging in
+            a run that is known to have fewer than 4 windows.
+        lr: its learning rate; None is 1 for ``"slowmo"`` (its paper's) and picks
+            Nesterov's by world size (0.7 at two ranks, 1 beyond).
+        momentum: of its step; the default, 0.5, is measured for Nesterov and within
+            the 0.4 to 0.8 that SlowMo's paper uses.
+    """
+
+    optimizer: str = "auto"
+    lr: float | None = None
+    momentum: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_choice("outer.optimizer", self.optimizer, OUTER_OPTIMIZERS)
+        if self.lr is not None:
+            check_positive("outer.lr", self.lr)
+        if not is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(
+                f"expected 0 <= outer.momentum < 1, got {self.momentum!r}"
+            )
+        if self.optimizer == "average" and self.lr not in (None, 1.0):
+            raise ConfigError(
+                f"outer.optimizer 'average' has rate 1, got lr={self.lr!r}; leave it "
+                "out, or choose 'nesterov' or 'slowmo'"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowConfig:
+    """Windows of ``cadence``, ``async`` and ``auto``: length, and what they reduce.
+
+    Attributes:
+        update: what a window of ``cadence`` reduces: ``"parameters"``, or
+            ``"gradients"`` (summed over the window, one common optimizer step at
+            its end). ``"auto"`` is what the policy usually does.
+        anchor: batches of the slowest rank in the first window.
+        min_anchor: the anchor's lower bound.
+        max_anchor: its upper bound; 0 switches El Che off (a window is one batch
+            everywhere), ``anchor == max_anchor`` fixes it.
+        overhead_target: share of a window that a synchronisation may cost before
+            the anchor grows; clamped to 0.01 .. 0.50.
+        max_batch_diff: most batches that a rank may run beyond the slowest rank's
+            planned count in a window, and the most a count moves per report.
+        drift_weights: how parameter deltas are weighted in the mean: ``"equal"``, by
+            ``"samples"`` or their root, ``"sqrt"``; or by what `elche.setup` is told
+            that batches weigh. A rank that trained on nothing weighs nothing.
+        optimizer_state: whether optimizer state is averaged with the parameters,
+            stays local, or is reset at each synchronisation, of all optimizers that
+            step the model; ``"auto"`` averages it under ``cadence`` and leaves it local
+            under ``async``.
+        outer: the outer optimizer, an `elche.OuterConfig`.
+    """
+
+    update: str = "auto"
+    anchor: int = 1
+    min_anchor: int = 1
+    max_anchor: int = 200
+    overhead_target: float = 0.03
+    max_batch_diff: int | None = None
+    drift_weights: str = "equal"
+    optimizer_state: str = "auto"
+    outer: OuterConfig = field(default_factory=OuterConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outer", part_of("outer", OuterConfig, self.outer))
+        check_choice("update", self.update, UPDATES)
+        check_choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
+        check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        check_whole("anchor", self.anchor, 1)
+        check_whole("min_anchor", self.min_anchor, 1)
+        check_whole("max_anchor", self.max_anchor, 0)
+        check_positive("overhead_target", self.overhead_target)
+        if self.max_batch_diff is not None:
+            check_whole("max_batch_diff", self.max_batch_diff, 0)
+        self._check_anchors()
+        if self.update == "gradients" and self.outer.optimizer in (
+            "nesterov",
+            "slowmo",
+        ):
+            raise ConfigError(
+                f"outer.optimizer {self.outer.optimizer!r} steps along averaged "
+                "parameters, and update='gradients' reduces gradients; leave one out"
+            )
+
+    def _check_anchors(self) -> None:
+        """Refuses bounds that would silently move what was asked for."""
+        if self.max_anchor == 0:
+            return
+        for name in ("anchor", "min_anchor"):
+            if getattr(self, name) > self.max_anchor:
+                raise ConfigError(
+                    f"expected {name} of at most max_anchor ({self.max_anchor}), got "
+                    f"{getattr(self, name)}; give a larger max_anchor as well"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """How tensors travel between ranks.
+
+    Attributes:
+        kind: ``"auto"`` lets ranks of one host that compute on the CPU sum in
+            memory they share, those that have a CUDA device each sum gradients through
+            NCCL, and the others through gloo; ``"gloo"`` is gloo always.
+        bucket_cap_mb: most mebibytes of gradients reduced in one message.
+    """
+
+    kind: str = "auto"
+    bucket_cap_mb: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("transport.kind", self.kind, TRANSPORTS)
+        check_positive("bucket_cap_mb", self.bucket_cap_mb)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """Runs that can be repeated.
+
+    Attributes:
+        deterministic: plans depend on the settings alone, not on time: two runs
+            on the same devices give the same bits.
+        record: file to write what the run did to, for a replay; on rank 0.
+        replay: file to repeat a recorded run from, bit for bit on the same devices.
+    """
+
+    deterministic: bool = False
+    record: str | None = None
+    replay: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bool("deterministic", self.deterministic)
+        for name in ("record", "replay"):
+            object.__setattr__(self, name, path_of(name, getattr(self, name)))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the run may not follow measured times."""
+        return self.deterministic or self.replay is not None
+
+
+def part_of(name: str, kind: type[_Part], given: object) -> _Part:
+    """A group of settings, from one or (in files and messages) from a mapping.
+
+    Raises:
+        ConfigError: it is neither, or a setting is unknown or wrong.
+    """
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"expected {name} to be an elche.{kind.__name__}, got {given!r}"
+        )
+    check_known(given, {item.name for item in fields(kind)}, f" of {name}")
+    return kind(**given)
+
+
+_FORMER = {
+    **{
+        name: f"windows=elche.WindowConfig({name}=...)"
+        for name in (item.name for item in fields(WindowConfig))
+    },
+    "outer": "windows=elche.WindowConfig(outer=elche.OuterConfig(optimizer=...))",
+    "outer_lr": "windows=elche.WindowConfig(outer=elche.OuterConfig(lr=...))",
+    "outer_momentum": "windows=elche.WindowConfig(outer=elche.OuterConfig("
+    "momentum=...))",
+    "bucket_cap_mb": "transport=elche.TransportConfig(bucket_cap_mb=...)",
+    **{
+        name: f"debug=elche.DebugConfig({name}=...)"
+        for name in (item.name for item in fields(DebugConfig))
+    },
+}
+FORMER_SETTINGS = {
+    **{name: f"{name}= is now {place}" for name, place in _FORMER.items()},
+    "micro_batches": "micro_batches= is no setting any more: elche.Trainer runs what "
+    "exceeds max_samples in micro-batches, a loop of your own does not",
+    "fragments": "fragments= was removed: short windows with an encoding "
+    "(max_anchor=, codec='int4') send less and learn more",
+}
+"""Names that settings had, and the answer to each."""
+
+
+def refuse_former(names: Iterable[str]) -> None:
+    """Answers names that settings had before.
+
+    Raises:
+        ConfigError: one of the names is such; says where the setting is now.
+    """
+    for name in names:
+        if name in FORMER_SETTINGS:
+            raise ConfigError(FORMER_SETTINGS[name])

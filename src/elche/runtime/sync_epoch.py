@@ -112,6 +112,7 @@ class SyncEpoch:
                 self._hooks.on_error(error)
         finally:
             self._reducer.correct_by(None)
+            self._worker.on_rank_left = None
 
     def _weight_of(self, step: Step) -> float:
         """What the step that was taken last weighs on this rank."""

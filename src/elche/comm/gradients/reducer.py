@@ -269,7 +269,7 @@ class GradientReducer:
         self._pass.rewind()
 
     def _refuse_broken_backward(self) -> None:
-        if self._pass.abandon():
+        if self._pass.abandon() or self._pass.is_broken:
             raise CommunicationError(
                 "a backward pass was broken off by an error that the loop caught; its "
                 "reduction cannot be completed, so the run cannot go on"

@@ -81,7 +81,7 @@ class Worker:
         self.is_cold = True
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
-        self.on_rank_left: Callable[[RankLeft], None] = _ignore
+        self.on_rank_left: Callable[[RankLeft], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.timeline = Timeline(self.rank)
         self._channel = channel
@@ -101,7 +101,7 @@ class Worker:
     @property
     def is_closed(self) -> bool:
         """Whether this rank has no part in the run any more."""
-        return self._group is None
+        return self._group is None or self._aborted is not None
 
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
@@ -218,8 +218,9 @@ class Worker:
         abort = self._channel.find_abort()
         if abort is not None:
             self._raise_if_abort(abort)
-        for each in self._channel.waiting(RankLeft):
-            self.on_rank_left(each)
+        if self.on_rank_left is not None:
+            for each in self._channel.waiting(RankLeft):
+                self.on_rank_left(each)
 
     def _is_notification(self, instruction: Instruction) -> bool:
         """Dispatches notifications; raises if the run was aborted."""
@@ -287,8 +288,8 @@ def _as_it_is(error: NonFiniteError) -> NonFiniteError:
     return error
 
 
-def _ignore(notification: Instruction) -> None:
-    """Notifications that nothing handles now."""
+def _ignore(notification: MetricsReported | PolicyChosen) -> None:
+    """Notifications before the run has set its handler."""
 
 
 def _error_of(abort: Abort) -> ElcheError:

@@ -21,7 +21,7 @@ from typing import Any
 from record import write_record
 
 from elche.cadence.chooser import Chooser
-from elche.cadence.goodput import Cluster
+from elche.cadence.goodput import MeasuredCluster
 from elche.schedule.costs import RankTimes
 from elche.schedule.generators.auto import auto_placed
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
@@ -53,13 +53,13 @@ def profile(blocks: int) -> PipelineProfile:
     )
 
 
-def fleet(ranks: int) -> Cluster:
+def fleet(ranks: int) -> MeasuredCluster:
     """Ranks of three kinds, no two alike."""
     drawn = random.Random(3)
     speeds = [
         drawn.choice((1.0, 0.7, 0.4)) * drawn.uniform(0.9, 1.1) for _ in range(ranks)
     ]
-    return Cluster(
+    return MeasuredCluster(
         seconds_per_sample=[0.04 / 32 / speed for speed in speeds],
         batch_size=32,
         sync_s=0.5,

@@ -21,7 +21,7 @@ from typing import Any
 
 from hetero import measure
 
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation
 
@@ -55,7 +55,7 @@ def predicted(policy: str, found: dict[str, Any], link_s: float) -> float:
         cost_s = 1e-4  # in memory that the ranks share the sum is there at once
     sent = ALL_REDUCE_PARTS * (ranks - 1) / ranks * model_bytes
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy=policy,
             samples=found["samples"],
             batch_size=found["batch_size"],

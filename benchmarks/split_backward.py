@@ -32,7 +32,7 @@ from torch.distributed.pipelining._backward import (
 )
 
 from elche.monitor.table import paired_interval
-from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.stage import Layer, Stage

@@ -95,7 +95,7 @@ def expect_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 def split_backward() -> None:
-    from elche.pipeline.peers.messages import Message
+    from elche.pipeline.peers.stage_messages import Message
     from elche.pipeline.split_backward.backward import StageBackward
     from elche.pipeline.split_backward.guard import ContributionGuard
     from elche.pipeline.stage import Layer, Stage
@@ -237,7 +237,7 @@ def norm() -> None:
         convert_sync_batchnorm,
         sync_batchnorm_layers,
     )
-    from elche.runtime.agreement import min_share_samples
+    from elche.runtime.rank_settings import min_share_samples
 
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))

@@ -8,6 +8,7 @@ from typing import final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from benchmarks.convergence.tasks import Task
 
@@ -51,8 +52,8 @@ class Digits(Task):
         ]
         self.buffer_size = 2 * sum(CHANNELS)
 
+    @override
     def initial(self, seed: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Task.initial`."""
         generator = torch.Generator().manual_seed(seed)
         parts = []
         for index, shape in enumerate(self.shapes):
@@ -68,7 +69,7 @@ class Digits(Task):
         return torch.cat(parts), torch.cat(held)
 
     def stream(self, seed: int, batches: int) -> Tensor:
-        """See :meth:`Task.stream`; one permutation after another."""
+        """One permutation of the samples after another."""
         generator = torch.Generator().manual_seed(1_000_003 + seed)
         size, total = len(self._train[0]), batches * self.batch_size
         orders = [
@@ -76,10 +77,10 @@ class Digits(Task):
         ]
         return torch.cat(orders)[:total].view(batches, self.batch_size)
 
+    @override
     def losses(
         self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
     ) -> Tensor:
-        """See :meth:`Task.losses`."""
         images, labels = self._train
         logits = self._logits(parameters, buffers, images[samples], training=True)
         total = F.cross_entropy(
@@ -89,7 +90,7 @@ class Digits(Task):
 
     @torch.no_grad()
     def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
-        """See :meth:`Task.evaluate`; per cent."""
+        """The error on held-out samples, in per cent."""
         images, labels = self._eval
         all_images = images.expand(len(buffers), *images.shape)
         logits = self._logits(parameters, buffers, all_images, training=False)

@@ -15,6 +15,7 @@ from typing import final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from elche.demo.text import VOCABULARY_SIZE, load_corpus
 
@@ -112,8 +113,8 @@ class Text(Task):
             (VOCABULARY_SIZE,),
         ]
 
+    @override
     def initial(self, seed: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Task.initial`."""
         generator = torch.Generator().manual_seed(seed)
         parts = []
         for index, shape in enumerate(self.shapes):
@@ -123,15 +124,15 @@ class Text(Task):
         return torch.cat(parts), torch.zeros(0)
 
     def stream(self, seed: int, batches: int) -> Tensor:
-        """See :meth:`Task.stream`; places in the text, drawn with replacement."""
+        """Places in the text, drawn with replacement."""
         generator = torch.Generator().manual_seed(1_000_003 + seed)
         most = self._train.numel() - CONTEXT
         return torch.randint(most, (batches, self.batch_size), generator=generator)
 
+    @override
     def losses(
         self, parameters: Sequence[Tensor], buffers: Tensor, samples: Tensor
     ) -> Tensor:
-        """See :meth:`Task.losses`."""
         inputs, targets = self._windows(self._train, samples)
         logits = self._logits(parameters, inputs)
         total = F.cross_entropy(
@@ -140,8 +141,8 @@ class Text(Task):
         return total / samples.shape[1]
 
     @torch.no_grad()
+    @override
     def evaluate(self, parameters: Sequence[Tensor], buffers: Tensor) -> list[float]:
-        """See :meth:`Task.evaluate`."""
         inputs, targets = self._eval
         found = []
         for replica in range(len(parameters[0])):

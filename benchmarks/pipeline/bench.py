@@ -27,7 +27,7 @@ from benchmarks.pipeline.plan import (
 )
 from benchmarks.pipeline.prediction import predict
 from elche.demo.compare import STDERR_TAIL_LINES, machine
-from elche.demo.report import check_writable, to_json_text
+from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError, RemoteRankError
 from elche.monitor.progress import open_progress
 from elche.runtime.process.launch import (

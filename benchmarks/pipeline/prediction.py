@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.pipeline.plan import COMPUTE, BenchPlan
-from elche.schedule.actions import Action, Kind, parse_action
+from elche.schedule.actions import Kind, StageAction, parse_action
 from elche.schedule.timing import Timing, simulate
 
 _NEXT = {
@@ -30,9 +30,9 @@ def predict(plan: BenchPlan, profiles: Sequence[Sequence[Sequence[Any]]]) -> Tim
         profiles: of each rank, its actions in order: text, begin, begin and end of the
             work in it, on one clock.
     """
-    seen: dict[Action, tuple[float, float, float]] = {}
+    seen: dict[StageAction, tuple[float, float, float]] = {}
     for rows in profiles:
-        latest: Action | None = None
+        latest: StageAction | None = None
         for text, begin_s, work_s, end_s in rows:
             one = parse_action(text)
             if one.kind in COMPUTE:
@@ -71,7 +71,7 @@ def predict(plan: BenchPlan, profiles: Sequence[Sequence[Sequence[Any]]]) -> Tim
 
 
 def _links(
-    plan: BenchPlan, seen: dict[Action, tuple[float, float, float]]
+    plan: BenchPlan, seen: dict[StageAction, tuple[float, float, float]]
 ) -> tuple[float, ...]:
     """By link, the mean time of messages that somebody was waiting for.
 
@@ -83,7 +83,7 @@ def _links(
     for one, (_, _, end_s) in seen.items():
         step, kinds = _NEXT.get(one.kind, (0, ()))
         for kind in kinds:
-            there = seen.get(Action(one.stage + step, kind, one.microbatch))
+            there = seen.get(StageAction(one.stage + step, kind, one.microbatch))
             if there is not None and there[0] < end_s:
                 time_s = max(0.0, there[1] - end_s)
                 found[min(one.stage, one.stage + step)].append(time_s)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.learning_rate import ProgressLR as ProgressLR
-    from elche.pipeline.config import PipelineConfig as PipelineConfig
     from elche.pipeline.pipeline import Pipeline as Pipeline
+    from elche.pipeline.pipeline_config import PipelineConfig as PipelineConfig
     from elche.session import barrier as barrier
     from elche.session import device as device
     from elche.session import is_main_process as is_main_process
@@ -87,7 +87,7 @@ _HOMES = {
         "TransitionError",
     ),
     "elche.learning_rate": ("ProgressLR",),
-    "elche.pipeline.config": ("PipelineConfig",),
+    "elche.pipeline.pipeline_config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.by_hand.replica": ("Replica", "init_group"),
     "elche.session": (

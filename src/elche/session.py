@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from elche.config import RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
-from elche.runtime.agreement import check_shared, check_training
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
@@ -33,6 +32,7 @@ from elche.runtime.process.shutdown import (
     failure_of,
     watch_process,
 )
+from elche.runtime.rank_settings import check_shared, check_training
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun

@@ -17,9 +17,9 @@ from elche import session, session_metrics
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ConfigError
 from elche.learning_rate import ProgressLR
-from elche.runtime.agreement import min_share_samples
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import to_device
+from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.training import SetupConfig
 from elche.runtime.windows.micro_batches import (
     MicroBatches,

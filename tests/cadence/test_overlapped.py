@@ -14,7 +14,7 @@ from elche.cadence.convergence import unchecked_efficiency
 from elche.cadence.goodput import (
     ADOPTION_BATCHES,
     LAST_CLOSER_BATCHES,
-    Cluster,
+    MeasuredCluster,
     predict,
 )
 from elche.cadence.overlapped import (
@@ -100,9 +100,9 @@ def test_as_long_as_a_reduction_asks_for_and_then_as_pays(
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
+def clusters(draw: st.DrawFn) -> MeasuredCluster:
     batch_s = draw(BATCHES)
-    return Cluster(
+    return MeasuredCluster(
         seconds_per_sample=[each_s / 8 for each_s in batch_s],
         batch_size=8,
         sync_s=draw(st.just(0.0) | st.floats(1e-5, 100.0)),
@@ -112,7 +112,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 
 @given(clusters())
-def test_a_prediction_is_of_the_best_windows(measured: Cluster) -> None:
+def test_a_prediction_is_of_the_best_windows(measured: MeasuredCluster) -> None:
     batch_s = [measured.batch_s(rank) for rank in range(measured.world_size)]
     times, found = BatchTimes.of(batch_s), predict("async", measured)
     held_s = measured.copy_batches * times.ranks / times.per_s
@@ -128,7 +128,7 @@ def test_a_prediction_is_of_the_best_windows(measured: Cluster) -> None:
 
 @given(clusters(), st.floats(1.0, 100.0))
 def test_what_costs_more_is_not_predicted_to_bring_more(
-    measured: Cluster, factor: float
+    measured: MeasuredCluster, factor: float
 ) -> None:
     best = predict("async", measured).goodput * (1.0 + 1e-9)
     slower = replace(measured, sync_s=factor * measured.sync_s)

@@ -11,10 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from elche.cadence.prefetch_gauge import (
+    CAREFUL_DEPTH,
     PIN_ROUNDS,
+    RESERVE_FRACTION,
     ActivationPeak,
     DeviceMemory,
-    GaugeConfig,
     PinTrial,
     PrefetchNeeds,
     decide_prefetch,
@@ -22,7 +23,6 @@ from elche.cadence.prefetch_gauge import (
 from elche.errors import ConfigError
 
 GB = 10**9
-PLAIN = GaugeConfig(max_depth=4, careful_depth=2, reserve_fraction=0.1)
 
 
 @dataclass
@@ -57,12 +57,7 @@ needs_of = st.builds(
     activation_peak_bytes=st.none() | st.integers(0, 200 * GB),
     dataset_bytes=st.none() | st.integers(0, 200 * GB),
 )
-configs = st.builds(
-    GaugeConfig,
-    max_depth=st.integers(0, 8),
-    careful_depth=st.integers(0, 4),
-    reserve_fraction=st.floats(0.0, 0.9),
-)
+depths = st.integers(0, 8)
 
 
 @st.composite
@@ -73,49 +68,49 @@ def memories(draw: st.DrawFn) -> DeviceMemory:
     return DeviceMemory(total_bytes=total, free_bytes=free, held_bytes=held)
 
 
-@given(memories(), needs_of, configs)
+@given(memories(), needs_of, depths)
 def test_never_more_than_fits(
-    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig
+    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int
 ) -> None:
-    decision = decide_prefetch(memory, needs, config)
-    assert 0 <= decision.depth <= config.max_depth
-    reserve = math.ceil(memory.total_bytes * config.reserve_fraction)
+    decision = decide_prefetch(memory, needs, max_depth)
+    assert 0 <= decision.depth <= max_depth
+    reserve = math.ceil(memory.total_bytes * RESERVE_FRACTION)
     usable = memory.free_bytes + memory.held_bytes
     peak = needs.activation_peak_bytes
     if decision.depth:
         assert needs.batch_bytes > 0
         assert decision.depth * needs.batch_bytes + (peak or 0) + reserve <= usable
     if peak is None:
-        assert decision.depth <= config.careful_depth
+        assert decision.depth <= CAREFUL_DEPTH
 
 
-@given(memories(), needs_of, configs, st.integers(0, 200 * GB))
+@given(memories(), needs_of, depths, st.integers(0, 200 * GB))
 def test_less_free_memory_never_gets_more(
-    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig, taken: int
+    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int, taken: int
 ) -> None:
     less = replace(memory, free_bytes=max(0, memory.free_bytes - taken))
-    much, little = (decide_prefetch(m, needs, config) for m in (memory, less))
+    much, little = (decide_prefetch(m, needs, max_depth) for m in (memory, less))
     assert little.depth <= much.depth
     assert little.resident <= much.resident
 
 
-@given(memories(), needs_of, configs)
+@given(memories(), needs_of, depths)
 def test_resident_only_if_set_peak_and_reserve_fit(
-    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig
+    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int
 ) -> None:
-    resident = decide_prefetch(memory, needs, config).resident
+    resident = decide_prefetch(memory, needs, max_depth).resident
     if needs.activation_peak_bytes is None or needs.dataset_bytes is None:
         assert not resident
         return
     taken = needs.dataset_bytes + needs.activation_peak_bytes + needs.batch_bytes
-    reserve = math.ceil(memory.total_bytes * config.reserve_fraction)
+    reserve = math.ceil(memory.total_bytes * RESERVE_FRACTION)
     room = memory.free_bytes + memory.held_bytes
     assert resident == (taken + reserve <= room)
 
 
-@given(memories(), needs_of, configs, st.integers(0, 20 * GB))
+@given(memories(), needs_of, depths, st.integers(0, 20 * GB))
 def test_a_filled_buffer_does_not_change_the_answer(
-    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig, moved: int
+    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int, moved: int
 ) -> None:
     """flodl's next depth fell to zero once its buffer was full."""
     assume(moved <= memory.free_bytes)
@@ -124,7 +119,7 @@ def test_a_filled_buffer_does_not_change_the_answer(
         free_bytes=memory.free_bytes - moved,
         held_bytes=memory.held_bytes + moved,
     )
-    before, after = (decide_prefetch(m, needs, config) for m in (memory, fuller))
+    before, after = (decide_prefetch(m, needs, max_depth) for m in (memory, fuller))
     assert before == after
 
 
@@ -140,8 +135,8 @@ def test_a_filled_buffer_does_not_change_the_answer(
         (5 * GB, 20 * GB, 0, False),
         (0, 20 * GB, 0, False),
         (100 * GB, 0, 4, True),  # a peak of nothing is a measurement
-        (100 * GB, None, 2, False),  # careful
-        (34 * GB, None, 2, False),
+        (100 * GB, None, 1, False),  # careful
+        (34 * GB, None, 1, False),
         (33 * GB, None, 1, False),  # a quarter of what is usable
         (21 * GB, None, 0, False),
     ],
@@ -152,16 +147,14 @@ def test_by_hand(free: int, peak: int | None, depth: int, resident: bool) -> Non
         PrefetchNeeds(
             batch_bytes=3 * GB, activation_peak_bytes=peak, dataset_bytes=30 * GB
         ),
-        PLAIN,
+        max_depth=4,
     )
     assert (decision.depth, decision.resident) == (depth, resident)
 
 
-@given(
-    st.integers(0, 20 * GB), st.integers(1, 40 * GB), st.integers(1, 4 * GB), configs
-)
+@given(st.integers(0, 20 * GB), st.integers(1, 40 * GB), st.integers(1, 4 * GB), depths)
 def test_steady_on_a_device_that_only_counts(
-    model_bytes: int, step_bytes: int, batch_bytes: int, config: GaugeConfig
+    model_bytes: int, step_bytes: int, batch_bytes: int, max_depth: int
 ) -> None:
     """Following the gauge, no step meets a full device, and the depth settles."""
     device = FakeDevice(100 * GB, model_bytes, step_bytes)
@@ -173,7 +166,7 @@ def test_steady_on_a_device_that_only_counts(
         needs = PrefetchNeeds(
             batch_bytes=batch_bytes, activation_peak_bytes=peak.value_bytes
         )
-        depths.append(decide_prefetch(device.memory(), needs, config).depth)
+        depths.append(decide_prefetch(device.memory(), needs, max_depth).depth)
         device.held_bytes = depths[-1] * batch_bytes
         assert peak.value_bytes == step_bytes
     assert len(set(depths)) == 1
@@ -222,14 +215,6 @@ def test_an_empty_batch_says_nothing_about_pinning() -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (GaugeConfig, {"max_depth": -1}, "max_depth must be at least 0"),
-        (GaugeConfig, {"careful_depth": 0.5}, "careful_depth must be an integer"),
-        (GaugeConfig, {"reserve_fraction": 1.0}, "reserve_fraction must be a fraction"),
-        (
-            GaugeConfig,
-            {"reserve_fraction": math.nan},
-            "reserve_fraction must be a fraction",
-        ),
         (DeviceMemory, {"total_bytes": 1, "free_bytes": -1}, "free_bytes must be at"),
         (
             DeviceMemory,

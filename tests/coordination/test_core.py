@@ -41,14 +41,14 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.coordination.state import Coordinator
-from elche.sim.cluster import Cluster, Device, Run
+from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of as simulated_join
 from tests.harness.settings import nested
 
 
 def plan_of(policy: str, world_size: int = 2, **options: Any) -> Cluster:
     device = Device(seconds_per_sample=0.01, count=world_size, prefetch=0)
-    run = Run(policy=policy, options=nested(options), batch_sizes=((8, 20),))
+    run = SimulatedRun(policy=policy, options=nested(options), batch_sizes=((8, 20),))
     return Cluster(run=run, devices=(device,))
 
 

@@ -19,7 +19,7 @@ from elche.config import POLICIES
 from elche.demo import bench
 from elche.demo.bench import BenchConfig, run_bench
 from elche.demo.compare import ContenderRun
-from elche.demo.verdict import Verdict
+from elche.demo.verdict import BenchVerdict
 from tests.demo.fake_runs import rank_result, run_of
 
 HETERO = ["bench", "hetero"]
@@ -161,8 +161,8 @@ def fake_results(
     return runs
 
 
-def verdict_of(config: BenchConfig, **settings: Any) -> Verdict:
-    return Verdict(fake_results(config, **settings), config.devices.count)
+def verdict_of(config: BenchConfig, **settings: Any) -> BenchVerdict:
+    return BenchVerdict(fake_results(config, **settings), config.devices.count)
 
 
 def test_efficiency_is_paired_by_seed() -> None:
@@ -231,7 +231,7 @@ def test_a_noisy_run_is_rejected(
 def test_few_windows_and_overruns_are_said() -> None:
     cadence = rank_result(windows=199, overrun_s=1.0)
     runs = {"elche-cadence": [run_of("elche-cadence", cadence, cadence)]}
-    said = "\n".join(Verdict(runs, 2).warnings)
+    said = "\n".join(BenchVerdict(runs, 2).warnings)
     assert "had 199 windows; the standard gate wants 200" in said
     assert "exceeded the emulated time by 10.0%" in said
 

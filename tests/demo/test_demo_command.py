@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from elche.cli.main import main
 from elche.demo.compare import ContenderRun, Devices
 from elche.demo.demo import SPEEDS, DemoConfig, choose_devices
-from elche.demo.outcome import Outcome
+from elche.demo.outcome import DemoOutcome
 from elche.errors import ConfigError
 from tests.demo.fake_runs import rank_result, run_of
 
@@ -45,7 +45,7 @@ def runs_with(
 
 
 def test_the_table_holds_both_efficiencies_and_the_gain() -> None:
-    outcome = Outcome(EMULATED, runs_with())
+    outcome = DemoOutcome(EMULATED, runs_with())
     rows = {row.name: row for row in outcome.table}
     names = ["solo-0", "solo-1", "ddp", "elche-sync", "elche-auto", "elche-cadence"]
     assert list(rows) == names
@@ -61,7 +61,7 @@ def test_the_table_holds_both_efficiencies_and_the_gain() -> None:
 
 
 def test_the_words_follow_the_figures() -> None:
-    good = " ".join(Outcome(EMULATED, runs_with()).sentences)
+    good = " ".join(DemoOutcome(EMULATED, runs_with()).sentences)
     assert (
         "elche-sync, the default, trains 920 samples per second on both devices, 92%"
         in good
@@ -70,14 +70,14 @@ def test_the_words_follow_the_figures() -> None:
     assert "2.30 times as fast as DistributedDataParallel" in good
     assert "did not pay" not in good
     bad = " ".join(
-        Outcome(
+        DemoOutcome(
             EMULATED, runs_with(cadence_rate=500, sync_rate=400, auto_rate=450)
         ).sentences
     )
     assert "only 0.59 times as fast as the fastest device alone" in bad
     assert "elche-sync, elche-auto, elche-cadence did not pay" in bad
     same = " ".join(
-        Outcome(
+        DemoOutcome(
             EMULATED, runs_with(sync_rate=800, cadence_rate=1, auto_rate=1)
         ).sentences
     )
@@ -86,7 +86,7 @@ def test_the_words_follow_the_figures() -> None:
 
 def test_a_diverged_contender_has_no_time_to_the_loss() -> None:
     runs = runs_with(cadence_losses=(4.0, 5.0, math.nan))
-    outcome = Outcome(EMULATED, runs)
+    outcome = DemoOutcome(EMULATED, runs)
     row = next(row for row in outcome.table if row.name == "elche-cadence")
     assert outcome.target_loss == 2.0
     assert row.time_to_loss_s is None
@@ -95,19 +95,21 @@ def test_a_diverged_contender_has_no_time_to_the_loss() -> None:
 
 
 def test_it_says_what_was_emulated_and_how_well() -> None:
-    honest = Outcome(EMULATED, runs_with(overrun_s=0.05)).emulated
+    honest = DemoOutcome(EMULATED, runs_with(overrun_s=0.05)).emulated
     assert "stretched by sleeping to 1.25 ms and 5 ms per sample" in honest
     assert "by 0.5% at most" in honest
     assert "too much" not in honest
-    busy = Outcome(EMULATED, runs_with(overrun_s=0.5)).emulated
+    busy = DemoOutcome(EMULATED, runs_with(overrun_s=0.5)).emulated
     assert "by 5.0% at most (in ddp). That is too much" in busy
-    real = Outcome(Devices(names=("cuda:0", "cpu")), runs_with()).emulated
+    real = DemoOutcome(Devices(names=("cuda:0", "cpu")), runs_with()).emulated
     assert real.startswith("Nothing was emulated: a device and a device.")
 
 
 def test_files_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = Outcome(EMULATED, runs_with()).write(tmp_path, {"command": "elche demo"})
+    files = DemoOutcome(EMULATED, runs_with()).write(
+        tmp_path, {"command": "elche demo"}
+    )
     assert [path.name for path in files] == ["table.json", "loss.png", "trace.json"]
     values = json.loads(files[0].read_text())
     assert values["emulated"] is True

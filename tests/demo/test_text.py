@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from elche.demo.text import (
     VOCABULARY_SIZE,
     CharDataset,
-    decode,
     encode,
     load_corpus,
 )
 from elche.errors import ConfigError
+
+SYMBOLS = {int(encode(one)): one for one in map(chr, [10, *range(32, 127)])}
+
+
+def decode(symbols: list[int]) -> str:
+    return "".join(SYMBOLS.get(symbol, "\ufffd") for symbol in symbols)
+
 
 printable = st.text(
     st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"), max_size=50

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import elche
 from elche import session
 from elche.cadence.chooser import Choice
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.coordination.sync import sync_policy
 from elche.errors import ElcheError
@@ -37,7 +37,7 @@ class Windows:
     def fix_update(self, update: str) -> None:
         assert update == "parameters"
 
-    def observe(self, cluster: Cluster) -> Choice:
+    def observe(self, cluster: MeasuredCluster) -> Choice:
         return Choice(
             policy=self.policy,
             anchor=2,

@@ -191,7 +191,7 @@ def test_pool_respawns_after_a_death(own_pool: RankPool) -> None:
 def test_death_between_cases_is_noticed(own_pool: RankPool) -> None:
     before = own_pool.run(process_id)
     os.kill(before[1], signal.SIGKILL)
-    os.waitid(os.P_PID, before[1], os.WEXITED | os.WNOWAIT)
+    own_pool._ranks[1].process.join()
     assert not set(before) & set(own_pool.run(process_id))
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -54,7 +54,7 @@ def snapshot(allowed_pids: Set[int] = frozenset()) -> Snapshot:
     """Returns what runs now, `allowed_pids` and their descendants left out."""
     multiprocessing.active_children()  # reaps those that have ended
     return Snapshot(
-        pids=frozenset(_descendants(allowed_pids | _tracker_pids())),
+        pids=frozenset(_descendants(allowed_pids | _server_pids())),
         threads=frozenset(
             t for t in threading.enumerate() if t.is_alive() and not t.daemon
         ),
@@ -131,10 +131,13 @@ def _processes() -> Iterable[tuple[int, int, str]]:
             yield int(entry.name), int(parent), state
 
 
-def _tracker_pids() -> frozenset[int]:
-    """The resource tracker lives as long as the interpreter, by design."""
-    pid = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return frozenset() if pid is None else frozenset({pid})
+def _server_pids() -> frozenset[int]:
+    """Resource tracker and fork server live as long as the interpreter, by design."""
+    found = (
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    )
+    return frozenset(pid for pid in found if pid is not None)
 
 
 def _command_of(pid: int) -> str:

@@ -1,11 +1,11 @@
 """What runs in a rank of a `RankPool`: cases, one after the other.
 
-Torch is imported here only when the first case arrives, after the environment that
-its thread pools read at load time is set.
+Torch is imported already, by the server that the rank was forked from.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -85,6 +85,7 @@ def serve(place: Place, connection: Connection, log_path: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(reply)
+    atexit._run_exitfuncs()  # a process of a fork server ends without
 
 
 def resolve(module: str, qualname: str) -> Callable[..., Any]:

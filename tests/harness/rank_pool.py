@@ -1,7 +1,8 @@
-"""Ranks that are spawned once per world size and serve many distributed cases.
+"""Ranks that are started once per world size and serve many distributed cases.
 
-A spawned rank pays some seconds for importing torch, a case some milliseconds. A case
-is a module-level function; every rank of the pool calls it with the same arguments, and
+Ranks are forked from a server that has imported torch and elche, and run nothing: a
+new interpreter would pay 4 s of a processor for that, rank by rank. A case is a
+module-level function; every rank of the pool calls it with the same arguments, and
 `this_place()` tells it which rank it is.
 """
 
@@ -23,6 +24,9 @@ from typing_extensions import Self
 from tests.harness.rank_main import Place, Task, resolve, serve
 from tests.harness.rank_process import Outcome, RankCaseFailed, RankProcess
 
+PRELOADED = ["torch._dynamo", "elche.session"]
+"""Imported once, in the server; none of them starts a thread or asks for a device."""
+
 Environment: TypeAlias = Mapping[str, str | None]
 CaseSetup: TypeAlias = Callable[
     [int], AbstractContextManager[Sequence[Mapping[str, str]]]
@@ -32,7 +36,7 @@ T = TypeVar("T")
 
 @final
 class RankPool:
-    """`world_size` spawned processes that run the same case together.
+    """`world_size` processes that run the same case together.
 
     They start on the first `run`. When a rank dies, hangs or fails unexpectedly, all
     are killed, and the next `run` starts new ones.
@@ -151,7 +155,8 @@ class RankPool:
         self._kill()
         if self._log_folder is None:
             self._log_folder = Path(tempfile.mkdtemp(prefix="elche-ranks-"))
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for index in range(self.world_size):
             place = Place(index, self.world_size)
             log_path = self._log_folder / f"rank{index}.log"

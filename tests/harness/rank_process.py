@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
@@ -69,10 +69,10 @@ class RankCaseFailed(AssertionError):  # noqa: N818 - a verdict, as pytest's Fai
 @final
 @dataclass
 class RankProcess:
-    """One spawned process with the connection to it and its log."""
+    """One process with the connection to it and its log."""
 
     place: Place
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
     log_path: Path
     log_start_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What a rank says to people beside its work."""
+"""Lines that a rank writes for people."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.metrics import EpochMetrics
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.notifications import warn_discarded
+from elche.runtime.notifications import RunNotifications, warn_discarded
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 
@@ -38,3 +39,48 @@ def test_of_many_samples_the_first_are_named(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "elche"):
         warn_discarded(0, [(0, 50)], positions)
     assert caplog.messages[0].endswith("62, 63] and 36 more")
+
+
+def epoch_of(samples: tuple[int, ...], busy_s: tuple[float, ...]) -> EpochMetrics:
+    nothing = (0.0,) * len(samples)
+    return EpochMetrics(
+        epoch=0,
+        synchronisations=1,
+        duration_s=2.0,
+        rank_samples=samples,
+        discarded_samples=(0,) * len(samples),
+        busy_s=busy_s,
+        data_wait_s=nothing,
+        transfer_s=nothing,
+        sync_wait_s=nothing,
+    )
+
+
+def test_a_run_is_summed_up_by_its_last_epoch() -> None:
+    kept = RunNotifications(0)
+    assert kept.summary("sync") == ""
+    kept.add(epoch_of((1, 1), (1.0, 1.0)))
+    kept.add(epoch_of((75, 25), (1.5, 1.8)))
+    assert kept.summary("cadence") == (
+        "elche: last epoch: 1.00 times the fastest device's own speed; shares 75 %, "
+        "25 %; policy cadence"
+    )
+    kept.choices.append(("async", "because"))
+    assert kept.summary("auto").endswith("; policy auto (async)")
+
+
+def test_shares_of_many_ranks_are_not_all_shown() -> None:
+    kept = RunNotifications(0)
+    kept.add(epoch_of((5,) * 20, (1.0,) * 20))
+    assert "20.00 times" not in kept.summary("sync")
+    assert "10.00 times" in kept.summary("sync")
+    assert kept.summary("sync").endswith("5 %, and 4 more; policy sync")
+
+
+@pytest.mark.parametrize(
+    "epoch", [epoch_of((8,), (1.0,)), epoch_of((0, 0), (0.0, 0.0))]
+)
+def test_without_other_ranks_or_samples_there_is_no_sum(epoch: EpochMetrics) -> None:
+    kept = RunNotifications(0)
+    kept.add(epoch)
+    assert kept.summary("sync") == ""

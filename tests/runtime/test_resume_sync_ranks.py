@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import elche
 from elche import session
 from elche.cadence.chooser import Choice
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import (
@@ -49,7 +49,7 @@ class Scripted:
     def fix_update(self, update: str) -> None:
         assert update == "gradients"
 
-    def observe(self, cluster: Cluster) -> Choice:
+    def observe(self, cluster: MeasuredCluster) -> Choice:
         """The next choice: alone at the second and third observation."""
         self.observed += 1
         ranks = [1] if 2 <= self.observed <= 3 else [0, 1]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.agreement import check_shared
+from elche.runtime.rank_settings import check_shared
 
 SYNC = RunConfig(policy="sync")
 

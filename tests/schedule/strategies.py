@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.generators.schedules import FIXED_SCHEDULES, placement_for
 
@@ -78,7 +78,7 @@ def assert_complete(schedule: Schedule) -> None:
         for stage in schedule.stages_of(rank):
             for each in range(schedule.num_microbatches):
                 forward, whole, inputs, weights = (
-                    at.pop(Action(stage, kind, each), None)
+                    at.pop(StageAction(stage, kind, each), None)
                     for kind in (
                         Kind.FORWARD,
                         Kind.FULL_BACKWARD,

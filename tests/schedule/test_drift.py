@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, loop_placement, parse_action
+from elche.schedule.actions import Kind, StageAction, loop_placement, parse_action
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.drift import (
     DriftWatch,
@@ -150,10 +150,10 @@ def test_messages_are_expected_when_they_are_sent() -> None:
     found, makespan = arrivals(schedule, costs)
     receives = {one for row in schedule.actions for one in row if "RECV" in str(one)}
     assert found.keys() == receives
-    assert found[Action(1, Kind.RECV_F, 0)] == pytest.approx(1.25)
-    assert found[Action(3, Kind.RECV_F, 0)] == pytest.approx(3.75)
+    assert found[StageAction(1, Kind.RECV_F, 0)] == pytest.approx(1.25)
+    assert found[StageAction(3, Kind.RECV_F, 0)] == pytest.approx(3.75)
     # The last stage has run F0 and B0, 1 + 2.
-    assert found[Action(2, Kind.RECV_B, 0)] == pytest.approx(3.75 + 3 + 0.25)
+    assert found[StageAction(2, Kind.RECV_B, 0)] == pytest.approx(3.75 + 3 + 0.25)
     assert makespan == simulate(schedule, costs).makespan
     assert max(found.values()) < makespan
 

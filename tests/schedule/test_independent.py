@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.generators.auto import auto_placed, auto_schedule
 from elche.schedule.generators.schedules import (
@@ -31,7 +31,7 @@ F, I, W, B = (  # noqa: E741 - the field's letters
 )
 
 
-def starts_of(schedule: Schedule, costs: PipelineCosts) -> dict[Action, Fraction]:
+def starts_of(schedule: Schedule, costs: PipelineCosts) -> dict[StageAction, Fraction]:
     """When each action of a compute-only schedule begins."""
     before = {
         one: row[at - 1] if at else None
@@ -57,11 +57,11 @@ def starts_of(schedule: Schedule, costs: PipelineCosts) -> dict[Action, Fraction
 
 
 def needs(
-    one: Action,
-    before: Action | None,
+    one: StageAction,
+    before: StageAction | None,
     costs: PipelineCosts,
-    known: dict[Action, Fraction],
-) -> list[tuple[Action, Fraction]]:
+    known: dict[StageAction, Fraction],
+) -> list[tuple[StageAction, Fraction]]:
     """What an action waits for, and how long the message takes."""
     found = [] if before is None else [(before, Fraction(0))]
     if one.kind is W:
@@ -73,11 +73,11 @@ def needs(
     is_free = here == there or not costs.links
     way = Fraction(0) if is_free else Fraction(costs.links[min(one.stage, source)])
     kinds = (F,) if one.kind is F else (I, B)
-    sources = [Action(source, kind, one.microbatch) for kind in kinds]
+    sources = [StageAction(source, kind, one.microbatch) for kind in kinds]
     return [*found, *((each, way) for each in sources if each in known)]
 
 
-def length(one: Action, costs: PipelineCosts) -> Fraction:
+def length(one: StageAction, costs: PipelineCosts) -> Fraction:
     """Time of an action."""
     stage = costs.stages[one.stage]
     inputs, weights = Fraction(stage.input_gradient), Fraction(stage.weight_gradient)
@@ -85,7 +85,7 @@ def length(one: Action, costs: PipelineCosts) -> Fraction:
     return {F: Fraction(stage.forward), I: inputs, W: weights, B: whole}[one.kind]
 
 
-def peak_of(row: tuple[Action, ...], costs: PipelineCosts) -> Fraction:
+def peak_of(row: tuple[StageAction, ...], costs: PipelineCosts) -> Fraction:
     """Most that a rank holds: F takes, I gives back what W does not need."""
     held, most = Fraction(0), Fraction(0)
     for one in row:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from elche.sim.cluster import Break, Cluster, Device, Drift, Fault, Link, Run
+from elche.sim.cluster import Break, Cluster, Device, Drift, Fault, Link, SimulatedRun
 from tests.harness.settings import nested
 from tests.sim.watched import Death
 
@@ -118,7 +118,7 @@ def clusters(
     if changes or policy == "auto":
         options.pop("deterministic", None)
     return Cluster(
-        run=Run(
+        run=SimulatedRun(
             batch_sizes=draw(batch_sizes()),
             epochs=epochs,
             policy=policy,

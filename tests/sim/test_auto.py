@@ -23,7 +23,7 @@ from elche.sim.cluster import (
     Fault,
     Link,
     LinkChange,
-    Run,
+    SimulatedRun,
 )
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
@@ -49,7 +49,7 @@ def cluster_of(*speeds: float, sync_batches: float, **changes: Any) -> Cluster:
     sent = 2.0 * max(1, ranks - 1) / ranks * model_bytes
     values: dict[str, Any] = {"samples": 32_000, "epochs": 1, "seed": 1}
     return Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy="auto",
             batch_size=BATCH_SAMPLES,
             model_bytes=model_bytes,

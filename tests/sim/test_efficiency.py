@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
@@ -73,7 +73,7 @@ def cluster_of(
     if noise == "slower":
         devices[-1] = replace(devices[-1], slower_from_s=midway_s, slower_by=2.0)
     return Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy=policy,
             samples=BATCH_SAMPLES * batches * world_size,
             batch_size=BATCH_SAMPLES,
@@ -127,8 +127,8 @@ def test_the_ranks_end_an_epoch_together(
     for seed in range(10):
         cluster = cluster_of(policy, slowdowns, noise, batches=200)
         cluster = replace(cluster, run=replace(cluster.run, seed=seed))
-        ranks = simulate(cluster).history.ranks.values()
-        ends_s = [sums.last_work_s for sums in ranks]
+        busy = simulate(cluster).history.busy
+        ends_s = {rank: end_s for rank, _, end_s in busy}.values()
         spreads.append((max(ends_s) - min(ends_s)) / (4.0 * FAST_BATCH_S))
     # In batches of the slowest rank.
     assert sum(spreads) / len(spreads) <= (0.55 if noise == "none" else 0.8)
@@ -162,7 +162,7 @@ def test_a_slow_loader_moves_the_shares() -> None:
         Device(seconds_per_sample=0.001, prefetch=2),
         Device(seconds_per_sample=0.001, load_seconds_per_sample=0.003, prefetch=2),
     )
-    run_of = Run(samples=64_000, batch_size=32, policy="async")
+    run_of = SimulatedRun(samples=64_000, batch_size=32, policy="async")
     report = run(Cluster(run=run_of, devices=devices))
     first, second = (one.samples for one in report.ranks)
     assert first / second == pytest.approx(3.0, rel=0.1)
@@ -202,7 +202,9 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     link = Link(latency_s=0.002, bytes_per_s=125e6)
     slow = Device(seconds_per_sample=0.0119)
     cluster = Cluster(
-        run=Run(policy=policy, samples=300_000, batch_size=24, model_bytes=40e6),
+        run=SimulatedRun(
+            policy=policy, samples=300_000, batch_size=24, model_bytes=40e6
+        ),
         devices=(Device(seconds_per_sample=0.0007, count=3, jitter=0.2), slow),
         link=link,
     )

@@ -13,7 +13,7 @@ from elche.coordination.gathering import WELL_AFTER_S
 from elche.coordination.protocol.events import EpochOpened, Left, Tick
 from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
-from elche.sim.cluster import Break, Cluster, Device, Fault, Link, Run
+from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
 from tests.harness.reached import reach
@@ -25,7 +25,7 @@ def broken(world_size: int, step: int, **changes: Any) -> Cluster:
         Device(seconds_per_sample=0.002 * (1 + rank), prefetch=rank)
         for rank in range(world_size)
     )
-    run = Run(policy="sync", samples=160, batch_size=8)
+    run = SimulatedRun(policy="sync", samples=160, batch_size=8)
     return Cluster(
         run=replace(run, **changes),
         devices=devices,
@@ -63,7 +63,9 @@ def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
 def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
     # Once: it stalled for 60 s, and ended the run.
     cluster = Cluster(
-        run=Run(policy="sync", samples=160, batch_size=8, pause_s=0.01, epochs=2),
+        run=SimulatedRun(
+            policy="sync", samples=160, batch_size=8, pause_s=0.01, epochs=2
+        ),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=(Break(rank=leaver, epoch=0, batches=5),),
     )
@@ -81,7 +83,9 @@ def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
 
 def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
     cluster = Cluster(
-        run=Run(policy="sync", samples=160, batch_size=8, epochs=1, pause_s=1e4),
+        run=SimulatedRun(
+            policy="sync", samples=160, batch_size=8, epochs=1, pause_s=1e4
+        ),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=(Break(rank=0, epoch=0, batches=5),),
     )
@@ -100,7 +104,7 @@ def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
 
 def test_breaks_at_different_steps_of_sync_end_at_the_last_one() -> None:
     cluster = Cluster(
-        run=Run(policy="sync", samples=40, batch_size=8),
+        run=SimulatedRun(policy="sync", samples=40, batch_size=8),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=tuple(Break(rank=r, epoch=0, batches=4 - r) for r in range(2)),
     )
@@ -116,7 +120,7 @@ def failing(draw: st.DrawFn) -> tuple[Cluster, int, float]:
     victim = draw(st.integers(0, world_size - 1))
     at_s = draw(st.floats(0.05, 1.0))
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy="sync",
             batch_sizes=((8, 200 * world_size), (3, 1)),
             seed=draw(st.integers(0, 99)),
@@ -169,7 +173,7 @@ def test_a_rank_that_fails_or_vanishes_ends_sync_for_all_others_at_once(
 def test_a_rank_that_raises_ends_the_run_for_all(policy: str) -> None:
     """A fault of the script is every rank's: it is no loss of a machine."""
     cluster = Cluster(
-        run=Run(policy=policy, samples=8000, batch_size=8),
+        run=SimulatedRun(policy=policy, samples=8000, batch_size=8),
         devices=(Device(seconds_per_sample=0.01, count=3),),
         faults=(Fault(at_s=0.7, fail_rank=1),),
     )
@@ -192,7 +196,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 ) -> None:
     speeds = (0.01, 0.02, 0.01)
     cluster = Cluster(
-        run=Run(policy=policy, samples=2400, batch_size=8, options={"timeout_s": 7.0}),
+        run=SimulatedRun(
+            policy=policy, samples=2400, batch_size=8, options={"timeout_s": 7.0}
+        ),
         devices=tuple(Device(seconds_per_sample=s) for s in speeds),
         faults=(Fault(at_s=at_s, hang_rank=1),),
     )
@@ -210,7 +216,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_passes(
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_time_that_passes_between_epochs_is_nobodys_fault(policy: str) -> None:
     device = Device(seconds_per_sample=0.01, count=2)
-    run = Run(policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0})
+    run = SimulatedRun(
+        policy=policy, samples=160, batch_size=8, options={"timeout_s": 5.0}
+    )
     sim = simulate(Cluster(run=run, devices=(device,)))
     for second in range(1000):
         assert sim.core.handle(Tick(), sim.engine.now_s + second) == []
@@ -221,7 +229,7 @@ def test_a_rank_that_leaves_while_another_opens_an_epoch_ends_the_run(
     policy: str,
 ) -> None:
     device = Device(seconds_per_sample=0.01, count=2)
-    cluster = Cluster(run=Run(policy=policy, samples=160), devices=(device,))
+    cluster = Cluster(run=SimulatedRun(policy=policy, samples=160), devices=(device,))
     core = Simulation(cluster).core
     for rank in (0, 1):
         core.handle(join_of(cluster, rank, device), 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import Instruction, OpenWindow
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
 from elche.sim.simulation import Simulation
 
 BATCH = 32
@@ -25,7 +25,7 @@ def anchors(
     ranks, model_bytes = 2, 8e6
     rate = model_bytes / (sync_batches * FAST_BATCH_S)
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy="cadence",
             samples=batches * BATCH,
             batch_size=BATCH,

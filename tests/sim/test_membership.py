@@ -26,7 +26,7 @@ from elche.coordination.protocol.instructions import (
     Regroup,
     Welcome,
 )
-from elche.sim.cluster import Cluster, Device, Fault, Link, Run
+from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.report import report_of
 from elche.sim.simulation import Simulation, Watch
 from tests.sim.checks import simulate
@@ -37,7 +37,7 @@ POLICIES = ["sync", *WINDOWS]
 
 
 def cluster_of(policy: str, *faults: Fault, **changes: object) -> Cluster:
-    run = Run(
+    run = SimulatedRun(
         policy=policy, samples=8000, batch_size=8, model_bytes=1e7, epochs=2, seed=3
     )
     return Cluster(
@@ -240,7 +240,7 @@ def test_word_of_an_older_group_is_passed_over() -> None:
 
 def test_random_deaths_are_drawn_by_their_rate() -> None:
     device = Device(seconds_per_sample=0.002, count=12)
-    run = Run(samples=40_000, batch_size=8, seed=5)
+    run = SimulatedRun(samples=40_000, batch_size=8, seed=5)
     fault = Fault(kills_per_hour=6000.0)
     sim = Simulation(Cluster(run=run, devices=(device,), faults=(fault,)))
     history = sim.run()

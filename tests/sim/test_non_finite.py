@@ -17,8 +17,8 @@ from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.events import BatchesDone, Event, WindowClosed
 from elche.coordination.protocol.instructions import Abort, EndEpoch, MetricsReported
 from elche.coordination.windows.pacing import Pacing
-from elche.coordination.windows.window_book import Reduction
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.coordination.windows.reductions import Reduction
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.settings import nested
 from tests.sim.checks import MOST_HAPPENINGS
@@ -150,7 +150,7 @@ def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
 
 
 def of_two(policy: str, bad: set[int], **options: Any) -> Cluster:
-    run = Run(
+    run = SimulatedRun(
         policy=policy,
         samples=8 * 400,
         batch_size=8,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.harness.settings import nested
 from tests.sim.checks import check_all, simulate
@@ -17,7 +17,7 @@ Trace = tuple[Any, Any, Any]
 
 def cluster_of(policy: str, seed: int, **changes: Any) -> Cluster:
     options = {"anchor": 2} if policy != "sync" else {}
-    run = Run(
+    run = SimulatedRun(
         policy=policy,
         samples=2400,
         batch_size=8,

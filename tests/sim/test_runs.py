@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.history import LEASE
 from tests.harness.settings import nested
 from tests.sim.checks import check_all, simulate
@@ -26,7 +26,7 @@ def test_many_ranks_share_few_and_many_batches(
         Device(seconds_per_sample=0.001 * (1 + rank % 5), jitter=0.1, prefetch=rank % 9)
         for rank in range(world_size)
     )
-    run = Run(policy=policy, batch_sizes=((20, batches), (3, 1)), epochs=2)
+    run = SimulatedRun(policy=policy, batch_sizes=((20, batches), (3, 1)), epochs=2)
     link = Link(latency_s=0.0, spread_s=0.002)
     check_all(simulate(Cluster(run=run, devices=devices, link=link)))
 
@@ -34,14 +34,16 @@ def test_many_ranks_share_few_and_many_batches(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_alone_trains_on_everything(policy: str) -> None:
     device = Device(seconds_per_sample=0.01, prefetch=4)
-    run = Run(policy=policy, samples=160, batch_size=8, epochs=2)
+    run = SimulatedRun(policy=policy, samples=160, batch_size=8, epochs=2)
     check_all(simulate(Cluster(run=run, devices=(device,))))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_processes_may_run_twice(policy: str) -> None:
     device = Device(seconds_per_sample=0.01, count=3)
-    run = Run(policy=policy, samples=160, batch_size=8, runs=2, start_spread_s=0.1)
+    run = SimulatedRun(
+        policy=policy, samples=160, batch_size=8, runs=2, start_spread_s=0.1
+    )
     check_all(simulate(Cluster(run=run, devices=(device,))))
 
 
@@ -63,7 +65,9 @@ def test_without_el_che_the_slow_rank_closes_when_it_gets_no_more(policy: str) -
     # Once: as above, in its shortest form.
     devices = tuple(Device(seconds_per_sample=s, prefetch=0) for s in (0.003, 0.048))
     options = {"max_anchor": 0}
-    run = Run(policy=policy, options=nested(options), samples=320, batch_size=8)
+    run = SimulatedRun(
+        policy=policy, options=nested(options), samples=320, batch_size=8
+    )
     check_all(simulate(Cluster(run=run, devices=devices)))
 
 
@@ -90,7 +94,7 @@ def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(
 @pytest.mark.parametrize("prefetch", [0, 8])
 def test_few_batches_are_spread_over_the_ranks(policy: str, prefetch: int) -> None:
     device = Device(seconds_per_sample=0.01, count=4, prefetch=prefetch)
-    run = Run(policy=policy, samples=64, batch_size=8)
+    run = SimulatedRun(policy=policy, samples=64, batch_size=8)
     sim = simulate(Cluster(run=run, devices=(device,)))
     assert [sim.history.ranks[rank].batches for rank in range(4)] == [2, 2, 2, 2]
 
@@ -98,7 +102,7 @@ def test_few_batches_are_spread_over_the_ranks(policy: str, prefetch: int) -> No
 def test_a_run_is_the_same_twice_and_another_with_another_seed() -> None:
     def ends_s(seed: int) -> tuple[float, int]:
         device = Device(seconds_per_sample=0.01, count=3, jitter=0.3)
-        run = Run(samples=800, batch_size=8, seed=seed)
+        run = SimulatedRun(samples=800, batch_size=8, seed=seed)
         sim = simulate(Cluster(run=run, devices=(device,), link=Link(spread_s=0.001)))
         return sim.end_s, sim.load.events
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elche.sim.cluster import Cluster, Device, Link, LinkChange, Run
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
 from elche.sim.report import Report, report_of
 from tests.sim.checks import simulate
 
@@ -23,7 +23,7 @@ def run(
     """A run that takes so long at full speed; batches are those of the fastest."""
     sent = 2.0 * (len(speeds) - 1) / len(speeds) * MODEL_BYTES
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy=policy,
             samples=BATCH * round(run_s * sum(speeds) / batch_s),
             batch_size=BATCH,
@@ -69,7 +69,7 @@ def test_auto_grants_ahead_where_a_reduction_is_quick() -> None:
 def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
     """A result is seen at a batch's end; that batch is not the reduction's time."""
     cluster = Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy="async",
             samples=16000,
             batch_size=32,
@@ -91,7 +91,7 @@ def test_windows_are_short_again_after_one_reduction_that_hung() -> None:
 
     def simulated(changes: tuple[LinkChange, ...], bytes_per_s: float) -> Report:
         cluster = Cluster(
-            run=Run(
+            run=SimulatedRun(
                 policy="async",
                 samples=BATCH * 5_000,
                 batch_size=BATCH,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from elche.coordination.story import STORY_ENTRIES
-from elche.sim.cluster import Cluster, Device, Fault, Run
+from elche.sim.cluster import Cluster, Device, Fault, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.sim.checks import simulate
 
 
 def run_of(*faults: Fault, samples: int = 400) -> Simulation:
     devices = tuple(Device(seconds_per_sample=s) for s in (0.002, 0.006))
-    run = Run(policy="async", samples=samples, batch_size=8, seed=2)
+    run = SimulatedRun(policy="async", samples=samples, batch_size=8, seed=2)
     return simulate(Cluster(run=run, devices=devices, faults=faults))
 
 

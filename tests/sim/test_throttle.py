@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.coordination.protocol.events import BatchesDone, Event
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Watch
 from tests.harness.reached import reach
 from tests.sim.checks import MOST_HAPPENINGS, check_all
@@ -61,7 +61,7 @@ def cluster_of(
     jitter: float = 0,
 ) -> Cluster:
     return Cluster(
-        run=Run(
+        run=SimulatedRun(
             policy=policy,
             options={"windows": {"max_batch_diff": most}},
             samples=8 * 60,

@@ -69,16 +69,6 @@ class GradientExchange:
         self._messages: list[_Message] = []
         self._side = 0
 
-    @property
-    def extra_bytes(self) -> int:
-        """Host memory of the messages."""
-        return sum(
-            message.exchange.contribution(side).nbytes
-            + message.exchange.keeps_contribution * message.exchange.result(side).nbytes
-            for message in self._messages
-            for side in range(message.exchange.sides)
-        )
-
     def build(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Makes the messages for these parameters, together with all ranks."""
         self._messages = []

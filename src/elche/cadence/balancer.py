@@ -35,6 +35,10 @@ MOST_TRIAL = 2.0
 _Times: TypeAlias = tuple[list[float], list[float]]
 
 
+REBALANCE_GAIN = 0.02
+"""By which part the predicted time of a step must fall for the split to change."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerConfig:
     """What the user sets of the balancer; checked when made.
@@ -45,8 +49,6 @@ class BalancerConfig:
         speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
             used until a rank is measured; a mapping may leave ranks out (1.0).
             Kept as a tuple of one speed per rank.
-        rebalance_gain: by which part the predicted time of a step must fall for
-            the split to change; 0.02 is 2 %.
         max_samples: most samples that the device of each rank holds at once, None
             where that is not known to be limited; ranks at the end may be left out.
             Kept as a tuple of one cap per rank.
@@ -60,18 +62,12 @@ class BalancerConfig:
     world_size: int
     min_share_samples: int = 1
     speed_hints: SpeedHints = None
-    rebalance_gain: float = 0.02
     max_samples: Sequence[int | None] = ()
     accumulates: bool = False
 
     def __post_init__(self) -> None:
         check_int("world_size", self.world_size, 1)
         check_int("min_share_samples", self.min_share_samples, 1)
-        if not 0.0 <= self.rebalance_gain < 1.0:
-            raise ConfigError(
-                "rebalance_gain must be a fraction from 0 to below 1, such as 0.02, "
-                f"got {self.rebalance_gain!r}"
-            )
         if self.speed_hints is not None:
             speeds = relative_speeds(self.speed_hints, self.world_size)
             object.__setattr__(self, "speed_hints", speeds)
@@ -158,7 +154,7 @@ class Balancer:
         """Splits a global batch for the shortest predicted step.
 
         The split of a batch size stays until another one is predicted to be
-        shorter by more than ``rebalance_gain``, or gives more to a rank that is idle
+        shorter by more than `REBALANCE_GAIN`, or gives more to a rank that is idle
         for half of the step. Before measurements it is equal, or as the hints say.
 
         Args:
@@ -183,7 +179,7 @@ class Balancer:
         kept = self._kept.pop(total, split)
         ends, kept_ends = self._ends(split, times), self._ends(kept, times)
         longest = max(kept_ends)
-        gains = max(ends) < (1.0 - self._config.rebalance_gain) * longest
+        gains = max(ends) < (1.0 - REBALANCE_GAIN) * longest
         wakes = max(ends) < longest and any(
             0.0 < end < IDLE * longest and more > part
             for end, more, part in zip(kept_ends, split, kept, strict=True)
@@ -219,7 +215,7 @@ class Balancer:
         longest, minimum = max(ends), self._minimum(batch_samples)
         served = [rank for rank, part in enumerate(kept) if part]
         least = self._ends([min(part, minimum) for part in kept], times)
-        if max(least) >= (1.0 - self._config.rebalance_gain) * longest:
+        if max(least) >= (1.0 - REBALANCE_GAIN) * longest:
             return None  # somebody's least part takes as long: nothing is to be gained
         most = batch_samples - minimum * (len(served) - 1)
         longer = 1.0 + min(TRIAL_COST * steps, MOST_TRIAL)
@@ -260,17 +256,9 @@ class Balancer:
             self._is_capped = True
             self._kept.clear()
 
-    def costs_s(self) -> tuple[list[float], list[float]]:
-        """Seconds per sample, and fixed seconds per step, of each rank.
-
-        A rank that was not measured counts as its hint says.
-        """
-        cost_s = complete_costs([model.cost for model in self._models], self._speeds)
-        fixed = [
-            cost * model.fixed_samples
-            for cost, model in zip(cost_s, self._models, strict=True)
-        ]
-        return cost_s, fixed
+    def costs_s(self) -> list[float]:
+        """Seconds per sample of each rank; where not measured, as its hint says."""
+        return complete_costs([model.cost for model in self._models], self._speeds)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as values that JSON keeps exactly."""

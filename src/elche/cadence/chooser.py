@@ -10,12 +10,12 @@ from typing import final
 
 from elche.cadence.convergence import UPDATES
 from elche.cadence.goodput import (
-    Cluster,
     Fleet,
+    MeasuredCluster,
     Prediction,
     predict,
 )
-from elche.cadence.throughput import CostEstimate, check_int
+from elche.cadence.throughput import CostEstimate
 from elche.errors import ConfigError
 
 MARGIN = 0.025
@@ -120,32 +120,22 @@ class Chooser:
 
     Measured times are smoothed as El Che's are: jitter is nearly ignored, a link that
     becomes ten times slower is believed at once. A choice then stays until, in
-    ``patience`` observations in a row, another one is clearly better, and by a tenth
+    `PATIENCE` observations in a row, another one is clearly better, and by a tenth
     better than it promised to be when the choice was made (as far as the next
     observations confirm or correct that): jitter of 10 % undoes no choice. A choice
     that is slower than the fastest device alone is left for a gain of 2 %; ``sync`` for
     that device alone, from where there is no way back to ``sync``, for the margin.
 
     Args:
-        fixed_update: what the policy must average, ``"gradients"`` or ``"parameters"``;
-            None leaves it open until ``fix_update``.
-        margin: what part better is clearly better.
-        patience: observations in a row that a change takes.
         leaves_out: leave out ranks that cost more than they bring.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
     """
 
     __slots__ = (
         "_age",
-        "_choice",
         "_current",
         "_fixed_s",
         "_leaves_out",
-        "_margin",
         "_most",
-        "_patience",
         "_policies",
         "_promised",
         "_rival",
@@ -154,34 +144,15 @@ class Chooser:
         "_sync_s",
     )
 
-    def __init__(
-        self,
-        *,
-        fixed_update: str | None = None,
-        margin: float = MARGIN,
-        patience: int = PATIENCE,
-        leaves_out: bool = True,
-    ) -> None:
-        if not 0.0 <= margin < math.inf:
-            raise ConfigError(f"margin must be a part such as 0.025, got {margin!r}")
-        self._margin = float(margin)
-        self._patience = check_int("patience", patience, 1)
+    def __init__(self, *, leaves_out: bool = True) -> None:
         self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
-        self._choice: Choice | None = None
         self._current: _Option | None = None
         self._promised: dict[str, float] = {}
         self._most: dict[str, float] = {}
         self._rival = ""
         self._seen = self._age = 0
         self._restart(0)
-        if fixed_update is not None:
-            self.fix_update(fixed_update)
-
-    @property
-    def choice(self) -> Choice | None:
-        """The last choice; None before the first observation."""
-        return self._choice
 
     def fix_update(self, update: str) -> None:
         """From the first commit on, only policies that average the same are left.
@@ -195,7 +166,7 @@ class Chooser:
         left = tuple(policy for policy in UPDATES if UPDATES[policy] == update)
         if not left:
             raise ConfigError(
-                f"fixed_update must be 'gradients' or 'parameters', got {update!r}"
+                f"the update must be 'gradients' or 'parameters', got {update!r}"
             )
         if not set(left).issubset(self._policies):
             raise ConfigError(
@@ -204,7 +175,7 @@ class Chooser:
             )
         self._policies = left
 
-    def observe(self, cluster: Cluster) -> Choice:
+    def observe(self, cluster: MeasuredCluster) -> Choice:
         """Takes in what was measured, and answers what to run.
 
         Args:
@@ -220,7 +191,7 @@ class Chooser:
         options = [self._sized(fleet, policy) for policy in self._policies]
         before = self._present(cluster, options)
         rival = None if before is None else self._rival_of(before, options)
-        due = rival is not None and self._seen >= self._patience
+        due = rival is not None and self._seen >= PATIENCE
         chosen = before or self._preferred(options)
         if rival is not None and due:
             chosen = rival
@@ -234,11 +205,11 @@ class Chooser:
         reason = self._reason(chosen, options, fleet)
         if rival is not None and not due:
             reason += f"; {rival.policy} {rival.goodput:.2f} is clearly better, seen "
-            reason += f"{self._seen} of {self._patience} times"
+            reason += f"{self._seen} of {PATIENCE} times"
         elif before is not None and changed:
             reason += f"; until now {before.policy} on {_so_many(before.ranks)}, "
             reason += f"{before.goodput:.2f}"
-        self._choice = Choice(
+        return Choice(
             policy=chosen.policy,
             anchor=chosen.prediction.first_anchor,
             left_out=tuple(sorted(set(fleet.ranks).difference(chosen.ranks))),
@@ -249,7 +220,6 @@ class Chooser:
             changed=changed,
             reason=reason,
         )
-        return self._choice
 
     def _sized(self, fleet: Fleet, policy: str) -> _Option:
         """The policy on as many ranks as come close to the best number of them."""
@@ -259,7 +229,7 @@ class Chooser:
             if fleet.bound(size) <= best:
                 break
             best = max(best, fleet.predict(policy, size).goodput)
-        least = max(best / (1.0 + self._margin), min(best, 1.0) * (1.0 - ROUNDING))
+        least = max(best / (1.0 + MARGIN), min(best, 1.0) * (1.0 - ROUNDING))
         size = next(s for s in sizes if fleet.predict(policy, s).goodput >= least)
         return _Option(fleet.predict(policy, size), fleet.ranks[:size])
 
@@ -276,7 +246,7 @@ class Chooser:
         is_shared = other.policy == "sync" and len(other.ranks) > 1
         if is_shared and option.goodput_at_worst < other.goodput:
             return False
-        return option.goodput >= (1.0 + self._margin) * other.goodput
+        return option.goodput >= (1.0 + MARGIN) * other.goodput
 
     def _beats(self, option: _Option, present: _Option) -> bool:
         """Whether to leave the present choice for this option, if that lasts."""
@@ -284,11 +254,9 @@ class Chooser:
             return False
         if present.goodput < 1.0:
             for_good = option.policy == "sync" and len(option.ranks) == 1
-            gain = self._margin if for_good else BELOW_ONE_GAIN
+            gain = MARGIN if for_good else BELOW_ONE_GAIN
             return option.goodput >= (1.0 + gain) * present.goodput
-        least = max(
-            1.0 + self._margin, SWITCH_HYSTERESIS * self._promised[option.policy]
-        )
+        least = max(1.0 + MARGIN, SWITCH_HYSTERESIS * self._promised[option.policy])
         return option.goodput >= least * present.goodput
 
     def _rival_of(self, present: _Option, options: Sequence[_Option]) -> _Option | None:
@@ -306,7 +274,9 @@ class Chooser:
         self._rival = rival.policy
         return rival
 
-    def _present(self, cluster: Cluster, options: Sequence[_Option]) -> _Option | None:
+    def _present(
+        self, cluster: MeasuredCluster, options: Sequence[_Option]
+    ) -> _Option | None:
         """The current choice as it is now; None if there is none that may stay."""
         current = self._current
         if current is None or current.policy not in self._policies:
@@ -316,7 +286,7 @@ class Chooser:
                 return option
         return _Option(predict(current.policy, cluster, current.ranks), current.ranks)
 
-    def _smoothed(self, cluster: Cluster) -> Cluster:
+    def _smoothed(self, cluster: MeasuredCluster) -> MeasuredCluster:
         if cluster.world_size != len(self._seconds):
             self._restart(cluster.world_size)
         return replace(

@@ -20,8 +20,21 @@ RECENT_WINDOWS = 3
 """Windows whose median shows a fast rise."""
 MEMORY_WINDOWS = 9
 """Windows whose median shows a slow one."""
+RISE = 2.0
+"""So many times the usual divergence is too much, and falling by as much is recovery.
+Above 1.86 noise of ±30 % never looks like a rise."""
+CEILING = 1.0
+"""Too much whatever was usual: as far from the consensus as that is from zero."""
+NUDGE_FACTOR = 0.5
+"""What a nudge multiplies the anchor with."""
+SETTLE_WINDOWS = 3
+"""First windows, in which only non-finite contributions shorten anything."""
+HOLD_WINDOWS = 8
+"""Windows without growth after the first nudge; each further one doubles it."""
 MAX_HOLD_WINDOWS = 64
 """Longest time without growth after a nudge, in windows."""
+NEGLIGIBLE = 1e-4
+"""Divergences below this count as this."""
 NAMED_RANKS = 4
 """So many ranks a reason names; of more it gives the number."""
 
@@ -40,56 +53,6 @@ class Verdict:
     hold: bool
     nudge: float | None
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DivergenceGuardConfig:
-    """Settings of the guard; checked when made.
-
-    Attributes:
-        rise: so many times the usual divergence is too much, and falling by as much
-            is recovery. Above 1.86 noise of ±30 % never looks like a rise.
-        ceiling: a divergence that is too much whatever was usual; 1.0 is a rank as
-            far from the consensus as the consensus is from zero. None: no ceiling.
-        factor: what a nudge multiplies the anchor with.
-        settle_windows: first windows, in which only contributions that are not
-            finite shorten anything.
-        hold_windows: windows without growth after the first nudge; each further one
-            doubles it, up to 64.
-        negligible: divergences below this count as this.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
-    """
-
-    rise: float = 2.0
-    ceiling: float | None = 1.0
-    factor: float = 0.5
-    settle_windows: int = 3
-    hold_windows: int = 8
-    negligible: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.rise) and self.rise > 1.0):
-            raise ConfigError(
-                f"rise must be a finite factor above 1, such as 2.0, got {self.rise!r}"
-            )
-        if not 0.0 < self.factor < 1.0:
-            raise ConfigError(
-                f"factor must be above 0 and below 1, such as 0.5, got {self.factor!r}"
-            )
-        check_int("settle_windows", self.settle_windows, 1)
-        check_int("hold_windows", self.hold_windows, 0)
-        if not 0.0 < self.negligible < math.inf:
-            raise ConfigError(
-                "negligible must be a small positive divergence, such as 1e-4, got "
-                f"{self.negligible!r}"
-            )
-        if self.ceiling is not None and not self.negligible < self.ceiling < math.inf:
-            raise ConfigError(
-                f"ceiling must be a divergence above {self.negligible}, such as 1.0, "
-                f"or None for none, got {self.ceiling!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +119,11 @@ class DivergenceGuard:
     nine if that is less; each allows for a longer window and for a learning rate that
     warms up.
 
-    A window is *suspect* from the square root of ``rise`` times the usual level, above
+    A window is *suspect* from the square root of `RISE` times the usual level, above
     the ceiling, or when a contribution was not finite; the anchor may not grow then.
-    It is *too far* from ``rise`` times the usual level (or ceiling, or not finite). A
+    It is *too far* from `RISE` times the usual level (or ceiling, or not finite). A
     suspect window followed by one too far shortens the windows, unless divergence falls
-    by ``rise`` again. So one spike moves nothing, and a jump or an exponential growth
+    by `RISE` again. So one spike moves nothing, and a jump or an exponential growth
     is answered at its second window. Then the new level becomes the usual one: a
     plateau (a higher learning rate, say) is answered once, what grows on every second
     window.
@@ -169,14 +132,10 @@ class DivergenceGuard:
     above 0.05): it is relative to the run's own level instead of a constant; three
     rises happen in noise, a doubling does not; it comes before the anchor grows; and a
     contribution that is not finite counts as the furthest of all, not as 0.
-
-    Args:
-        config: the settings.
     """
 
     __slots__ = (
         "_batches",
-        "_config",
         "_hold_left",
         "_last_level",
         "_nudges",
@@ -185,8 +144,7 @@ class DivergenceGuard:
         "_windows",
     )
 
-    def __init__(self, config: DivergenceGuardConfig | None = None) -> None:
-        self._config = config or DivergenceGuardConfig()
+    def __init__(self) -> None:
         self._usual: list[_Window] = []
         self._windows = 0
         self._batches = 0
@@ -214,7 +172,7 @@ class DivergenceGuard:
                 batches is negative or no integer; nothing has changed then.
         """
         batches = check_int("window_batches", window_batches, 0)
-        seen = _read(divergences, self._config.negligible)
+        seen = _read(divergences)
         held = self._hold_left > 0
         if batches == 0:
             return Verdict(hold=held, nudge=None, reason="a window without batches")
@@ -222,8 +180,8 @@ class DivergenceGuard:
         usual = self._usual_level(window)
         rises = seen.level / usual if usual > 0.0 else 1.0
         above, too_far = self._judge(seen, rises)
-        suspect = too_far or above or rises >= math.sqrt(self._config.rise)
-        recovers = not seen.broken and seen.level * self._config.rise < self._last_level
+        suspect = too_far or above or rises >= math.sqrt(RISE)
+        recovers = not seen.broken and seen.level * RISE < self._last_level
         nudges = too_far and self._suspect and not recovers
 
         self._windows += 1
@@ -237,11 +195,10 @@ class DivergenceGuard:
             self._usual = [*self._usual, window][-MEMORY_WINDOWS:]
 
         reason = seen.in_words(rises, usual)
-        reason += f", above the ceiling {self._config.ceiling:g}" if above else ""
+        reason += f", above the ceiling {CEILING:g}" if above else ""
         if nudges:
-            factor = self._config.factor
-            reason += f", the second such window in a row: windows × {factor:g}"
-            return Verdict(hold=True, nudge=factor, reason=reason)
+            reason += f", the second such window in a row: windows × {NUDGE_FACTOR:g}"
+            return Verdict(hold=True, nudge=NUDGE_FACTOR, reason=reason)
         if suspect:
             reason += ": no longer windows until that is clear"
         elif held:
@@ -262,7 +219,7 @@ class DivergenceGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another guard of the same configuration was.
+        """Goes on where another guard was.
 
         Args:
             state: what ``state_dict`` returned, through JSON or not.
@@ -303,30 +260,28 @@ class DivergenceGuard:
 
     def _judge(self, seen: _Seen, rises: float) -> tuple[bool, bool]:
         """Whether the level is above the ceiling, and whether the window is too far."""
-        config = self._config
-        above = config.ceiling is not None and seen.level >= config.ceiling
-        if self._windows < config.settle_windows:
+        above = seen.level >= CEILING
+        if self._windows < SETTLE_WINDOWS:
             return above, bool(seen.broken)
-        return above, bool(seen.broken) or above or rises >= config.rise
+        return above, bool(seen.broken) or above or rises >= RISE
 
     def _next_hold(self, nudges: bool) -> int:
         """Windows without growth from here on; counts the nudge."""
         if not nudges:
             return max(0, self._hold_left - 1)
-        first = self._config.hold_windows
-        doubled = first << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())
+        doubled = HOLD_WINDOWS << min(self._nudges, MAX_HOLD_WINDOWS.bit_length())
         self._nudges += 1
-        return min(doubled, max(first, MAX_HOLD_WINDOWS))
+        return min(doubled, MAX_HOLD_WINDOWS)
 
 
 def _lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _read(divergences: Sequence[float], negligible: float) -> _Seen:
+def _read(divergences: Sequence[float]) -> _Seen:
     if not divergences:
         raise ConfigError("divergences must hold one value per rank, got none")
-    level, furthest, broken = negligible, 0, []
+    level, furthest, broken = NEGLIGIBLE, 0, []
     for rank, value in enumerate(divergences):
         if value < 0.0:
             raise ConfigError(

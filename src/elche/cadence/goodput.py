@@ -56,7 +56,7 @@ ALIGNED_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class MeasuredCluster:
     """What was measured of a cluster, and the settings that its pace depends on.
 
     Attributes:
@@ -160,25 +160,21 @@ class Prediction:
         first_anchor: to start from; overlapped windows get longer when what they cost
             has been measured.
         window_s: seconds from one synchronisation to the next.
-        window_batches: batches of all of them in a window; under ``sync`` the global
-            batch in batches of one device.
         lag_batches: batches of the fastest rank until an average arrives.
         hardware_efficiency: 0 to 1; above 1 only where a larger global batch of
             ``sync`` spreads the fixed seconds of a step over more samples.
         sample_efficiency: 0 to 1.
-        samples_per_s: the product of both and the summed speed.
-        goodput: that relative to the cluster's fastest device alone.
+        goodput: the product of both and the summed speed, relative to the cluster's
+            fastest device alone.
     """
 
     policy: str
     world_size: int
     anchor: int
     window_s: float
-    window_batches: float
     lag_batches: float
     hardware_efficiency: float
     sample_efficiency: float
-    samples_per_s: float
     goodput: float
     first_anchor: int
 
@@ -214,7 +210,9 @@ class Fleet:
         "ranks",
     )
 
-    def __init__(self, cluster: Cluster, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
+    ) -> None:
         everybody = range(cluster.world_size)
         members = everybody if ranks is None else ranks
         if not members or not set(everybody).issuperset(members):
@@ -341,11 +339,9 @@ class Fleet:
             world_size=size,
             anchor=anchor,
             window_s=window_s,
-            window_batches=batches,
             lag_batches=lag,
             hardware_efficiency=hardware,
             sample_efficiency=sample,
-            samples_per_s=hardware * sample * alone,
             goodput=hardware * sample * alone / self._fastest,
             first_anchor=anchor,
         )
@@ -371,7 +367,7 @@ class Fleet:
 
 
 def predict(
-    policy: str, cluster: Cluster, ranks: Sequence[int] | None = None
+    policy: str, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
 ) -> Prediction:
     """What a policy would do on a cluster, or on some of its ranks.
 
@@ -396,15 +392,6 @@ def predict(
 def expected_most(ranks: float) -> float:
     """Expected largest of so many draws, in standard deviations (G. Blom, 1958)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-
-def hardware_efficiency(policy: str, cluster: Cluster) -> float:
-    """Predicted samples per second over what the devices deliver alone.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
-    return predict(policy, cluster).hardware_efficiency
 
 
 def _check_range(name: str, value: float, least: float, most: float) -> None:

@@ -14,38 +14,17 @@ from typing import final
 from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
 
+MAX_DEPTH = 2
+"""Most batches held ahead. Loading happens in the training thread, so more than two
+hide nothing more."""
+CAREFUL_DEPTH = 1
+"""Most batches held ahead before the activation peak is known."""
+RESERVE_FRACTION = 0.1
+"""Part of the device's memory that is left alone."""
 UNMEASURED_PART = 4
 """Before the activation peak is known, batches get a quarter of what is usable."""
 PIN_ROUNDS = 4
 """Batches copied each way before the cheaper one is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GaugeConfig:
-    """Bounds of the gauge; checked when made.
-
-    Attributes:
-        max_depth: most batches held ahead. Loading happens in the training thread, so
-            more than two hide nothing more.
-        careful_depth: most batches held ahead before the activation peak is known.
-        reserve_fraction: part of the device's memory that is left alone.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
-    """
-
-    max_depth: int = 2
-    careful_depth: int = 1
-    reserve_fraction: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_int("max_depth", self.max_depth, 0)
-        check_int("careful_depth", self.careful_depth, 0)
-        if not 0.0 <= self.reserve_fraction < 1.0:
-            raise ConfigError(
-                "reserve_fraction must be a fraction from 0 to below 1, such as 0.1, "
-                f"got {self.reserve_fraction!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +96,7 @@ class PrefetchDecision:
 
 
 def decide_prefetch(
-    memory: DeviceMemory, needs: PrefetchNeeds, config: GaugeConfig
+    memory: DeviceMemory, needs: PrefetchNeeds, max_depth: int = MAX_DEPTH
 ) -> PrefetchDecision:
     """Reads the gauge.
 
@@ -128,18 +107,18 @@ def decide_prefetch(
     Args:
         memory: the device between two steps.
         needs: what one batch, a step and the data set take.
-        config: bounds.
+        max_depth: most batches held ahead.
 
     Returns:
-        A depth from 0 to ``config.max_depth`` that fits, never more for less memory.
+        A depth from 0 to ``max_depth`` that fits, never more for less memory.
     """
-    reserve_bytes = math.ceil(memory.total_bytes * config.reserve_fraction)
+    reserve_bytes = math.ceil(memory.total_bytes * RESERVE_FRACTION)
     usable_bytes = memory.free_bytes + memory.held_bytes - reserve_bytes
     peak_bytes = needs.activation_peak_bytes
-    ceiling = config.max_depth
+    ceiling = max_depth
     if peak_bytes is None:
         spare_bytes = usable_bytes // UNMEASURED_PART
-        ceiling = min(ceiling, config.careful_depth)
+        ceiling = min(ceiling, CAREFUL_DEPTH)
     else:
         spare_bytes = usable_bytes - peak_bytes
     depth = 0

@@ -95,16 +95,6 @@ class CostEstimate:
         alpha = adaptive_weight(abs(cost - self._value) / self._value)
         self._value = alpha * cost + (1.0 - alpha) * self._value
 
-    def rescale(self, factor: float) -> None:
-        """Expresses the estimate in another unit: ``factor`` times as large.
-
-        Raises:
-            ConfigError: the factor is not positive and finite.
-        """
-        if not (math.isfinite(factor) and factor > 0.0):
-            raise ConfigError(f"a factor must be positive and finite, got {factor!r}")
-        self._value *= factor
-
 
 @final
 class HeldRatios:

@@ -75,10 +75,6 @@ class TimeModel:
         """Fixed cost of a step, in samples that take as long; at least 0."""
         return SHAPES[self._shape]
 
-    def predict_s(self, samples: int) -> float:
-        """Seconds that a step of so many samples takes; 0.0 before any report."""
-        return self._levels[self._shape] * (self.fixed_samples + samples)
-
     def most_samples(self, samples: int, factor: float) -> float:
         """Of a step that may be done in so many times the time, as far as was shown.
 

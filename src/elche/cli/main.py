@@ -98,7 +98,7 @@ def _checked() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
     """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
-    from elche.demo.report import log_to_stderr
+    from elche.demo.results import log_to_stderr
 
     try:
         with _checked(), log_to_stderr():
@@ -167,7 +167,7 @@ def run(
                 "1,0.25"
             )
         if story is not None:
-            from elche.demo.report import check_writable
+            from elche.demo.results import check_writable
 
             check_writable(story)
         config = LaunchConfig(

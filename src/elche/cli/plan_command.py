@@ -14,8 +14,12 @@ from elche.errors import ConfigError
 from elche.schedule.drawing import draw, legend
 from elche.schedule.formats import to_csv
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from elche.schedule.planning.pipeline_file import (
+    PIPELINE_FILE_FORMAT,
+    PipelineFile,
+    read_pipeline_file,
+)
 from elche.schedule.planning.plan import PlanConfig
-from elche.schedule.planning.plan_file import PLAN_FILE_FORMAT, PlanFile, read_plan_file
 from elche.schedule.planning.plan_report import figures, summary
 from elche.schedule.planning.planner import plan_pipeline
 
@@ -59,7 +63,7 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
     # Here, because they import rich and matplotlib, and every command of elche imports
     # this module.
     from elche.cli.plan_plot import check_suffix, plot_schedule
-    from elche.demo.report import check_writable, to_json_text
+    from elche.demo.results import check_writable, to_json_text
 
     if config.draw_path is not None:
         check_suffix(config.draw_path)
@@ -87,14 +91,14 @@ def run_plan_pipeline(config: PlanPipelineConfig) -> None:
     print(summary(plan, read.profile))
 
 
-def load_plan_file(path: Path) -> PlanFile:
+def load_plan_file(path: Path) -> PipelineFile:
     """Reads a plan file.
 
     Raises:
         ConfigError: it cannot be read, or says something impossible.
     """
     try:
-        return read_plan_file(tomllib.loads(path.read_text(encoding="utf-8")))
+        return read_pipeline_file(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -103,7 +107,7 @@ def load_plan_file(path: Path) -> PlanFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _planner_config(config: PlanPipelineConfig, read: PlanFile) -> PlanConfig:
+def _planner_config(config: PlanPipelineConfig, read: PipelineFile) -> PlanConfig:
     count = read.microbatches if config.microbatches is None else config.microbatches
     if count is None:
         raise ConfigError(
@@ -122,7 +126,7 @@ def plan() -> None:
     """Say what training would cost on some devices, and how to do it best."""
 
 
-@plan.command(epilog="\b\n" + PLAN_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))
+@plan.command(epilog="\b\n" + PIPELINE_FILE_FORMAT.replace("\n\n", "\n\n\b\n"))
 @click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
     "--microbatches", type=int, help="Of one step; default: what the file says."

@@ -12,7 +12,7 @@ from typing import Any
 
 from elche.coordination.state import Coordinator
 from elche.coordination.story import STORY_ENTRIES
-from elche.demo.report import check_writable, to_json_text
+from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
 from elche.runtime.files import replace_file

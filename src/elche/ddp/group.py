@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from typing_extensions import override
 
 from elche.comm.transport.process_group import Group, late_error
 from elche.ddp.turns import ADVICE
@@ -68,12 +69,12 @@ class TorchGroup(Group):
             if _has_ended(pid):
                 raise CommunicationError(f"rank {rank} is gone: its process has ended")
 
+    @override
     def all_reduce_async(self, tensor: torch.Tensor) -> Any:
-        """See :meth:`Group.all_reduce_async`."""
         return self.torch_group.allreduce([tensor], self._options)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
-        """See :meth:`Group.all_reduce`; host tensors pass through NCCL's device."""
+        """Sums in place, and waits; host tensors pass through NCCL's device."""
         on_host = tensor.device.type == "cpu"
         near = tensor.to(self.control_device) if on_host else tensor
         self.wait(self.all_reduce_async(near), what)

@@ -12,17 +12,7 @@ from elche.comm.gradients.bucket_contract import PassOptions
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
-from elche.ddp.agreement import (
-    Peer,
-    agree,
-    agreed_order,
-    describe,
-    kept,
-    share_host,
-    spread,
-    tensors_of,
-)
-from elche.ddp.buffers import BufferSpreader
+from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.forward import (
     on_backward,
     outputs_in,
@@ -32,10 +22,20 @@ from elche.ddp.forward import (
     unused_of,
 )
 from elche.ddp.group import TorchGroup
+from elche.ddp.model_comparison import (
+    Peer,
+    agree,
+    agreed_order,
+    describe,
+    kept,
+    share_host,
+    spread,
+    tensors_of,
+)
 from elche.ddp.norms import WrappedNorms
 from elche.ddp.options import DdpOptions, cap_bytes
-from elche.ddp.reducer import WeightedReducer
 from elche.ddp.turns import Turn
+from elche.ddp.weighted_reducer import WeightedReducer
 from elche.errors import ConfigError
 
 

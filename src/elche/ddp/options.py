@@ -11,7 +11,7 @@ from torch import nn
 
 from elche.comm.gradients.bucket_contract import Strategy
 from elche.comm.gradients.buckets import size_bytes
-from elche.ddp.reducer import LossReduction
+from elche.ddp.weighted_reducer import LossReduction
 from elche.errors import ConfigError
 from elche.torch_internals import to_device
 

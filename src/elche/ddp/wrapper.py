@@ -32,8 +32,8 @@ from elche.ddp.options import (
     moved,
     refuse_unsupported,
 )
-from elche.ddp.reducer import LossReduction, Reduction
 from elche.ddp.turns import new_wrapper
+from elche.ddp.weighted_reducer import DdpReduction, LossReduction
 from elche.errors import CommunicationError, ConfigError
 from elche.torch_internals import IGNORED_BY_DDP
 
@@ -160,7 +160,7 @@ class DistributedDataParallel(nn.Module):
         return self._built.reducer.buckets
 
     @property
-    def last_reduction(self) -> Reduction | None:
+    def last_reduction(self) -> DdpReduction | None:
         """Weights and waits of the last reduction."""
         return self._built.reducer.last
 
@@ -250,7 +250,7 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"expected a weight of at least 0, got {weight!r}")
         self._built.set_weight(float(weight))
 
-    def join_step(self) -> Reduction | None:
+    def join_step(self) -> DdpReduction | None:
         """Takes part in this step's reduction without a batch.
 
         ``p.grad`` becomes what it becomes on the other ranks, so that the same

@@ -23,8 +23,8 @@ from elche.demo.compare import (
 )
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import WORKLOADS, batch_size_of
-from elche.demo.report import check_writable, print_table, to_json_text
-from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, Verdict
+from elche.demo.results import check_writable, print_table, to_json_text
+from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
 from elche.runtime.process.launch import Network
@@ -232,7 +232,7 @@ def run_bench(
         check_writable(Path(json_path))
     with open_progress() as progress:
         runs = _run_all(config, progress, network)
-    verdict = Verdict(
+    verdict = BenchVerdict(
         runs, config.devices.count, config.time_capped, config.allow_noise
     )
     stream = sys.stderr if json_path == "-" else sys.stdout
@@ -289,7 +289,7 @@ def _run_one(
 
 
 def _values(
-    config: BenchConfig, verdict: Verdict, runs: dict[str, list[ContenderRun]]
+    config: BenchConfig, verdict: BenchVerdict, runs: dict[str, list[ContenderRun]]
 ) -> dict[str, Any]:
     """The benchmark's JSON."""
     parameters = next(iter(runs.values()))[0].ranks[0]["parameters"]

@@ -17,8 +17,8 @@ import torch
 from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
 from elche.demo.models import build_workload
-from elche.demo.outcome import Outcome
-from elche.demo.report import print_table
+from elche.demo.outcome import DemoOutcome
+from elche.demo.results import print_table
 from elche.errors import ConfigError
 from elche.monitor.progress import ProgressReporter, open_progress
 
@@ -116,7 +116,7 @@ def run_demo(config: DemoConfig) -> None:
     logger.info("learning %s, %d samples per contender", source, samples)
     with open_progress() as progress:
         runs = run_contenders(config, devices, samples, progress)
-    outcome = Outcome(devices, runs)
+    outcome = DemoOutcome(devices, runs)
     facts = {"samples": samples, "text": source, "command": config.command()}
     files = outcome.write(config.out, facts)
     print_table(outcome.table, f"{outcome.title}, {samples} samples each")

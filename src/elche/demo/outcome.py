@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from elche.demo.compare import ContenderRun, Devices, devices_in_words, machine
-from elche.demo.report import to_json_text
+from elche.demo.results import to_json_text
 from elche.demo.words import sentences, what_was_emulated
 from elche.errors import ConfigError
 from elche.monitor.plots import LossCurve, PlotText, plot_loss_curves
@@ -28,7 +28,7 @@ TRACED = "elche-cadence"
 _SECONDS, _SAMPLES = 0, 1
 
 
-class Outcome:
+class DemoOutcome:
     """What the contenders achieved, compared.
 
     Args:

@@ -6,7 +6,7 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -94,14 +94,6 @@ def encode(text: str) -> Tensor:
     codes = torch.frombuffer(raw, dtype=torch.int32).long()
     symbols = table[codes.clamp(max=127)]
     return torch.where(codes < 128, symbols, _OTHER)
-
-
-def decode(symbols: Iterable[int]) -> str:
-    """Text of `symbols`; characters outside the vocabulary appear as U+FFFD."""
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}" if symbol == _OTHER else _CHARACTERS[symbol]
-        for symbol in symbols
-    )
 
 
 @final

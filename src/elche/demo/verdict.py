@@ -26,7 +26,7 @@ _IN_THE_END = ("choices", "window_samples", "late_batches", "window_log")
 REFERENCE = "solo-0"
 
 
-class Verdict:
+class BenchVerdict:
     """Medians, spreads and paired differences of contenders.
 
     Args:

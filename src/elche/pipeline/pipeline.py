@@ -11,11 +11,12 @@ from torch import nn
 from typing_extensions import Self
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig, pipeline_config
-from elche.pipeline.moving.optimizer_state import GivenOptimizers, as_optimizers
+from elche.pipeline.layer_state import gather_state, load_state, local_state
+from elche.pipeline.moving.moving_optimizers import GivenOptimizers, as_optimizers
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.peers import Peers
-from elche.pipeline.replicas.reduction import Reduction
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
+from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.setup.builder import PipelineBuilder, Request
@@ -28,13 +29,12 @@ from elche.pipeline.setup.profiling import (
 )
 from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
-from elche.pipeline.state import gather_state, load_state, local_state
 from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, read_placement
-from elche.schedule.actions import Action, Schedule
+from elche.schedule.actions import Schedule, StageAction
 
 
 @final
@@ -87,12 +87,12 @@ class Pipeline:
             self.config = pipeline_config(config, options)
         except ConfigError as error:
             if placement.world_size > 1:
-                Peers.decline(placement, error)
+                StagePeers.decline(placement, error)
             raise
         self.rank, self.world_size = placement.rank, placement.world_size
         peers = None
         if self.world_size > 1:
-            peers = Peers.join(placement, self.config.timeout_s)
+            peers = StagePeers.join(placement, self.config.timeout_s)
         self._communicator = PipelineCommunicator(
             self.rank, peers, self.config.timeout_s
         )
@@ -216,11 +216,11 @@ class Pipeline:
         """By stage of this rank, how much weight-gradient work was deferred so far."""
         return {index: one.profile for index, one in self._parts.stages.items()}
 
-    def trace(self) -> list[tuple[Action, float, float]]:
+    def trace(self) -> list[tuple[StageAction, float, float]]:
         """This rank's actions in the last step: begin and end, time.monotonic()."""
         return list(self._parts.executor.trace)
 
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[ReplicaReduction]:
         """This rank's sums over the replicas in the last step, as they began."""
         return self._stepping.replicas.reductions
 

@@ -23,6 +23,7 @@ from elche.runtime.watch.scaler_skips import NAME as SCALER_SKIPS
 logger = logging.getLogger(__name__)
 
 KEYS_SHOWN = 64
+RANKS_SHOWN = 16
 
 
 class RunNotifications:
@@ -55,6 +56,28 @@ class RunNotifications:
             return
         kind = EpochMetrics if report.window < 0 else WindowMetrics
         self.add(kind.from_json(report.values))
+
+    def summary(self, policy: str) -> str:
+        """One line on the last epoch: gain, shares and policy; "" if nothing is known.
+
+        The gain is over what the fastest rank delivered outside of reductions, so it
+        counts what the ranks wait for each other and reduce.
+
+        Args:
+            policy: of the run.
+        """
+        last = self.epoch_metrics[-1] if self.epoch_metrics else None
+        if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
+            return ""
+        gain = last.samples_per_s / max(last.rank_samples_per_s)
+        shown = [f"{100 * share:.0f} %" for share in last.shares[:RANKS_SHOWN]]
+        more = len(last.shares) - len(shown)
+        shares = ", ".join([*shown, f"and {more} more"] if more else shown)
+        chosen = f" ({self.choices[-1][0]})" if self.choices else ""
+        return (
+            f"elche: last epoch: {gain:.2f} times the fastest device's own speed; "
+            f"shares {shares}; policy {policy}{chosen}"
+        )
 
     def add(self, metrics: EpochMetrics | WindowMetrics) -> None:
         """Keeps the metrics of a window or an epoch that has ended."""

@@ -18,7 +18,7 @@ from torch import nn
 from elche.comm.averaging.optimizer_state import forget_state
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group, gather_texts
-from elche.runtime.agreement import plain_settings, state_layout, state_tensors
+from elche.runtime.rank_settings import plain_settings, state_layout, state_tensors
 
 logger = logging.getLogger(__name__)
 

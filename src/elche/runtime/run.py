@@ -16,12 +16,6 @@ from elche.coordination.protocol.instructions import (
     Welcome,
 )
 from elche.errors import ConfigError
-from elche.runtime.agreement import (
-    describe,
-    join_event,
-    min_share_samples,
-    state_tensors,
-)
 from elche.runtime.memory_limits import RankHost, check_caps
 from elche.runtime.notifications import RunNotifications
 from elche.runtime.plan_file import PlanFile
@@ -29,6 +23,12 @@ from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 from elche.runtime.process.shutdown import failure_of
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import (
+    describe,
+    join_event,
+    min_share_samples,
+    state_tensors,
+)
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
@@ -242,8 +242,12 @@ class Run:
         return self._epochs.iterate()
 
     def leave(self) -> None:
-        """Ends this rank's part. May be called twice."""
+        """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
+        is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
+        line = self.notifications.summary(self.config.policy)
+        if is_end and line and self.worker.rank == 0:
+            self.notifications.emit(line)
 
     def close(self, last_event: Event) -> None:
         """Leaves the run. May be called twice."""

@@ -29,7 +29,6 @@ from elche.errors import (
     ElcheError,
     NonFiniteError,
 )
-from elche.runtime.agreement import checksum, min_share_samples
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.notifications import RunNotifications, with_samples
@@ -37,6 +36,7 @@ from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
+from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.resume_sync import broadcast_from, rates, take_gradients
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training

@@ -41,7 +41,7 @@ _ACTION = re.compile(r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Action:
+class StageAction:
     """One step of one rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Action:
         return self.kind in COMPUTE_KINDS
 
 
-def parse_action(text: str) -> Action:
+def parse_action(text: str) -> StageAction:
     """Reads one action such as ``2F0`` or ``1SEND_B3``.
 
     Raises:
@@ -76,7 +76,7 @@ def parse_action(text: str) -> Action:
             f"microbatch), got {text.strip()!r}"
         )
     stage, kind, microbatch = match.groups()
-    return Action(int(stage), Kind(kind), int(microbatch))
+    return StageAction(int(stage), Kind(kind), int(microbatch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Schedule:
     name: str
     num_microbatches: int
     placement: tuple[int, ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[StageAction, ...], ...]
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:

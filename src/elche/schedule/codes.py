@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B = range(8)  # noqa: E741 - the field's letters
 KINDS = (
@@ -36,10 +36,10 @@ def encode(schedule: Schedule) -> Rows:
     ]
 
 
-def decode_one(code: int, count: int) -> Action:
+def decode_one(code: int, count: int) -> StageAction:
     """The action of a code, with `count` microbatches."""
     stage, microbatch = divmod(code >> 3, count)
-    return Action(stage, KINDS[code & 7], microbatch)
+    return StageAction(stage, KINDS[code & 7], microbatch)
 
 
 def decode(

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import final
 
 from elche.errors import ConfigError
-from elche.schedule.actions import COMPUTE_KINDS, Action, Kind, Schedule
+from elche.schedule.actions import COMPUTE_KINDS, Kind, Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.generators.auto import auto_schedule
 from elche.schedule.planning.layer_costs import total_of
@@ -30,7 +30,7 @@ StageTimes = tuple[float, float, float, float]
 
 
 def times_of(
-    trace: Sequence[tuple[Action, float, float]], waited: Sequence[float]
+    trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
 ) -> dict[int, StageTimes]:
     """What the stages of one rank took, by stage: medians over the microbatches.
 
@@ -179,7 +179,7 @@ def replan(running: Schedule, costs: PipelineCosts) -> Replan:
 
 def arrivals(
     schedule: Schedule, costs: PipelineCosts
-) -> tuple[dict[Action, float], float]:
+) -> tuple[dict[StageAction, float], float]:
     """When each receive of a lowered schedule has its message, from the step's begin.
 
     Args:
@@ -190,14 +190,14 @@ def arrivals(
         These times by the receive, and the makespan.
     """
     timing: Timing = simulate(schedule, costs)
-    found: dict[Action, float] = {}
+    found: dict[StageAction, float] = {}
     for row, starts in zip(schedule.actions, timing.action_starts, strict=True):
         for one, start in zip(row, starts, strict=True):
             if one.kind is Kind.SEND_F:
-                receive = Action(one.stage + 1, Kind.RECV_F, one.microbatch)
+                receive = StageAction(one.stage + 1, Kind.RECV_F, one.microbatch)
                 found[receive] = start + costs.link(one.stage)
             elif one.kind is Kind.SEND_B:
-                receive = Action(one.stage - 1, Kind.RECV_B, one.microbatch)
+                receive = StageAction(one.stage - 1, Kind.RECV_B, one.microbatch)
                 found[receive] = start + costs.link(one.stage - 1)
     return found, timing.makespan
 

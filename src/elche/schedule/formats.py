@@ -13,13 +13,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule, parse_action
+from elche.schedule.actions import Kind, Schedule, StageAction, parse_action
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _NOT_OURS = re.compile(
     r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_F|WAIT_SEND_B)\d*"
 )
-_TEXT_ROW = re.compile(r"rank (\d+):(.*)")
 
 
 def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
@@ -41,7 +40,7 @@ def to_csv(schedule: Schedule, *, send_waits: bool = False) -> str:
     return out.getvalue()
 
 
-def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+def _with_waits(row: Sequence[StageAction]) -> Iterator[str]:
     sent: dict[tuple[int, Kind, int], None] = {}  # in order
     for one in row:
         yield str(one)
@@ -86,32 +85,7 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str, name: str = "text") -> Schedule:
-    """Reads what `to_text` writes; lines that begin with # are comments.
-
-    Args:
-        text: the file's content.
-        name: of the schedule.
-
-    Raises:
-        ConfigError: a line does not read ``rank N: actions``, ranks are missing or
-            out of order, or the stages cannot be placed.
-    """
-    rows: list[list[Action]] = []
-    for line in text.splitlines():
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _TEXT_ROW.fullmatch(line)
-        if match is None or int(match[1]) != len(rows):
-            raise ConfigError(
-                f"expected a line 'rank {len(rows)}: 0F0 ...', got {line[:60]!r}"
-            )
-        rows.append(list(_unrolled(match[2].split())))
-    return schedule_of(rows, name)
-
-
-def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
+def schedule_of(rows: Sequence[Sequence[StageAction]], name: str) -> Schedule:
     """Makes a schedule of bare action lists: infers placement and microbatches.
 
     Args:
@@ -146,7 +120,7 @@ def schedule_of(rows: Sequence[Sequence[Action]], name: str) -> Schedule:
     )
 
 
-def _unrolled(cells: Iterable[str]) -> Iterator[Action]:
+def _unrolled(cells: Iterable[str]) -> Iterator[StageAction]:
     for cell in cells:
         text = cell.strip()
         if not text or _NOT_OURS.fullmatch(text):

@@ -15,7 +15,7 @@ run ahead.
 from __future__ import annotations
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.timing import CostTable, run_rows
@@ -53,7 +53,7 @@ def lower(schedule: Schedule, costs: PipelineCosts | None = None) -> Schedule:
     count = schedule.num_microbatches
     bursts: list[tuple[int, int]] = []
     starts = run_rows(encode(schedule), table, count, bursts=bursts)
-    lowered: list[list[Action]] = [[] for _ in schedule.actions]
+    lowered: list[list[StageAction]] = [[] for _ in schedule.actions]
     for rank, one in _in_order(schedule, starts, bursts):
         lowered[rank].append(one)
         message = _message_after(one, schedule.placement)
@@ -86,7 +86,7 @@ def check_deadlock_free(schedule: Schedule) -> None:
     rows = schedule.actions
     positions = [0] * len(rows)
     runnable = list(range(len(rows)))
-    done: set[Action] = set()
+    done: set[StageAction] = set()
     while runnable:
         rank = runnable.pop()
         row = rows[rank]
@@ -116,7 +116,7 @@ def check_deadlock_free(schedule: Schedule) -> None:
 
 def _in_order(
     schedule: Schedule, starts: list[list[float]], bursts: list[tuple[int, int]]
-) -> list[tuple[int, Action]]:
+) -> list[tuple[int, StageAction]]:
     """Every action with its rank: by start time, and never before what it needs.
 
     What an action needs never starts after it. Where both start together (actions
@@ -136,8 +136,8 @@ def _in_order(
 
 
 def _message_after(
-    one: Action, placement: tuple[int, ...]
-) -> tuple[Action, Action] | None:
+    one: StageAction, placement: tuple[int, ...]
+) -> tuple[StageAction, StageAction] | None:
     """The send and the receive that follow an action; None where there are none."""
     if one.kind is Kind.FORWARD:
         step, send, receive = 1, Kind.SEND_F, Kind.RECV_F
@@ -149,27 +149,27 @@ def _message_after(
     if not 0 <= other < len(placement) or placement[other] == placement[one.stage]:
         return None
     return (
-        Action(one.stage, send, one.microbatch),
-        Action(other, receive, one.microbatch),
+        StageAction(one.stage, send, one.microbatch),
+        StageAction(other, receive, one.microbatch),
     )
 
 
-def _partner(one: Action) -> Action:
+def _partner(one: StageAction) -> StageAction:
     """The receive of a send, the send of a receive."""
     if one.kind in _RECEIVE_OF:
         step = 1 if one.kind is Kind.SEND_F else -1
-        return Action(one.stage + step, _RECEIVE_OF[one.kind], one.microbatch)
+        return StageAction(one.stage + step, _RECEIVE_OF[one.kind], one.microbatch)
     step = -1 if one.kind is Kind.RECV_F else 1
-    return Action(one.stage + step, _SEND_OF[one.kind], one.microbatch)
+    return StageAction(one.stage + step, _SEND_OF[one.kind], one.microbatch)
 
 
-def _is_made(send: Action, done: set[Action]) -> bool:
+def _is_made(send: StageAction, done: set[StageAction]) -> bool:
     """Whether what a send carries has been computed."""
     kinds = _FORWARDS if send.kind is Kind.SEND_F else _BACKWARDS
-    return any(Action(send.stage, kind, send.microbatch) in done for kind in kinds)
+    return any(StageAction(send.stage, kind, send.microbatch) in done for kind in kinds)
 
 
-def _has_input(one: Action, schedule: Schedule, done: set[Action]) -> bool:
+def _has_input(one: StageAction, schedule: Schedule, done: set[StageAction]) -> bool:
     if one.kind is Kind.BACKWARD_WEIGHT:
         return True
     if one.kind is Kind.FORWARD:
@@ -179,14 +179,14 @@ def _has_input(one: Action, schedule: Schedule, done: set[Action]) -> bool:
     if not 0 <= source < schedule.num_stages:
         return True
     if schedule.placement[source] == schedule.placement[one.stage]:
-        return any(Action(source, kind, one.microbatch) in done for kind in kinds)
-    return Action(one.stage, receive, one.microbatch) in done
+        return any(StageAction(source, kind, one.microbatch) in done for kind in kinds)
+    return StageAction(one.stage, receive, one.microbatch) in done
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Checks that exactly the messages that are needed are there."""
     present = {one for row in schedule.actions for one in row if not one.is_compute}
-    needed: set[Action] = set()
+    needed: set[StageAction] = set()
     for row in schedule.actions:
         for one in row:
             needed.update(_message_after(one, schedule.placement) or ())
@@ -202,7 +202,7 @@ def _check_messages(schedule: Schedule) -> None:
             )
 
 
-def _stuck(schedule: Schedule, positions: list[int], done: set[Action]) -> str:
+def _stuck(schedule: Schedule, positions: list[int], done: set[StageAction]) -> str:
     lines = []
     for rank, (row, at) in enumerate(zip(schedule.actions, positions, strict=True)):
         if at == len(row):

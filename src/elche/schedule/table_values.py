@@ -22,6 +22,18 @@ def number(
     return float(value)
 
 
+def tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tables of a list in a document; none where it is not there.
+
+    Raises:
+        ConfigError: it is no list of tables.
+    """
+    found = raw.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
+        raise ConfigError(f"write [[{name}]], a list of tables, got {found!r}")
+    return found
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.codes import KINDS, B, F, I, W
 
 _SHOWN = 6
@@ -62,7 +62,7 @@ _NEEDS[B] = _NEEDS[I] = 1 << F
 _NEEDS[W] = 1 << I
 
 
-def _complaint(schedule: Schedule, rank: int, one: Action, bits: int) -> str:
+def _complaint(schedule: Schedule, rank: int, one: StageAction, bits: int) -> str:
     if one.stage >= schedule.num_stages or one.microbatch >= schedule.num_microbatches:
         return (
             f"there are {schedule.num_stages} stages and {schedule.num_microbatches} "

@@ -208,7 +208,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulatedRun:
     """What is trained, and how.
 
     Attributes:
@@ -292,7 +292,7 @@ class Cluster:
         breaks: loops that leave an epoch early.
     """
 
-    run: Run
+    run: SimulatedRun
     devices: tuple[Device, ...]
     link: Link = field(default_factory=Link)
     link_changes: tuple[LinkChange, ...] = ()

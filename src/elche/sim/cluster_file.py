@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 from elche.config import RunConfig
 from elche.config_parts import FORMER_SETTINGS
 from elche.errors import ConfigError
-from elche.sim.cluster import Cluster, Device, Drift, Fault, Link, LinkChange, Run
+from elche.schedule.table_values import tables
+from elche.sim.cluster import (
+    Cluster,
+    Device,
+    Drift,
+    Fault,
+    Link,
+    LinkChange,
+    SimulatedRun,
+)
 
 Table = TypeVar("Table")
 
@@ -44,14 +53,14 @@ def read_cluster(raw: Mapping[str, Any]) -> Cluster:
         {**entry, "join": _read_join(f"[[fault]] {at}", entry["join"])}
         if "join" in entry
         else entry
-        for at, entry in enumerate(_tables(raw, "fault"))
+        for at, entry in enumerate(tables(raw, "fault"))
     ]
-    changes = _read_all(LinkChange, "link_change", _tables(raw, "link_change"))
+    changes = _read_all(LinkChange, "link_change", tables(raw, "link_change"))
     return Cluster(
         run=_read_run(raw.get("run")),
         devices=tuple(
             _read_device(f"[[device]] {at}", entry)
-            for at, entry in enumerate(_tables(raw, "device"))
+            for at, entry in enumerate(tables(raw, "device"))
         ),
         link=_read(Link, "[link]", raw.get("link", {})),
         link_changes=tuple(sorted(changes, key=lambda change: change.at_s)),
@@ -59,22 +68,15 @@ def read_cluster(raw: Mapping[str, Any]) -> Cluster:
     )
 
 
-def _tables(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    tables = raw.get(name, [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise ConfigError(f"write [[{name}]], a list of tables, got {tables!r}")
-    return tables
-
-
 def _read_all(kind: type[Table], name: str, tables: list[Any]) -> list[Table]:
     return [_read(kind, f"[[{name}]] {at}", table) for at, table in enumerate(tables)]
 
 
-def _read_run(raw: object) -> Run:
+def _read_run(raw: object) -> SimulatedRun:
     where = "[run]"
     if not isinstance(raw, dict):
         raise ConfigError("a cluster file needs a table [run]")
-    own = {item.name for item in fields(Run)} - _NOT_IN_FILES
+    own = {item.name for item in fields(SimulatedRun)} - _NOT_IN_FILES
     options = {name: value for name, value in raw.items() if name not in own}
     known = {item.name for item in fields(RunConfig)}
     for name in options:
@@ -86,7 +88,7 @@ def _read_run(raw: object) -> Run:
     if "samples" not in raw:
         raise ConfigError(f"{where}: the key 'samples' is missing")
     values = {name: value for name, value in raw.items() if name in own}
-    return _read(Run, where, values, options=options)
+    return _read(SimulatedRun, where, values, options=options)
 
 
 def _read_device(where: str, raw: Mapping[str, Any]) -> Device:

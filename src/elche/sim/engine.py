@@ -79,7 +79,7 @@ Script = Generator[Wait, Any, None]
 
 
 @dataclass(slots=True)
-class Process:
+class SimulatedProcess:
     """What the engine knows of one rank's process."""
 
     rank: int
@@ -103,7 +103,7 @@ class Engine:
     def __init__(self, cluster: Cluster, on_end: Callable[[int, bool], None]) -> None:
         self.cluster = cluster
         self.now_s = 0.0
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, SimulatedProcess] = {}
         self.collectives: dict[tuple[Any, ...], Collective] = {}
         self._on_end = on_end
         self._random = random.Random(cluster.run.seed)
@@ -155,7 +155,7 @@ class Engine:
 
     def start(self, rank: int, script: Script, after_s: float = 0.0) -> None:
         """Starts a process."""
-        process = Process(rank, script)
+        process = SimulatedProcess(rank, script)
         self.processes[rank] = process
         self.at(self.now_s + after_s, self._wake, process, process.turn, None)
 
@@ -255,7 +255,7 @@ class Engine:
         if not collective.failed and self.collectives.get(key) is collective:
             del self.collectives[key]
 
-    def _wake(self, process: Process, turn: int, value: object) -> None:
+    def _wake(self, process: SimulatedProcess, turn: int, value: object) -> None:
         """Resumes a process, unless it has gone on since this was decided."""
         if process.turn != turn or not process.is_alive or process.is_hung:
             return
@@ -275,7 +275,7 @@ class Engine:
             return
         self._suspend(process, wait)
 
-    def _suspend(self, process: Process, wait: Wait) -> None:
+    def _suspend(self, process: SimulatedProcess, wait: Wait) -> None:
         process.wait, process.since_s = wait, self.now_s
         if isinstance(wait, Receive):
             if wait.timeout_s is not None:

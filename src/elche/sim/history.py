@@ -51,7 +51,6 @@ class RankHistory:
         most_lag_batches: ... and the most of any.
         lag_s: seconds from a window's end to the adoption of its average, their sum ...
         most_lag_s: ... and the most of any.
-        last_work_s: when its last batch ended.
     """
 
     device: str = ""
@@ -69,7 +68,6 @@ class RankHistory:
     most_lag_batches: int = 0
     lag_s: float = 0.0
     most_lag_s: float = 0.0
-    last_work_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -155,7 +153,6 @@ class History:
 
     def batch(self, rank: int, name: str, since_s: float, until_s: float) -> None:
         """A rank has computed."""
-        self.ranks[rank].last_work_s = until_s
         if self.has_details:
             self.busy.append((rank, since_s, until_s))
         if self.has_spans:

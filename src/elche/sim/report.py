@@ -22,7 +22,7 @@ US_PER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class SimulatedRank:
     """One rank; times in seconds.
 
     Attributes:
@@ -106,7 +106,7 @@ class Report:
     instructions: int
     most_instructions: int
     by_kind: dict[str, tuple[int, float]]
-    ranks: tuple[RankReport, ...]
+    ranks: tuple[SimulatedRank, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -167,8 +167,8 @@ def report_of(sim: Simulation) -> Report:
     )
 
 
-def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> RankReport:
-    return RankReport(
+def _report_of_rank(rank: int, sums: RankHistory, alive_s: float) -> SimulatedRank:
+    return SimulatedRank(
         rank=rank,
         device=sums.device,
         batches=sums.batches,

@@ -25,8 +25,8 @@ from elche.sim.cluster import Cluster, Device, Fault
 from elche.sim.engine import Script
 from elche.sim.history import History, RankHistory
 from elche.sim.rank import Rank
-from elche.sim.sync_worker import SyncEpoch
-from elche.sim.window_worker import WindowEpoch
+from elche.sim.sync_worker import SimulatedSyncEpoch
+from elche.sim.window_worker import SimulatedWindowEpoch
 from elche.sim.world import World
 
 TICK_S = 0.5
@@ -137,7 +137,7 @@ class Simulation(World):
         """A rank's epoch."""
         self._began.setdefault((rank.run, begin.epoch), set()).add(rank.rank)
         if begin.policy == "sync":
-            steps = SyncEpoch(rank, begin)
+            steps = SimulatedSyncEpoch(rank, begin)
             yield from steps.train()
             switch = steps.switch
             if switch is None:
@@ -145,7 +145,7 @@ class Simulation(World):
             begin = replace(begin, policy=switch.policy, window=switch.window)
             inbox = self.engine.processes[rank.rank].inbox
             inbox.extendleft(reversed(steps.later))
-        yield from WindowEpoch(rank, begin).train()
+        yield from SimulatedWindowEpoch(rank, begin).train()
 
     def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
         """A rank has ended an epoch: when all have, their models are compared."""

@@ -31,7 +31,7 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.sync.step_reports import StepReports
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, WINDOW_END
-from elche.sim.loader import Loaded, Loader
+from elche.sim.simulated_loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank
@@ -41,7 +41,7 @@ BYTES_PER_MIB = 2**20
 NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
-class SyncEpoch:
+class SimulatedSyncEpoch:
     """Trains on this rank's share of every global batch.
 
     Ends early, with ``switch`` set, where windows take over (``auto``); instructions

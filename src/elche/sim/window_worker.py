@@ -26,13 +26,13 @@ from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
 from elche.sim.engine import Collective, Receive, Script
 from elche.sim.history import DATA, LEASE, REDUCTION, REGROUP, THROTTLE, WINDOW_END
-from elche.sim.loader import Loaded, Loader
+from elche.sim.simulated_loader import Loaded, Loader
 
 if TYPE_CHECKING:
     from elche.sim.rank import Rank
 
 
-class WindowEpoch:
+class SimulatedWindowEpoch:
     """Trains on leases from window to window.
 
     Args:

@@ -426,6 +426,19 @@ def test_nothing_follows_a_message_that_fails() -> None:
         end.wait("a test")
 
 
+def test_nothing_follows_a_sum_that_nobody_adopts_nor_the_next_one() -> None:
+    _, ends = driven(2)
+    begun(ends)
+    drive(ends)
+    for end in ends:
+        end.follow_up(lambda summed: pytest.fail("nobody adopts it"))
+        end.rollback()
+        assert end.poll()
+    begun(ends)
+    drive(ends)
+    assert torch.equal(ends[0].finish("a test"), known(2, [10])[0])
+
+
 def test_one_work_follows_one_message() -> None:
     _, ends = driven(2)
     with pytest.raises(ProtocolError, match="when nothing is under way"):

@@ -41,13 +41,13 @@ from elche.errors import (
 from elche.pipeline.peers.rendezvous import Rendezvous
 from elche.runtime.process import coordinator
 from elche.runtime.process.coordinator import CoordinatorServer, serve_in_thread
-from elche.sim.cluster import Cluster, Device, Run
+from elche.sim.cluster import Cluster, Device, SimulatedRun
 from elche.sim.rank import join_of
 
 KEY = b"k" * 32
 WAIT_S = 60.0
 PAIR = Cluster(
-    run=Run(samples=160, batch_size=8, policy="sync"),
+    run=SimulatedRun(samples=160, batch_size=8, policy="sync"),
     devices=(Device(seconds_per_sample=0.01, count=2),),
 )
 

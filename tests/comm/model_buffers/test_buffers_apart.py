@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import elche
 from elche import session
 from elche.cadence.chooser import Choice
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto import auto_calibration, auto_policy
 from elche.errors import ElcheError
 from elche.runtime.process.coordinator import serve_in_thread
@@ -74,7 +74,7 @@ def chooser_of(*script: tuple[str, tuple[int, ...]]) -> type[Any]:
         def fix_update(self, update: str) -> None:
             """Whatever it is, it is as the test wants."""
 
-        def observe(self, cluster: Cluster) -> Choice:
+        def observe(self, cluster: MeasuredCluster) -> Choice:
             """The next of them; the last one stays."""
             policy, ranks = self._left[0]
             if len(self._left) > 1:

@@ -23,10 +23,10 @@ def steps(
     count: int = 1,
     *,
     warm: bool = True,
-) -> None:
+) -> bool:
     """All ranks run so many steps of these samples, in this time each."""
     last_s = max(step_s)
-    gauge.took_steps(
+    return gauge.took_steps(
         [
             StepsDone(
                 rank=rank,
@@ -125,10 +125,10 @@ def test_a_step_that_is_no_slower_with_more_samples_is_all_fixed() -> None:
 
 def test_cold_steps_are_no_measure() -> None:
     gauge = gauge_of()
-    steps(gauge, [16, 16], [5.0, 5.0], warm=False)
-    assert gauge.grants == 0
-    steps(gauge, [16, 16], [0.02, 0.02])
-    assert gauge.grants == 1
+    assert not steps(gauge, [16, 16], [5.0, 5.0], warm=False)
+    assert gauge.measurements == 0
+    assert steps(gauge, [16, 16], [0.02, 0.02])
+    assert gauge.measurements == 1
     gauge.learn(0.0)
     assert gauge.batch_s(0, BATCH) == pytest.approx(0.04)
 
@@ -141,11 +141,13 @@ def test_a_glance_takes_cold_steps_and_leaves_the_gauge_as_it_was() -> None:
     found = quick.cluster(BATCH)
     assert found.sync_s == pytest.approx(3.0)
     assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([10.0, 5.0])
-    assert gauge.grants == 0
+    assert gauge.measurements == 0
+    assert quick.is_cold
     quick.finish_learning()
     quick.trained(batches(0, 0.5))  # warm now
     quick.trained(batches(1, 0.25))
     quick.follow()
+    assert not quick.is_cold
     assert quick.batch_s(0, BATCH) == pytest.approx(0.5)
     assert quick.batch_s(1, BATCH) == pytest.approx(0.25)
 
@@ -193,11 +195,12 @@ def test_a_windows_reduction_lasts_as_long_as_its_quickest_adoption() -> None:
     gauge.learn(0.001)
     gauge.finish_learning()
     for window in range(3):
-        gauge.reduced(reduced(0, window, 0.001, adopted_at=8), BATCH)
-        assert gauge.windows == window
-        gauge.reduced(reduced(1, window, 0.001, adopted_at=2), BATCH)
-    assert gauge.windows == 3
+        assert not gauge.reduced(reduced(0, window, 0.001, adopted_at=8), BATCH)
+        assert gauge.measurements == window
+        assert gauge.reduced(reduced(1, window, 0.001, adopted_at=2), BATCH)
+    assert gauge.measurements == 3
     gauge.follow()
+    assert gauge.measurements == 0
     assert gauge.cluster(BATCH).sync_s == pytest.approx(1.5 * 0.16 + 0.001)
 
 

@@ -7,7 +7,8 @@ import pytest
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import Settings
-from elche.coordination.auto.auto_policy import USUAL_EPOCHS, AutoPolicy
+from elche.coordination.auto.auto_choice import USUAL_EPOCHS
+from elche.coordination.auto.auto_policy import AutoPolicy
 from elche.coordination.policy import Member
 
 SIZES = BatchSizes.of([32] * 100 + [8])
@@ -32,4 +33,4 @@ def test_it_is_as_long_as_was_said_or_ten_epochs_or_twice_what_was_begun(
     settings = Settings(config=RunConfig(policy="auto"), epochs=said)
     policy = AutoPolicy(members, settings)
     policy.begin_epoch(begun, SIZES, 0.0)
-    assert policy.expected_batches == expected * 101
+    assert policy._length.batches == expected * 101

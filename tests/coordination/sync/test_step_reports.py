@@ -18,7 +18,7 @@ from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.window_epoch import EpochHooks
-from elche.sim.cluster import Cluster, Device, Link, Run
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 
 STEPS = 6
@@ -200,7 +200,7 @@ def said_by_the_shell(*, has_backward: bool = True) -> list[str]:
 
 def said_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """The same of a simulated rank by itself, with the steps' time as a unit."""
-    run = Run(policy="sync", samples=STEPS * BATCH, batch_size=BATCH)
+    run = SimulatedRun(policy="sync", samples=STEPS * BATCH, batch_size=BATCH)
     device = Device(seconds_per_sample=1.0 / BATCH)
     link = Link(latency_s=0.0, bytes_per_s=1e12)
     sim = Simulation(Cluster(run=run, devices=(device,), link=link), Watch(checks=True))

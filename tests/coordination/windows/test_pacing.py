@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elche.cadence.goodput import (
     ADOPTION_BATCHES,
     LAST_CLOSER_BATCHES,
-    Cluster,
+    MeasuredCluster,
     predict,
 )
 from elche.cadence.overlapped import ROOM, BatchTimes, best_anchor
@@ -17,7 +17,8 @@ from elche.config import RunConfig
 from elche.config_parts import WindowConfig
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.windows.pacing import Pacing
-from elche.coordination.windows.window_book import Part, Reduction
+from elche.coordination.windows.reductions import Reduction
+from elche.coordination.windows.window_book import Part
 from tests.harness.reached import reach
 
 BATCH_S = (0.25, 1.0)
@@ -151,7 +152,7 @@ def test_auto_predicts_the_windows_that_are_run(
     fast_s, batches_per_s = BATCH_S[0], sum(1.0 / s for s in BATCH_S)
     early_s = LAST_CLOSER_BATCHES * SLOWEST_S + ADOPTION_BATCHES * fast_s
     reduction_s = late * fast_s - early_s
-    cluster = Cluster(
+    cluster = MeasuredCluster(
         seconds_per_sample=[s / 8 for s in BATCH_S],
         batch_size=8,
         sync_s=reduction_s,

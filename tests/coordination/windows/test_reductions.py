@@ -16,10 +16,12 @@ from elche.coordination.protocol.events import WindowClosed
 from elche.coordination.windows.reductions import (
     FEW_WINDOWS,
     SETTLED_WINDOWS,
+    Reduction,
     ReductionPlanner,
 )
-from elche.coordination.windows.window_book import Part, Reduction, WindowBook
+from elche.coordination.windows.window_book import Part, WindowBook
 from elche.errors import ProtocolError
+from tests.coordination.windows.test_window_loop import opened
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
@@ -82,8 +84,10 @@ def test_a_window_cannot_weigh_what_is_no_weight(weight: float) -> None:
     closed = WindowClosed(
         rank=1, epoch=0, window=0, state="", changed_buffers=(), weight=weight
     )
+    book = WindowBook([0, 1], 0)
+    book.part(1).open(opened(), is_diverged=False, is_drained=False)
     with pytest.raises(ProtocolError, match="rank 1 closes window 0 with a weight of"):
-        WindowBook([0, 1], 0).close(closed)
+        book.close(closed)
 
 
 @pytest.mark.parametrize(

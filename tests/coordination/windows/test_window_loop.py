@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.protocol.instructions import Adopt, OpenWindow, Reduce, Regroup
+from elche.coordination.protocol.instructions import (
+    Adopt,
+    CloseWindow,
+    OpenWindow,
+    Reduce,
+    Regroup,
+)
 from elche.coordination.windows.window_loop import (
+    AGAIN,
+    CLOSED,
     LINGER_S,
     LOOK_EVERY_S,
     Do,
     WindowLoop,
 )
+from elche.errors import ProtocolError
 
 
 def opened(window: int = 0, **changes: Any) -> OpenWindow:
@@ -184,3 +193,65 @@ def test_a_window_begins_when_the_last_rank_has_ended_the_one_before(
     assert loop.next(now_s, has_work=True).do is Do.BEGIN
     loop.begun()
     assert ends_at(loop, now_s) == pytest.approx(ends_s)
+
+
+def blocking() -> WindowLoop:
+    """A rank under ``cadence`` that has closed its window."""
+    loop = WindowLoop(CostEstimate(0.5), overlapped=False)
+    loop.handle(opened(), 0.0)
+    loop.closed(1.0)
+    return loop
+
+
+def test_a_window_that_opens_without_a_reduction_is_trained_in() -> None:
+    """No rank has trained in the last one."""
+    loop = blocking()
+    assert loop.next(1.0, has_work=True).why == CLOSED
+    loop.handle(opened(1), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.TRAIN
+
+
+def test_a_reduction_that_failed_is_waited_for_in_an_open_window() -> None:
+    loop = blocking()
+    loop.handle(reduction(), 1.0)
+    loop.handle(opened(1), 1.0)
+    assert loop.next(1.0, has_work=True).do is Do.REDUCE
+    loop.handle(Regroup(rank=0, generation=1, left=(1,), joined=()), 1.1)
+    loop.regrouped()
+    assert loop.next(1.1, has_work=True).why == AGAIN
+    loop.handle(reduction(), 1.2)
+    assert loop.next(1.2, has_work=True).do is Do.REDUCE
+    loop.reduced(1.3)
+    assert loop.next(1.3, has_work=True).do is Do.TRAIN
+
+
+def test_what_is_out_of_turn_is_refused() -> None:
+    loop = in_flight()
+    with pytest.raises(ProtocolError, match="window 0 is IN_FLIGHT, got Reduce"):
+        loop.handle(reduction(), 1.0)
+    with pytest.raises(ProtocolError, match="begins while it is IN_FLIGHT"):
+        loop.begun()
+    with pytest.raises(ProtocolError, match="window 1 is closed while UNOPENED"):
+        loop.closed(1.0)
+    loop.handle(opened(1), 1.0)
+    with pytest.raises(ProtocolError, match="expected window 1, got OpenWindow"):
+        loop.handle(opened(1), 1.0)
+    with pytest.raises(ProtocolError, match="while OPEN, the last result IN_FLIGHT"):
+        loop.closed(1.0)
+    loop.reduced(1.0)
+    with pytest.raises(ProtocolError, match="window 0 is HELD, got Reduce"):
+        loop.handle(reduction(), 1.0)
+
+
+@pytest.mark.parametrize(("window", "obeys"), [(0, False), (1, True)])
+def test_an_order_to_close_is_of_the_window_in_hand(window: int, obeys: bool) -> None:
+    """One may come for a window that this rank has closed of its own accord."""
+    loop = overlapped()
+    loop.closed(1.0)
+    loop.handle(reduction(), 1.0)
+    loop.begun()
+    loop.reduced(1.0)
+    loop.handle(opened(1, wall_s=20.0), 1.0)
+    loop.handle(CloseWindow(rank=0, epoch=0, window=window, drain=False), 1.0)
+    expected = Do.CLOSE if obeys else Do.TRAIN
+    assert loop.next(1.0, has_work=True).do is expected

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import CALM, WIDTH, Scaled, loss_of
@@ -223,14 +223,14 @@ def leaves(kind: str) -> str:
 
 def groups_do_not_form() -> str:
     """Rank 1 fails where rank 0 waits for it to form the groups of replicas."""
-    before = Peers.form_groups
+    before = StagePeers.form_groups
     if this_place().rank == 1:
 
         def fails(*_: Any, **__: Any) -> Any:
             raise ValueError("no groups today")
 
-        Peers.form_groups = fails  # type: ignore[method-assign]
+        StagePeers.form_groups = fails  # type: ignore[method-assign]
     try:
         return told(lambda: pipeline(replicas=2, schedule="1f1b").close())
     finally:
-        Peers.form_groups = before  # type: ignore[method-assign]
+        StagePeers.form_groups = before  # type: ignore[method-assign]

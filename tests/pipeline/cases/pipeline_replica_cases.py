@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.pipeline.pipeline import Pipeline
-from elche.pipeline.replicas.reduction import Reduction
+from elche.pipeline.replicas.reduction import ReplicaReduction
 from elche.schedule.actions import Kind
 from tests.harness.rank_main import this_place
 from tests.pipeline.cases.pipeline_cases import (
@@ -79,7 +79,7 @@ class Outcome:
     norms: list[float]
     evaluated: float | None
     has_gradient: dict[str, bool]
-    reductions: list[Reduction]
+    reductions: list[ReplicaReduction]
     last_action_s: tuple[float, float]
     own_losses: list[int]
     input_gradient: torch.Tensor | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.moving.optimizer_state import OptimizerGroups
+from elche.pipeline.moving.moving_optimizers import OptimizerGroups
 from elche.pipeline.moving.relocation import (
     Baggage,
     Move,

@@ -10,7 +10,7 @@ import torch
 
 from elche.errors import CommunicationError, DeadlineError
 from elche.pipeline.peers import peers
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 from elche.runtime.process.environment import Placement
 
 
@@ -40,11 +40,11 @@ class EndsAsALookGivesUp:
             raise RuntimeError(self.failure)
 
 
-def made() -> Peers:
+def made() -> StagePeers:
     channel: Any = Calm()
     group: Any = None
     placement = Placement(world_size=2, device=torch.device("cpu"))
-    return Peers(placement, channel, group, None, "pipeline/1")
+    return StagePeers(placement, channel, group, None, "pipeline/1")
 
 
 def test_a_sum_that_comes_as_a_look_gives_up_is_through() -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import (
     ReplicaGroups,
-    StepShares,
+    ReplicaShares,
     check_grouping,
     group_ranks,
     read_shares,
@@ -118,7 +118,7 @@ def test_batches_that_do_not_go_together(
 
 
 def test_losses_on_some_replicas_only() -> None:
-    shares = StepShares(([2], [2], []), 0, "mean")
+    shares = ReplicaShares(([2], [2], []), 0, "mean")
     assert shares.loss([[], [], []]) is None
     with pytest.raises(ConfigError, match="replica 1 has a batch without a target"):
         shares.loss([[1.0], [], []])

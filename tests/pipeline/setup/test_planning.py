@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import CommunicationError, ConfigError
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.planning import make_plan
 from elche.schedule.actions import Schedule, parse_action

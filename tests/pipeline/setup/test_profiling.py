@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.profiling import (

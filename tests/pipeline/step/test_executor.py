@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.planning import PipelinePlan, make_plan
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.split_backward.guard import ContributionGuard

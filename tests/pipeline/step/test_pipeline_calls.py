@@ -9,7 +9,7 @@ import pytest
 from elche.comm.control.control_channel import ControlChannel
 from elche.coordination.protocol.events import Failed
 from elche.errors import DeadlineError, RemoteRankError
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.peers.rendezvous import Rendezvous
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import read_placement
@@ -143,7 +143,7 @@ def test_a_rank_that_comes_after_the_end_is_told_why() -> None:
         finally:
             early.close()
         with pytest.raises(RemoteRankError, match="rank 1 failed: no data"):
-            Peers.join(place, 5.0)
+            StagePeers.join(place, 5.0)
 
 
 def test_a_wait_for_an_address_ends_with_the_run() -> None:

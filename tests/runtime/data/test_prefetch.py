@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche.cadence.prefetch_gauge import GaugeConfig
 from elche.runtime.data.leased_data import BatchFeed, IndexBatch
 from elche.runtime.data.prefetch import (
     GAUGE_EVERY_BATCHES,
@@ -159,7 +158,7 @@ def prefetcher(
         device,
         copies,
         probe or FakeProbe(),
-        GaugeConfig(max_depth=depth),
+        depth,
         dataset_bytes,
     )
     return made, copies

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from elche.cadence.prefetch_gauge import GaugeConfig
 from elche.runtime.data.prefetch import CudaMemoryProbe, DevicePrefetcher, MemoryReading
 from elche.runtime.data.resident_data import ResidentDataset
 from elche.runtime.data.transfer import CudaCopyStream
@@ -61,7 +60,7 @@ def roomy(
     next_batch: Callable[[], tuple[int, Any] | None], device: torch.device
 ) -> DevicePrefetcher[int]:
     copies = CudaCopyStream(device)
-    return DevicePrefetcher(next_batch, device, copies, RoomyProbe(), GaugeConfig())
+    return DevicePrefetcher(next_batch, device, copies, RoomyProbe())
 
 
 def take(ahead: DevicePrefetcher[int]) -> tuple[int, Any]:

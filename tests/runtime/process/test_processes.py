@@ -124,6 +124,8 @@ def test_speeds_are_named_and_labelled_emulated() -> None:
         "elche: 2 devices, unequal: 1 x CPU emulated at speed 1, 1 x CPU emulated at "
         "speed 0.25; policy sync" in ended.stderr
     )
+    says = r"elche: last epoch: [\d.]+ times the fastest device's own speed; shares "
+    assert re.search(says + r"\d+ %, \d+ %; policy sync", ended.stderr), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche.errors import ConfigError
-from elche.schedule.actions import Action, Kind, Schedule, loop_placement
+from elche.schedule.actions import Kind, Schedule, StageAction, loop_placement
 from elche.schedule.codes import encode
 from elche.schedule.costs import PipelineCosts, RankTimes, StageCost, equal_costs
 from elche.schedule.formats import from_csv
@@ -106,7 +106,7 @@ def test_random_orders_are_proven_or_rejected(
         placement=placement,
         actions=tuple(
             tuple(
-                Action(
+                StageAction(
                     code // 8 // count,
                     Kind.FULL_BACKWARD if code & 7 else Kind.FORWARD,
                     code // 8 % count,
@@ -149,7 +149,7 @@ def test_swapped_sends_and_receives_are_proven_or_rejected(
 
 def meets(schedule: Schedule) -> bool:
     """Runs all ranks where a send waits for its receive, until nothing moves."""
-    done: set[Action] = set()
+    done: set[StageAction] = set()
     rows = [list(row) for row in schedule.actions]
     pairs = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
     moved = True
@@ -161,7 +161,7 @@ def meets(schedule: Schedule) -> bool:
             other = one.stage + step
             if one.kind in pairs:
                 made = Kind.FORWARD if step > 0 else Kind.FULL_BACKWARD
-                partner = Action(other, pairs[one.kind], one.microbatch)
+                partner = StageAction(other, pairs[one.kind], one.microbatch)
                 ready = partner in heads and replace(one, kind=made) in done
                 ends = {one, partner}
             elif one.is_compute:
@@ -171,7 +171,7 @@ def meets(schedule: Schedule) -> bool:
                     comes = Kind.RECV_F if forward else Kind.RECV_B
                     source = replace(one, kind=comes)
                     if schedule.placement[other] == schedule.placement[one.stage]:
-                        source = Action(other, one.kind, one.microbatch)
+                        source = StageAction(other, one.kind, one.microbatch)
                     ready = ready and source in done
                 ends = {one}
             else:
@@ -206,8 +206,8 @@ def completes(schedule: Schedule) -> bool:
 
 def assert_pairs_in_order(lowered: Schedule) -> None:
     """Between two ranks, sends and receives are listed in the same order."""
-    sent: dict[tuple[int, int], list[Action]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}
+    sent: dict[tuple[int, int], list[StageAction]] = {}
+    received: dict[tuple[int, int], list[StageAction]] = {}
     for rank, row in enumerate(lowered.actions):
         for one in row:
             if one.kind in (Kind.SEND_F, Kind.SEND_B):
@@ -215,7 +215,9 @@ def assert_pairs_in_order(lowered: Schedule) -> None:
                 stage = one.stage + (1 if forward else -1)
                 kind = Kind.RECV_F if forward else Kind.RECV_B
                 pair = rank, lowered.placement[stage]
-                sent.setdefault(pair, []).append(Action(stage, kind, one.microbatch))
+                sent.setdefault(pair, []).append(
+                    StageAction(stage, kind, one.microbatch)
+                )
             elif one.kind in (Kind.RECV_F, Kind.RECV_B):
                 stage = one.stage + (-1 if one.kind is Kind.RECV_F else 1)
                 pair = lowered.placement[stage], rank

@@ -36,24 +36,28 @@ from elche.errors import ProtocolError
 class _Phase(Enum):
     """Where the one reduction is.
 
-    =======================================  ==================  =====
-    call                                     from                to
-    =======================================  ==================  =====
-    ``snapshot``, weight 0 or no ``begins``  IDLE, TAKEN         TAKEN
-    ``snapshot``, weight > 0                 IDLE, TAKEN         SENT
-    ``begin``                                TAKEN, SENT         BEGUN
-    ``adopt``                                BEGUN               IDLE
-    ``rebase``                               IDLE, TAKEN         IDLE
-    ``connect``, after a failed reduction    TAKEN, SENT, BEGUN  TAKEN
-    =======================================  ==================  =====
+    =======================================  ==========================  ======
+    call                                     from                        to
+    =======================================  ==========================  ======
+    ``snapshot``, weight 0 or no ``begins``  IDLE, TAKEN, UNSENT         TAKEN
+    ``snapshot``, weight > 0                 IDLE, TAKEN, UNSENT         SENT
+    ``begin``                                TAKEN, UNSENT, SENT         BEGUN
+    ``adopt``                                BEGUN                       IDLE
+    ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
+    ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
+    =======================================  ==========================  ======
 
     ``connect`` leaves IDLE as it is; any other call out of order is refused.
     """
 
     IDLE = "nothing has been taken"
     TAKEN = "a snapshot has been taken"
+    UNSENT = "a snapshot has been taken, and is to be sent in a new group"
     SENT = "a drift has been sent"
     BEGUN = "a reduction is under way"
+
+
+_AT_REST = (_Phase.IDLE, _Phase.TAKEN, _Phase.UNSENT)
 
 
 class OverlappedAverager(Averager):
@@ -66,8 +70,8 @@ class OverlappedAverager(Averager):
     is_overlapped = True
     _phase = _Phase.IDLE
     _window = -1
+    # Of the last snapshot: all of it is finite; that and it weighs something.
     _is_finite = True
-    _is_filled = False
     _counts = False
 
     @torch.no_grad()
@@ -77,27 +81,26 @@ class OverlappedAverager(Averager):
         Raises:
             ProtocolError: a reduction is under way.
         """
-        self._expect("rebase", _Phase.IDLE, _Phase.TAKEN)
+        self._expect("rebase", *_AT_REST)
         super().rebase()
         self._phase = _Phase.IDLE
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Averager.state_dict`; nothing may be under way."""
-        self._expect("state_dict", _Phase.IDLE, _Phase.TAKEN)
+        """What is held beside the model; nothing may be under way."""
+        self._expect("state_dict", *_AT_REST)
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`Averager.load_state_dict`; nothing may be under way."""
-        self._expect("load_state_dict", _Phase.IDLE, _Phase.TAKEN)
+        """Goes on from a saved state; nothing may be under way."""
+        self._expect("load_state_dict", *_AT_REST)
         super().load_state_dict(state)
 
     @torch.no_grad()
     def connect(self, group: Group) -> None:
-        """See :meth:`Averager.connect`; what was under way may be begun again."""
+        """Takes a new group; what was under way may be begun again."""
         super().connect(group)
-        self._is_filled = False
         if self._phase is not _Phase.IDLE:
-            self._phase = _Phase.TAKEN
+            self._phase = _Phase.UNSENT
 
     @torch.no_grad()
     def snapshot(self, weight: float, *, begins: bool = True) -> bool:
@@ -116,11 +119,11 @@ class OverlappedAverager(Averager):
             ConfigError: a parameter has another shape, dtype or device than before.
             ProtocolError: the last reduction has not been adopted.
         """
-        self._expect("snapshot", _Phase.IDLE, _Phase.TAKEN)
+        self._expect("snapshot", *_AT_REST)
         self._refuse_changed()
         self._is_finite = all([group.fill(weight) for group in self._groups])
         self._buffers.take()
-        self._phase, self._is_filled = _Phase.TAKEN, True
+        self._phase = _Phase.TAKEN
         if not self._is_finite:
             for group in self._groups:
                 group.refill(0.0)
@@ -137,7 +140,7 @@ class OverlappedAverager(Averager):
             ProtocolError: there is no snapshot, the plan asks for optimizer state, or
                 it counts on a drift that this rank has not sent.
         """
-        self._expect("begin", _Phase.TAKEN, _Phase.SENT)
+        self._expect("begin", _Phase.TAKEN, _Phase.UNSENT, _Phase.SENT)
         if plan.include_state:
             raise ProtocolError(
                 f"window {plan.window}: optimizer state cannot be averaged while "
@@ -149,10 +152,10 @@ class OverlappedAverager(Averager):
                 f"plan, it {'has' if self._counts else 'has not'} sent one"
             )
         rule = OuterStep.of(plan)
-        if self._phase is _Phase.TAKEN:
-            if not self._is_filled:
-                for group in self._groups:
-                    group.refill()
+        if self._phase is _Phase.UNSENT:
+            for group in self._groups:
+                group.refill()
+        if self._phase is not _Phase.SENT:
             self._send()
         for group in self._groups:
             group.prepare(rule)

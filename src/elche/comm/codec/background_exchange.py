@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -38,6 +39,50 @@ OVERDUE = 0.125
 """One that takes longer is looked for after this part of the time that has passed."""
 LEAST_PAUSE_S = 1e-3
 MOST_PAUSE_S = 0.02
+
+
+class _Turn(Enum):
+    """What the training thread has asked for; written by it alone.
+
+    ::
+
+        NONE ──begin──> BEGUN ──follow_up──> FOLLOWED
+         ^                │                     │
+         └────────────────┴─────────────────────┘
+           release of a sum that is there; commit or rollback, where the exchange
+           can go on
+    """
+
+    NONE = "nothing is under way"
+    BEGUN = "a message is under way"
+    FOLLOWED = "a message is under way, and something is to be made of its sum"
+
+
+class _Message(Enum):
+    """How far the last message is.
+
+    Written under the lock, by the thread that runs the jobs; only :meth:`begin` resets
+    it without the lock, while no message is under way. Read by the training thread
+    without it.
+
+    =======================================  ====================  =======
+    event                                    from                  to
+    =======================================  ====================  =======
+    ``begin``                                DECODED, MADE, ENDED  QUEUED
+    the job that sends it                    QUEUED                SENT
+    the sum has come, and is decoded         SENT                  DECODED
+    what was to follow has been done         DECODED               MADE
+    the caller waits for the sum itself      SENT                  ENDED
+    an error, a rollback                     any                   ENDED
+    ``finish``, of a sum not decoded so far  ENDED                 DECODED
+    =======================================  ====================  =======
+    """
+
+    QUEUED = "begun, not sent yet"
+    SENT = "the other thread looks for the sum"
+    DECODED = "the sum is in the other side's contribution"
+    MADE = "so is what was to be made of it"
+    ENDED = "nothing more is done here: failed, given up, or left to the caller"
 
 
 class TaskRunner(Protocol):
@@ -78,16 +123,14 @@ class BackgroundExchange(ResidualExchange):
         # Read and written under the lock, by either thread; the queue is appended to
         # without it, because a deque's append is atomic.
         self._to_do: deque[Callable[[], None]] = deque()
-        self._awaits = self._is_retired = False
         self._follow: Callable[[torch.Tensor], None] | None = None
+        self._is_retired = False
         self._began_s = self._taken_s = 0.0
         # Written by the training thread; the codec thread reads the side.
-        self._side = 0
-        self._taken_side = -1
-        self._is_open = self._is_followed = False
-        # Written under the lock by the thread that runs the jobs, read by the training
-        # thread without it; begin() resets the flags while no message is under way.
-        self._is_decoded = self._is_over = self._has_followed = False
+        self._turn = _Turn.NONE
+        self._side, self._taken_side = 0, -1
+        # Written under the lock, read by the training thread without it.
+        self._message = _Message.ENDED
         self._fault: Exception | None = None
 
     @property
@@ -110,7 +153,7 @@ class BackgroundExchange(ResidualExchange):
         return self._coded.contribution(side)
 
     def result(self, side: int) -> torch.Tensor:
-        """See :meth:`Exchange.result`: the other side's contribution."""
+        """The sum, in the memory of the other side's contribution."""
         return self._coded.contribution(1 - side)
 
     def begin(self, side: int) -> None:
@@ -122,7 +165,7 @@ class BackgroundExchange(ResidualExchange):
         """
         if self._fault is not None:
             raise self._fault
-        if self._is_open:
+        if self._turn is not _Turn.NONE:
             raise self._coded.untaken("begin()")
         if side == self._taken_side:
             raise ProtocolError(
@@ -130,10 +173,8 @@ class BackgroundExchange(ResidualExchange):
                 "taken; expected the other side"
             )
         self._side = side
-        self._is_followed = self._has_followed = False
-        self._is_decoded = self._is_over = False
+        self._turn, self._message = _Turn.BEGUN, _Message.QUEUED
         self._to_do.append(partial(self._send, side))
-        self._is_open = True
         self._driver.serve(self)
 
     def follow_up(self, work: Callable[[torch.Tensor], None]) -> None:
@@ -146,13 +187,14 @@ class BackgroundExchange(ResidualExchange):
         Raises:
             ProtocolError: no message is under way, or work follows it already.
         """
-        if not self._is_open or self._is_followed:
+        if self._turn is not _Turn.BEGUN:
+            is_second = self._turn is _Turn.FOLLOWED
             raise ProtocolError(
                 "follow_up() came "
-                + ("twice" if self._is_open else "when nothing is under way")
+                + ("twice" if is_second else "when nothing is under way")
                 + "; expected it once, after begin()"
             )
-        self._is_followed = True
+        self._turn = _Turn.FOLLOWED
         self._to_do.append(partial(setattr, self, "_follow", work))
         self._driver.serve(self)
 
@@ -167,16 +209,13 @@ class BackgroundExchange(ResidualExchange):
             pass
 
     def drive(self) -> float | None:
-        """See :meth:`BackgroundTask.drive`; what fails is raised by :meth:`wait`."""
+        """One turn of the other thread; what fails is raised by :meth:`wait`."""
         with self._lock:
             if self._is_retired:
                 return None
             self._catch_up()
             self._attempt(self._look)
-            if self._fault is not None:
-                self._awaits, self._is_over = False, True
-                self._has_followed = True
-            if not self._awaits:
+            if self._message is not _Message.SENT:
                 return None
         passed_s = time.monotonic() - self._began_s
         left_s = self._taken_s - passed_s
@@ -187,26 +226,25 @@ class BackgroundExchange(ResidualExchange):
         """Nothing: that is the other thread's."""
 
     def poll(self) -> bool:
-        """See :meth:`Exchange.poll`; that a rank has died is seen by :meth:`wait`."""
-        return not self._is_open or (self._is_over and self._is_all_made)
+        """Whether the sum is there; a rank's death is seen by :meth:`wait`."""
+        is_over = self._message is _Message.ENDED or self._is_complete
+        return self._turn is _Turn.NONE or is_over
 
     @override
     def wait(self, what: str) -> None:
-        if self._is_decoded and self._is_all_made and self._fault is None:
+        if self._is_complete:
             return
         with self._caught_up() as coded:
-            if self._is_followed:
-                coded.wait(what)
-                self._attempt(self._look)
-                if self._fault is not None:
-                    raise self._fault
-                return
-            self._awaits, self._is_over = False, True
+            if self._message is _Message.SENT and self._turn is not _Turn.FOLLOWED:
+                self._message = _Message.ENDED
             coded.wait(what)
+            self._attempt(self._look)
+            if self._fault is not None:
+                raise self._fault
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        if self._is_decoded:
+        if self._message in (_Message.DECODED, _Message.MADE):
             out.copy_(self.result(self._side)[start:stop])
             return
         with self._caught_up() as coded:
@@ -214,8 +252,8 @@ class BackgroundExchange(ResidualExchange):
 
     def release(self) -> None:
         """After the last :meth:`sum_into`: the sum is adopted, see :meth:`commit`."""
-        if self._is_open and self._coded.has_arrived:
-            self._is_open, self._taken_side = False, self._side
+        if self._turn is not _Turn.NONE and self._coded.has_arrived:
+            self._turn, self._taken_side = _Turn.NONE, self._side
             self._to_do.append(self._coded.release)
             self._driver.serve(self)
 
@@ -223,16 +261,16 @@ class BackgroundExchange(ResidualExchange):
     def commit(self) -> None:
         with self._caught_up() as coded:
             coded.commit()
-            self._is_open = not coded.is_idle
+            if coded.is_idle:
+                self._turn = _Turn.NONE
 
     @override
     def rollback(self) -> None:
         with self._caught_up() as coded:
             coded.rollback()
-            self._awaits = self._is_decoded = False
-            self._follow = None
-            self._is_over = self._has_followed = True
-            self._is_open = not coded.is_idle
+            self._message = _Message.ENDED
+            if coded.is_idle:
+                self._turn = _Turn.NONE
 
     @override
     def flush(self, what: str) -> None:
@@ -255,9 +293,11 @@ class BackgroundExchange(ResidualExchange):
             self._is_retired = True
 
     @property
-    def _is_all_made(self) -> bool:
-        """Whether what was to be made of the sum has been, if a sum has come."""
-        return self._has_followed or not self._is_followed
+    def _is_complete(self) -> bool:
+        """Whether the sum is decoded, and what was to be made of it has been."""
+        if self._message is _Message.DECODED:
+            return self._turn is not _Turn.FOLLOWED
+        return self._message is _Message.MADE
 
     @contextmanager
     def _caught_up(self) -> Iterator[CodedExchange]:
@@ -283,33 +323,37 @@ class BackgroundExchange(ResidualExchange):
                 job()
             except Exception as error:
                 self._fault = error
+        if self._fault is not None:
+            self._message = _Message.ENDED
 
     def _send(self, side: int) -> None:
-        self._began_s = time.monotonic()
-        self._awaits = True
+        self._began_s, self._follow = time.monotonic(), None
+        self._message = _Message.SENT
         self._coded.start(side)
 
     @torch.no_grad()
     def _look(self) -> None:
         """Decodes the sum if it has come, and what follows; under the lock."""
-        if self._awaits and self._coded.poll():
+        if self._message is _Message.SENT and self._coded.poll():
             if self._coded.has_arrived:
-                summed = self.result(self._side)
-                self._coded.sum_into(0, summed.numel(), summed)
-                self._is_decoded = True
+                self._decode()
+            else:
+                self._message = _Message.ENDED
             self._taken_s = time.monotonic() - self._began_s
-            self._awaits, self._is_over = False, True
-        if self._is_over and self._follow is not None:
+        if self._message is _Message.DECODED and self._follow is not None:
             follow, self._follow = self._follow, None
-            if self._is_decoded:
-                follow(self.result(self._side))
-            self._has_followed = True
+            follow(self.result(self._side))
+            self._message = _Message.MADE
+
+    def _decode(self) -> None:
+        summed = self.result(self._side)
+        self._coded.sum_into(0, summed.numel(), summed)
+        self._message = _Message.DECODED
 
     @torch.no_grad()
     def _collected(self) -> torch.Tensor:
-        summed = self.result(self._side)
-        if self._is_open and not self._is_decoded:
-            self.sum_into(0, summed.numel(), summed)
-            self._is_decoded = True
+        if self._turn is not _Turn.NONE and self._message is _Message.ENDED:
+            with self._caught_up():
+                self._decode()
         self.release()
-        return summed
+        return self.result(self._side)

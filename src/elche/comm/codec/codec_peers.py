@@ -72,7 +72,7 @@ class GroupPeers:
         self.ranks: Sequence[int] = range(group.world_size)
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
-        """See :meth:`Peers.send_async`.
+        """Begins to send over gloo.
 
         Raises:
             CommunicationError: the connection is broken.
@@ -80,11 +80,11 @@ class GroupPeers:
         return self._begun("send", memory, to, tag)
 
     def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
-        """See :meth:`Peers.receive_async`; fails as :meth:`send_async` does."""
+        """Begins to receive over gloo; fails as :meth:`send_async` does."""
         return self._begun("recv", memory, source, tag)
 
     def wait(self, work: Any, what: str) -> None:
-        """See :meth:`Peers.wait`."""
+        """Waits, at most as long as the group's deadline."""
         try:
             work.work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
@@ -94,7 +94,7 @@ class GroupPeers:
         self._pending.discard(work)
 
     def explained(self, error: CommunicationError) -> Exception:
-        """See :meth:`Peers.explained`."""
+        """The same, and why, as the group finds out."""
         return self._group.on_failure(str(error), ())
 
     def _begun(self, call: str, memory: torch.Tensor, peer: int, tag: int) -> _Pending:

@@ -42,6 +42,7 @@ class CodecThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._served: SimpleQueue[BackgroundTask | None] = SimpleQueue()
+        # Read and written by the training thread only.
         self._thread: threading.Thread | None = None
         self._has_ended = False
 

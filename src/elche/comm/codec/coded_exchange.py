@@ -188,7 +188,7 @@ class CodedExchange(ResidualExchange):
         return self._phase is _Phase.ARRIVED
 
     def advance(self) -> None:
-        """See :meth:`Exchange.advance`; what fails is raised by :meth:`wait`."""
+        """Goes on without waiting; what fails is raised by :meth:`wait`."""
         self.poll()
 
     @torch.no_grad()

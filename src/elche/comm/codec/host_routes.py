@@ -71,19 +71,19 @@ class LeaderPeers:
         self.world_size = len(self.ranks)
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
-        """See :meth:`Peers.send_async`."""
+        """Begins to send to a leader."""
         return self._peers.send_async(memory, self.ranks[to], tag)
 
     def receive_async(self, memory: torch.Tensor, source: int, tag: int) -> Any:
-        """See :meth:`Peers.receive_async`."""
+        """Begins to receive from a leader."""
         return self._peers.receive_async(memory, self.ranks[source], tag)
 
     def wait(self, work: Any, what: str) -> None:
-        """See :meth:`Peers.wait`."""
+        """Waits for either."""
         self._peers.wait(work, what)
 
     def explained(self, error: CommunicationError) -> Exception:
-        """See :meth:`Peers.explained`."""
+        """The same, and why, as all ranks' peers find out."""
         return self._peers.explained(error)
 
 

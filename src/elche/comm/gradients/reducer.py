@@ -276,7 +276,7 @@ class GradientReducer:
             )
 
     def open_pass(self, side: int) -> float:
-        """See :class:`elche.comm.gradients.bucket_contract.Owner`."""
+        """A pass begins; returns the factor of this rank's gradients."""
         assert self._scale is not None
         work, self._beneath = self._beneath, None
         if work is not None:

@@ -47,7 +47,7 @@ class NormScope:
 
     @property
     def loss_weight(self) -> float | None:
-        """See :meth:`weigh`."""
+        """How this rank's losses weigh, as :meth:`weigh` has set it."""
         return self._loss_weight
 
     def weigh(self, loss_weight: float | None) -> None:

@@ -141,7 +141,7 @@ class RecordedWindows(WindowSource):
         self._windows = plan.windows
 
     def window(self, number: int) -> WindowPlan | None:
-        """See :meth:`WindowSource.window`."""
+        """The recorded window ``number``; None past the epoch's end."""
         return self._windows[number] if number < len(self._windows) else None
 
 
@@ -163,7 +163,7 @@ class FixedWindows(WindowSource):
         self._committed_samples = committed_samples
 
     def window(self, number: int) -> WindowPlan | None:
-        """See :meth:`WindowSource.window`."""
+        """Window ``number``, of the same counts as all; None past the epoch's end."""
         total, end = sum(self._counts), self._sizes.num_batches
         first = number * total
         if first >= end:

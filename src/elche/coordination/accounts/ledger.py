@@ -108,10 +108,6 @@ class EpochLedger:
         """Batches that a holder has trained on since it last closed a window."""
         return count_batches(self._holdings[holder].trained)
 
-    def parts(self, holder: int) -> tuple[Range, ...]:
-        """What a holder has closed and not staged."""
-        return tuple(self._holdings[holder].closed)
-
     def add(self, holder: int) -> None:
         """Lets a new rank hold leases."""
         self._holdings.setdefault(holder, _Holding())

@@ -7,12 +7,12 @@ the least part, because equal ranks do not show what a batch costs however small
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import final
 
-from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.chooser import Chooser
 from elche.cadence.goodput import predict
+from elche.coordination.auto.auto_choice import MeasuredChoice
 from elche.coordination.auto.auto_gauge import Gauge
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -27,15 +27,6 @@ EXPLORING_GRANTS = 2
 """So many grants of steps give either half of the ranks the least part before the
 choice: those of the other half get large.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The first choice, who made it, and by which measurements."""
-
-    choice: Choice
-    chooser: Chooser
-    gauge: Gauge
 
 
 @final
@@ -63,14 +54,10 @@ class Calibration:
         self._spared: list[tuple[int, ...]] = []
         self._probe_s = 0.0
 
-    def prepare(self, probe_s: float, *, is_new: bool) -> None:
-        """An epoch is about to begin.
-
-        Args:
-            probe_s: what one reduction takes.
-            is_new: nothing has been measured.
-        """
+    def prepare(self, probe_s: float) -> None:
+        """An epoch is about to begin; ``probe_s`` is what one reduction takes."""
         self._probe_s = self._probe_s or probe_s
+        is_new = self._gauge.measurements == 0
         self._sync.grant_singly(is_new and self._probe_s >= SLOW_REDUCTION_S)
 
     def break_off(self) -> None:
@@ -80,9 +67,23 @@ class Calibration:
         self._sync.grant_singly(False)
         self._sync.spare(())
 
-    def quick_check(
+    def take(
         self, reports: Sequence[StepsDone], batch_size: int
-    ) -> Found | None:
+    ) -> MeasuredChoice | None:
+        """All ranks have run a further grant; returns the first choice, if it is made.
+
+        Args:
+            reports: one of each rank, in order.
+            batch_size: samples of a batch.
+        """
+        if self._gauge.took_steps(reports):
+            return self._measured(len(reports), batch_size)
+        is_first = self._gauge.measurements == 0
+        return self._quick_check(reports, batch_size) if is_first else None
+
+    def _quick_check(
+        self, reports: Sequence[StepsDone], batch_size: int
+    ) -> MeasuredChoice | None:
         """The first step was run, on devices that are not warm yet.
 
         On a slow link each further one costs more than it tells: windows are chosen at
@@ -93,32 +94,29 @@ class Calibration:
             return None
         gauge = self._gauge.quick_gauge(reports, self._probe_s)
         found, gain = self._choose(gauge, batch_size)
-        return found if gain >= GLANCE_GAIN and not found.choice.left_out else None
+        return found if gain >= GLANCE_GAIN and not found.now.left_out else None
 
-    def measured(self, ranks: Iterable[int], batch_size: int) -> Found | None:
-        """A further grant was measured while nothing is chosen yet."""
+    def _measured(self, world_size: int, batch_size: int) -> MeasuredChoice | None:
         gauge = self._gauge
-        if gauge.grants == 1:
+        if gauge.measurements == 1:
             self._sync.grant_singly(False)
             gauge.learn(self._probe_s)
             found, gain = self._choose(gauge, batch_size)
             if gain >= EARLY_GAIN:
                 return found
-            halves = gauge.halves(ranks, batch_size)
+            halves = gauge.halves(range(world_size), batch_size)
             self._spared = [
                 half for half in halves for _ in range(EXPLORING_GRANTS)
             ] + [()]
         if self._spared:
             self._sync.spare(self._spared.pop(0))
-        if gauge.grants < self._grants:
+        if gauge.measurements < self._grants:
             return None
         gauge.learn(self._probe_s)
         return self._choose(gauge, batch_size)[0]
 
-    def _choose(self, gauge: Gauge, batch_size: int) -> tuple[Found, float]:
+    def _choose(self, gauge: Gauge, batch_size: int) -> tuple[MeasuredChoice, float]:
         """What would be chosen, and how much better than ``sync`` of all it is."""
-        cluster = gauge.cluster(batch_size)
-        chooser = self._new_chooser()
-        choice = chooser.observe(cluster)
-        gain = choice.prediction.goodput / predict("sync", cluster).goodput
-        return Found(choice, chooser, gauge), gain
+        found = MeasuredChoice(gauge, self._new_chooser(), batch_size)
+        all_in_step = predict("sync", gauge.cluster(batch_size))
+        return found, found.now.prediction.goodput / all_in_step.goodput

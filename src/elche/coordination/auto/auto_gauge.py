@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elche.cadence.convergence import REFERENCE_BATCHES
-from elche.cadence.goodput import BACKWARD_SHARE, Cluster, expected_most
+from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.config import RunConfig
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
@@ -90,9 +90,8 @@ class Gauge:
 
     Attributes:
         sync_s: what a reduction takes.
-        grants: of steps that were measured.
-        windows: that were measured.
-        run_batches: that the run is expected to have; set by who knows.
+        measurements: grants of steps, or windows, since the last :meth:`follow`.
+        is_cold: knows the ranks by steps that were not warm, and by nothing since.
     """
 
     def __init__(
@@ -106,21 +105,39 @@ class Gauge:
         self._hidden = 0.0
         self._jitter = 0.0
         self._step_s = 0.0
-        self._reports: dict[int, dict[int, WindowReduced]] = {}
+        self._grants: dict[int, dict[int, StepsDone]] = {}
+        self._windows: dict[int, dict[int, WindowReduced]] = {}
+        self._run_batches = float(REFERENCE_BATCHES)
         self._is_learned = False
         self.sync_s = 0.0
-        self.grants = 0
-        self.windows = 0
-        self.run_batches = REFERENCE_BATCHES
+        self.measurements = 0
+        self.is_cold = False
 
-    def took_steps(self, reports: Sequence[StepsDone]) -> None:
+    def begin_epoch(self, run_batches: float) -> None:
+        """An epoch begins, in a run that is expected to have so many batches."""
+        self._run_batches = run_batches
+        self._grants.clear()
+
+    def reported(self, event: StepsDone) -> list[StepsDone]:
+        """A rank has run a grant; the last one of them gets the reports of all."""
+        reports = self._grants.setdefault(event.start, {})
+        reports[event.rank] = event
+        if len(reports) < len(self._ranks):
+            return []
+        del self._grants[event.start]
+        return [reports[rank] for rank in sorted(reports)]
+
+    def took_steps(self, reports: Sequence[StepsDone]) -> bool:
         """All ranks have run a grant of ``sync``; one that was not warm is no measure.
 
         Args:
             reports: one of each rank, in order.
+
+        Returns:
+            Whether it is one.
         """
         if not all(report.warm for report in reports):
-            return
+            return False
         steps = reports[0].stop - reports[0].start
         for rank, report in enumerate(reports):
             samples, costs = report.samples // steps or self._few, self._ranks[rank]
@@ -135,7 +152,8 @@ class Gauge:
         shown_s -= spread * expected_most(len(reports)) * self._step_s
         shown_s = max(0.0, shown_s)
         self._exposed_s = [*self._exposed_s, shown_s][-KEPT_REPORTS:]
-        self.grants += 1
+        self.measurements += 1
+        return True
 
     def trained(self, event: BatchesDone) -> None:
         """A rank has trained on batches of a window."""
@@ -145,24 +163,25 @@ class Gauge:
             costs.spent_s += event.timed_s
             costs.expected_s += event.timed * costs.step_s(samples)
 
-    def reduced(self, event: WindowReduced, batch_size: int) -> None:
-        """A rank holds a window's result; when all do, the reduction is measured.
+    def reduced(self, event: WindowReduced, batch_size: int) -> bool:
+        """A rank holds a window's result; True when all do: the reduction is measured.
 
         From the end of its window on, a rank trained some batches and waited for the
         rest. That of the rank for which this was least is the reduction, up to a part
         of a batch: the others may have waited for that rank.
         """
-        reports = self._reports.setdefault(event.window, {})
+        reports = self._windows.setdefault(event.window, {})
         reports[event.rank] = event
         if len(reports) < len(self._ranks):
-            return
-        del self._reports[event.window]
+            return False
+        del self._windows[event.window]
         taken_s = []
         for rank, report in reports.items():
             lag_batches = max(0.0, report.adopted_at - 0.5)
             taken_s.append(lag_batches * self.batch_s(rank, batch_size) + report.sync_s)
         self._syncs_s.append(min(taken_s))
-        self.windows += 1
+        self.measurements += 1
+        return True
 
     def batch_s(self, rank: int, samples: int) -> float:
         """Seconds of a batch on a rank, as it is now."""
@@ -191,7 +210,8 @@ class Gauge:
             probe_s: what one reduction takes.
         """
         other = Gauge(self._config, len(reports), self._few)
-        other.run_batches = self.run_batches
+        other.begin_epoch(self._run_batches)
+        other.is_cold = True
         other.took_steps([replace(report, warm=True) for report in reports])
         other.learn(probe_s)
         return other
@@ -229,11 +249,14 @@ class Gauge:
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
         self._is_learned = True
+        self.measurements = 0
         for costs in self._ranks:
             costs.steps.clear()
 
     def follow(self) -> None:
         """Takes in what was measured since the last time."""
+        self.measurements = 0
+        self.is_cold = False
         for costs in self._ranks:
             costs.follow()
         if self._syncs_s:
@@ -245,14 +268,14 @@ class Gauge:
         self._syncs_s.clear()
         self._exposed_s.clear()
 
-    def cluster(self, batch_size: int) -> Cluster:
+    def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.
 
         Args:
             batch_size: samples of a batch.
         """
         ranks = self._ranks
-        return Cluster(
+        return MeasuredCluster(
             seconds_per_sample=[
                 max(LEAST_S, costs.factor * costs.sample_s) for costs in ranks
             ],
@@ -264,7 +287,7 @@ class Gauge:
             overhead_target=self._config.windows.overhead_target,
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
-            run_batches=self.run_batches,
+            run_batches=self._run_batches,
         )
 
 

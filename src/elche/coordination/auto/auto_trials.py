@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import final
 
-from elche.cadence.chooser import Choice
-from elche.cadence.goodput import Cluster, predict
+from elche.cadence.goodput import MeasuredCluster, predict
 from elche.coordination.auto.auto_gauge import Gauge
+from elche.coordination.auto.auto_windows import RunningWindows
 from elche.coordination.protocol.instructions import Instruction
-from elche.coordination.windows.window_policy import WindowPolicy
 
 TRIAL_COST = 0.01
 """Part of the time that timing left out ranks again may take."""
@@ -34,36 +33,33 @@ class Trials:
         self._last_s, self._next = now_s, 0
 
     def try_out(
-        self,
-        windows: WindowPolicy,
-        running: Choice,
-        gauge: Gauge,
-        batch_size: int,
-        now_s: float,
+        self, windows: RunningWindows, gauge: Gauge, batch_size: int, now_s: float
     ) -> list[Instruction]:
         """Leases a batch to the rank whose turn it is, if that is due.
 
         Args:
-            windows: what runs.
-            running: what they carry out.
+            windows: that run.
             gauge: knows what a batch takes on each rank.
             batch_size: samples of a batch.
             now_s: the time.
         """
-        if not running.left_out:
+        left_out = windows.choice.left_out
+        if not left_out:
             return []
-        rank = running.left_out[self._next % len(running.left_out)]
+        rank = left_out[self._next % len(left_out)]
         batch_s = gauge.batch_s(rank, batch_size)
         # Others may wait for it, and its drift weighs in the mean of one window.
-        if not self._may_take(batch_s + running.prediction.window_s, now_s):
+        if not self._may_take(batch_s + windows.choice.prediction.window_s, now_s):
             return []
-        leased = windows.try_out(rank, batch_s)
+        leased = windows.policy.try_out(rank, batch_s)
         if leased:
             self._last_s = now_s
             self._next += 1
         return leased
 
-    def are_steps_due(self, cluster: Cluster, ahead_steps: int, now_s: float) -> bool:
+    def are_steps_due(
+        self, cluster: MeasuredCluster, ahead_steps: int, now_s: float
+    ) -> bool:
         """Whether steps of all ranks would cost little of the time without them.
 
         Args:

@@ -1,12 +1,21 @@
-"""``auto``: settings of the windows that it chooses. Pure."""
+"""``auto``: the policy that runs, steps or windows, and what becomes of it. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
 
 from elche.cadence.chooser import Choice
 from elche.config import RunConfig
 from elche.config_parts import OuterConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
+from elche.coordination.policy import Member, Outcome, Policy
+from elche.coordination.protocol.events import EpochLeft, Event
+from elche.coordination.protocol.instructions import EndEpoch, SwitchPolicy
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
@@ -35,10 +44,127 @@ def windows_config(
     return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
 
 
-def is_outdated(running: Choice, choice: Choice) -> bool:
-    """Whether windows run otherwise than was chosen since."""
-    if not choice.is_carried_out_as(running):
-        return True
-    anchors = sorted((choice.anchor, running.anchor))
-    overlapped = choice.carried_out_by == "async"
-    return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+@final
+@dataclass(frozen=True, slots=True)
+class RunningWindows:
+    """Windows, and the choice that they carry out."""
+
+    policy: WindowPolicy
+    choice: Choice
+
+    def is_outdated_by(self, choice: Choice) -> bool:
+        """Whether they run otherwise than was chosen since."""
+        if not choice.is_carried_out_as(self.choice):
+            return True
+        anchors = sorted((choice.anchor, self.choice.anchor))
+        overlapped = choice.carried_out_by == "async"
+        return overlapped and anchors[1] >= ANOTHER_ANCHOR * anchors[0]
+
+
+@final
+class PolicySwitch:
+    """Runs steps, or windows in their place, and counts what the run has done.
+
+    Args:
+        members: all ranks, in order.
+        settings: what the ranks agreed on.
+
+    Attributes:
+        sync: grants the steps; goes on after windows with what it knew before.
+        windows: that run now; None while steps do.
+    """
+
+    def __init__(self, members: Sequence[Member], settings: Settings) -> None:
+        self._settings = settings
+        self._members = {member.rank: member for member in members}
+        self.sync = SyncPolicy(members, settings)
+        self.windows: RunningWindows | None = None
+        self._next_window = 0
+        self._epoch = -1
+        self._sizes = BatchSizes(())
+        self._samples_before = 0
+
+    @property
+    def current(self) -> Policy:
+        """The policy that runs."""
+        return self.sync if self.windows is None else self.windows.policy
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the run, in order."""
+        return list(self._members)
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        del self._members[rank]
+        self.current.remove(rank)
+
+    def add(self, member: Member) -> None:
+        """A rank joins."""
+        self._members[member.rank] = member
+        self.current.add(member)
+
+    def begin_epoch(self, epoch: int, sizes: BatchSizes, now_s: float) -> Outcome:
+        """Begins an epoch under what runs."""
+        self._epoch, self._sizes = epoch, sizes
+        return self.current.begin_epoch(epoch, sizes, now_s)
+
+    def end_epoch(self, outcome: Outcome, event: Event | None) -> None:
+        """Counts samples of the epoch that are in the model at its end."""
+        for each in outcome.instructions:
+            if isinstance(each, EndEpoch):
+                self._samples_before += sum(each.samples)
+                return
+        steps = event.step if isinstance(event, EpochLeft) else self._sizes.num_batches
+        self._samples_before += self._sizes.samples_in(0, steps)
+
+    def build_windows(
+        self, choice: Choice, speed_hints: tuple[float, ...] | None
+    ) -> None:
+        """Windows as chosen run from now on, or from :meth:`take_over` on."""
+        if self.windows is not None:
+            self._next_window = self.windows.policy.first_window
+        policy = WindowPolicy(
+            windows_config(self._settings.config, choice, speed_hints),
+            list(self._members.values()),
+            self._settings.epochs,
+            idle=frozenset(choice.left_out),
+            first_window=self._next_window,
+        )
+        policy.start_from(self._samples_before)
+        self.windows = RunningWindows(policy, choice)
+
+    @property
+    def may_take_over(self) -> bool:
+        """Whether all granted steps are done, and some of the epoch are left."""
+        is_left = self.sync.granted_until < self._sizes.num_batches
+        return is_left and self.sync.is_drained
+
+    def take_over(self, outcome: Outcome, now_s: float) -> None:
+        """The windows that were built take over what is left of the epoch."""
+        assert self.windows is not None
+        windows, step = self.windows.policy, self.sync.granted_until
+        outcome.instructions += [
+            SwitchPolicy(
+                rank=rank,
+                epoch=self._epoch,
+                step=step,
+                policy=windows.name,
+                window=windows.first_window,
+            )
+            for rank in self._members
+        ]
+        progress_samples = self._samples_before + self._sizes.samples_in(0, step)
+        done = TakenOver(step, self.sync.totals, progress_samples)
+        begun = windows.take_over(self._epoch, self._sizes, now_s, done)
+        outcome.instructions += begun.instructions
+        outcome.notes += begun.notes
+
+    def end_windows(self) -> int:
+        """Steps take their place; returns the one rank that trained in them."""
+        assert self.windows is not None
+        (alone,) = self._members.keys() - set(self.windows.choice.left_out)
+        self._next_window = self.windows.policy.first_window
+        self.windows = None
+        self.sync.grant_again()
+        return alone

@@ -83,13 +83,9 @@ class StepShares:
         """Gives these ranks the least part of later steps."""
         self._balancer.spare([self._places[rank] for rank in ranks])
 
-    def costs_s(self) -> tuple[list[float], list[float]]:
-        """Seconds per sample, and fixed seconds per step, of each member."""
-        return self._balancer.costs_s()
-
     def follow(self, ranks: Iterable[int]) -> None:
         """The members are others now; a new one counts as a usual one."""
-        costs, _ = self._balancer.costs_s()
+        costs = self._balancer.costs_s()
         speeds = {
             rank: 1.0 / cost for rank, cost in zip(self._places, costs, strict=True)
         }

@@ -84,12 +84,12 @@ class SyncPolicy(Policy):
 
     @property
     def is_elastic(self) -> bool:
-        """See :meth:`Policy.is_elastic`; not while loops leave an epoch early."""
+        """Ranks may come and go, but not while loops leave an epoch early."""
         return not self._left
 
     @property
     def is_quiet(self) -> bool:
-        """See :meth:`Policy.is_quiet`: for that, steps end (:meth:`make_room`)."""
+        """No step is under way; :meth:`make_room` brings that about."""
         busy = self._grants or self._is_paused or self._adopting or self._left
         return self._makes_room and not busy and self._ledger.pooled > 0
 
@@ -169,8 +169,8 @@ class SyncPolicy(Policy):
 
     @property
     def is_drained(self) -> bool:
-        """Whether every granted step has been run by all ranks."""
-        return not (self._grants or self._is_paused or self._adopting)
+        """Whether all ranks have run every granted step, and none has left early."""
+        return not (self._grants or self._is_paused or self._adopting or self._left)
 
     def stop_granting(self) -> None:
         """Grants no more steps in this epoch: another policy takes over."""
@@ -189,17 +189,13 @@ class SyncPolicy(Policy):
         self._is_single = wanted
 
     def make_room(self, wanted: bool) -> list[Instruction]:
-        """See :meth:`Policy.make_room`: no steps are granted meanwhile."""
+        """No steps are granted while somebody wants the ranks quiet."""
         was_wanted, self._makes_room = self._makes_room, wanted
         return self._top_up() if was_wanted and not wanted else []
 
     def spare(self, ranks: Sequence[int]) -> None:
         """Gives these ranks the least share of later steps, so that others get more."""
         self._shares.spare(ranks)
-
-    def costs_s(self) -> tuple[list[float], list[float]]:
-        """Seconds per sample, and fixed seconds per step, of each rank."""
-        return self._shares.costs_s()
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is granted until :meth:`regrouped`."""

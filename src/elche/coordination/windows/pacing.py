@@ -11,7 +11,8 @@ from elche.cadence.divergence import DivergenceGuard
 from elche.cadence.el_che import ElChe, ElCheConfig
 from elche.cadence.overlapped import ROOM, BatchTimes, anchor_for, best_anchor
 from elche.config import RunConfig
-from elche.coordination.windows.window_book import Part, Reduction
+from elche.coordination.windows.reductions import Reduction
+from elche.coordination.windows.window_book import Part
 
 WAIT_TOLERANCE = 0.01
 """Part of a window that ranks may wait for each other without lengthening it."""

@@ -1,18 +1,202 @@
-"""Reduction plans of windows: weights, outer step, state and buffers. Pure."""
+"""Reductions of windows: who has the result; plans of weights, outer step and state.
+
+Pure.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
+from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Reduce
-from elche.coordination.windows.window_book import Part, Reduction
+from elche.coordination.windows.window_book import Part
+from elche.errors import ProtocolError, TransitionError
 
 SETTLED_WINDOWS = 8
 FEW_WINDOWS = 4
+
+
+class Reduction:
+    """One reduction under way: who has its result.
+
+    Args:
+        window: whose.
+        ranks: who takes part.
+        is_handover: it only brings the common model to ranks that have joined.
+        begun_s: when all ranks had closed the window; None where that says nothing
+            about how long it takes.
+        diverged: ranks whose waits are left out of pacing; see `Part`.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        ranks: Iterable[int],
+        *,
+        is_handover: bool = False,
+        begun_s: float | None = None,
+        diverged: frozenset[int] = frozenset(),
+    ) -> None:
+        self.window = window
+        self.is_handover = is_handover
+        self.attempt = 0
+        self.begun_s = begun_s
+        self.diverged = diverged
+        self.reports: dict[int, WindowReduced] = {}
+        self.missing = set(ranks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank has the result."""
+        return not self.missing
+
+    def reduced(self, event: WindowReduced) -> None:
+        """A rank has it.
+
+        Raises:
+            ProtocolError: it is of another window, or was said twice.
+        """
+        if event.window != self.window or event.rank not in self.missing:
+            raise ProtocolError(
+                f"rank {event.rank} reduced window {event.window} out of turn"
+            )
+        self.missing.discard(event.rank)
+        self.reports[event.rank] = event
+
+    def again(self, ranks: Iterable[int]) -> None:
+        """All of these shall report once more: the membership has changed."""
+        self.attempt += 1
+        self.begun_s = None
+        self.missing = set(ranks)
+        self.reports.clear()
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        self.missing.discard(rank)
+        self.reports.pop(rank, None)
+
+    @property
+    def sync_s(self) -> float:
+        """What it cost the rank that it cost most."""
+        return max((report.sync_s for report in self.reports.values()), default=0.0)
+
+    def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
+        """What it cost ranks that had work meanwhile, and their mean wait for others.
+
+        One that has none waits through the whole of it, which costs nothing.
+        """
+        reports = [self.reports[rank] for rank in busy if rank in self.reports]
+        reports = reports or list(self.reports.values())
+        if not reports:
+            return 0.0, 0.0
+        wait_s = sum(report.wait_s for report in reports) / len(reports)
+        return max(report.sync_s for report in reports), wait_s
+
+    @property
+    def divergences(self) -> list[float]:
+        """Of all ranks, in their order."""
+        return [self.reports[rank].divergence for rank in sorted(self.reports)]
+
+
+class Reductions:
+    """The reduction that is running, at most one, and the last one that is done.
+
+    ==================  =======  =======  ============================================
+    call                from     to       when
+    ==================  =======  =======  ============================================
+    ``begin``           none     running  all ranks have closed a window
+    ``resume``          running  running  the group has changed: all report once more
+    ``resume``          none     running  ranks have joined: a *handover* of the model
+    ``resume``          running  none     it was a handover to ranks that are gone
+    ``commit``          running  none     all ranks hold its result
+    ==================  =======  =======  ============================================
+
+    Attributes:
+        parts: what the ranks did in the window that was reduced last.
+        settings: how it was reduced.
+        joining: ranks that have joined and do not hold the common model.
+    """
+
+    def __init__(self) -> None:
+        self.running: Reduction | None = None
+        self.last: Reduction | None = None
+        self.parts: dict[int, Part] = {}
+        self.settings: dict[str, Any] = {}
+        self.joining: list[int] = []
+
+    def begin(
+        self,
+        window: int,
+        parts: Mapping[int, Part],
+        settings: dict[str, Any],
+        begun_s: float | None,
+    ) -> Reduction:
+        """All ranks have closed a window.
+
+        Raises:
+            TransitionError: the last reduction is still running.
+        """
+        if self.running is not None:
+            raise TransitionError(
+                f"window {window} cannot be reduced: window {self.running.window} is"
+            )
+        diverged = frozenset(r for r, part in parts.items() if part.is_diverged)
+        self.parts, self.settings = dict(parts), settings
+        self.running = Reduction(window, parts, begun_s=begun_s, diverged=diverged)
+        return self.running
+
+    def resume(self, window: int, members: Collection[int]) -> Reduction | None:
+        """The members have formed their group; returns what is to be reduced in it.
+
+        Args:
+            window: the one that was closed last.
+            members: all.
+        """
+        if self.running is None and self.joining:
+            self.running = Reduction(window, members, is_handover=True)
+        elif self.running is not None and self.running.is_handover and not self.joining:
+            self.running = None
+        if self.running is not None:
+            self.running.again(members)
+        return self.running
+
+    def leave_out_gone(self, members: Collection[int]) -> None:
+        """It is redone without the parts of ranks that are no members any more."""
+        self.parts = {r: part for r, part in self.parts.items() if r in members}
+
+    def add(self, rank: int) -> None:
+        """A rank has joined; it does not hold the common model."""
+        self.joining.append(rank)
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone."""
+        if rank in self.joining:
+            self.joining.remove(rank)
+        if self.running is not None:
+            self.running.remove(rank)
+
+    def commit(self) -> Reduction:
+        """All ranks hold the result.
+
+        Raises:
+            TransitionError: they do not, or nothing is reduced.
+        """
+        done = self.running
+        if done is None or not done.is_done:
+            raise TransitionError("a reduction is committed before all hold its result")
+        self.running = None
+        if not done.is_handover:
+            self.last = done
+        return done
+
+    def take_joined(self) -> list[int]:
+        """Ranks that the handover has brought the model to: now like all others."""
+        joined, self.joining = self.joining, []
+        return joined
 
 
 def drift_weights(kind: str, samples: Sequence[float]) -> tuple[float, ...]:

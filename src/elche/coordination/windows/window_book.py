@@ -7,23 +7,46 @@ window being collected is already in the next one, so there are two accounts. Pu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from elche.coordination.accounts.batch_ranges import Range
-from elche.coordination.protocol.events import BatchesDone, WindowClosed, WindowReduced
+from elche.coordination.accounts.batch_ranges import Range, append_range
+from elche.coordination.protocol.events import BatchesDone, WindowClosed
 from elche.coordination.protocol.instructions import OpenWindow
-from elche.errors import ProtocolError
+from elche.errors import ProtocolError, TransitionError
+
+
+class PartPhase(Enum):
+    """Life of one rank's part of a window; any other transition is refused.
+
+    =================  =============  ========  ===================================
+    call               from           to        when
+    =================  =============  ========  ===================================
+    ``open``           UNOPENED       OPEN      an `OpenWindow` is sent
+    ``tell_to_close``  OPEN           CLOSING   a `CloseWindow` is sent
+    ``tell_again``     CLOSING        OPEN      it must be sent again, with ``drain``
+    ``close``          OPEN, CLOSING  CLOSED    the rank's `WindowClosed` has come
+    =================  =============  ========  ===================================
+
+    *Overlapped*, a rank that has closed its window trains in the next one before that
+    is opened.
+    """
+
+    UNOPENED = auto()
+    OPEN = auto()
+    CLOSING = auto()
+    CLOSED = auto()
 
 
 @dataclass(slots=True)
 class Part:
     """One rank's part of one window.
 
-    ``trained`` are its batches once it is closed; ``samples`` those that weigh.
-    ``permitted`` batches is the most that it has been allowed to run, None without a
-    limit. Where ``is_diverged``, its update is not finite, or the one before was not
-    and it is of one batch: its rank's wait for the others is left out of pacing. Where
+    ``trained`` are its batches, ``samples`` those that weigh. ``permitted`` batches is
+    the most that it has been allowed to run, None without a limit. Where
+    ``is_diverged``, its update is not finite, or the one before was not and it is of
+    one batch: its rank's wait for the others is left out of pacing. Where
     ``is_drained``, its rank knew that the epoch ends when it began it.
     """
 
@@ -32,12 +55,59 @@ class Part:
     timed: int = 0
     timed_s: float = 0.0
     closed: WindowClosed | None = None
-    trained: tuple[Range, ...] = ()
+    trained: list[Range] = field(default_factory=list)
+    phase: PartPhase = PartPhase.UNOPENED
     opened: OpenWindow | None = None
-    told_to_close: bool = False
     permitted: int | None = None
     is_diverged: bool = False
     is_drained: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its rank has been sent it, and has not closed it."""
+        return self.phase in (PartPhase.OPEN, PartPhase.CLOSING)
+
+    def open(self, plan: OpenWindow, *, is_diverged: bool, is_drained: bool) -> None:
+        """It is opened as planned."""
+        self._move((PartPhase.UNOPENED,), PartPhase.OPEN)
+        self.opened, self.permitted = plan, plan.hold_after
+        self.is_diverged, self.is_drained = is_diverged, is_drained
+
+    def permit(self, batches: int) -> None:
+        """Its rank may run so many, and at least what it was allowed before."""
+        self.permitted = max(batches, self.permitted or 0)
+
+    def train(self, event: BatchesDone) -> None:
+        """Counts batches that its rank reports."""
+        self.batches += event.stop - event.start
+        self.samples += event.samples
+        self.timed += event.timed
+        self.timed_s += event.timed_s
+        append_range(self.trained, (event.start, event.stop))
+
+    def tell_to_close(self) -> None:
+        """Its rank is told to close it."""
+        self._move((PartPhase.OPEN,), PartPhase.CLOSING)
+
+    def tell_again(self) -> None:
+        """Its rank does not know yet that the epoch ends."""
+        self._move((PartPhase.CLOSING,), PartPhase.OPEN)
+
+    def close(self, event: WindowClosed) -> None:
+        """Its rank has closed it."""
+        self._move((PartPhase.OPEN, PartPhase.CLOSING), PartPhase.CLOSED)
+        self.closed = event
+
+    def discard(self) -> None:
+        """Its update is not finite: it has no weight."""
+        self.samples, self.is_diverged = 0, True
+
+    def _move(self, expected: Sequence[PartPhase], to: PartPhase) -> None:
+        if self.phase not in expected:
+            raise TransitionError(
+                f"a window cannot go from {self.phase.name} to {to.name}"
+            )
+        self.phase = to
 
     @property
     def weight(self) -> float:
@@ -88,7 +158,7 @@ class WindowBook:
         """Batches of a rank since the last synchronisation that was begun."""
         return self.parts[rank].batches + self.ahead[rank].batches
 
-    def trained(self, event: BatchesDone) -> Part:
+    def trained(self, event: BatchesDone) -> None:
         """Counts batches that a rank reports.
 
         Raises:
@@ -99,12 +169,7 @@ class WindowBook:
                 f"rank {event.rank} trains in window {event.window}, it should be in "
                 f"{self.window_of(event.rank)}"
             )
-        part = self.part(event.rank)
-        part.batches += event.stop - event.start
-        part.samples += event.samples
-        part.timed += event.timed
-        part.timed_s += event.timed_s
-        return part
+        self.part(event.rank).train(event)
 
     def close(self, event: WindowClosed) -> None:
         """Takes a rank's end of the window being collected.
@@ -113,30 +178,37 @@ class WindowBook:
             ProtocolError: it is not in that window, or weighs what cannot be.
         """
         part = self.parts.get(event.rank)
-        if part is None or part.closed is not None or event.window != self.window:
+        if part is None or not part.is_open or event.window != self.window:
             raise ProtocolError(
-                f"rank {event.rank} closes window {event.window}, open is {self.window}"
+                f"rank {event.rank} closes window {event.window}, expected once and of "
+                f"an open one; collected is window {self.window}"
             )
         if event.weight is not None and not 0.0 <= event.weight < math.inf:
             raise ProtocolError(
                 f"rank {event.rank} closes window {event.window} with a weight of "
                 f"{event.weight}, expected a finite one from 0 on"
             )
-        part.closed = event
+        part.close(event)
         self._open -= 1
 
-    def advance(self) -> dict[int, Part]:
-        """Begins to collect the next window; returns the parts of the last one."""
-        done = self.parts
+    def tell_again(self) -> None:
+        """The epoch ends: ranks that were told to close their window do not know it."""
+        for rank in self.parts:
+            part = self.part(rank)
+            if part.phase is PartPhase.CLOSING:
+                part.tell_again()
+
+    def advance(self) -> None:
+        """Begins to collect the next window."""
         self.parts = self.ahead
         self.ahead = {rank: Part() for rank in self.parts}
         self._open = len(self.parts)
         self.window += 1
-        return done
 
     def unopened(self) -> list[int]:
         """Ranks that have not been sent the window being collected."""
-        return [rank for rank, part in self.parts.items() if part.opened is None]
+        parts = self.parts.items()
+        return [rank for rank, part in parts if part.phase is PartPhase.UNOPENED]
 
     def add(self, rank: int) -> None:
         """A new rank takes part from here on."""
@@ -148,84 +220,6 @@ class WindowBook:
         part = self.parts.pop(rank)
         self.ahead.pop(rank)
         self._open -= part.closed is None
-
-
-class Reduction:
-    """One reduction under way: who has its result.
-
-    Args:
-        window: whose.
-        ranks: who takes part.
-        is_handover: it only brings the common model to ranks that have joined.
-
-    Attributes:
-        begun_s: when all ranks had closed the window; None where that says nothing
-            about how long it takes.
-        diverged: ranks whose waits are left out of pacing; see `Part`.
-    """
-
-    def __init__(
-        self, window: int, ranks: Iterable[int], *, is_handover: bool = False
-    ) -> None:
-        self.window = window
-        self.is_handover = is_handover
-        self.attempt = 0
-        self.begun_s: float | None = None
-        self.diverged: frozenset[int] = frozenset()
-        self.reports: dict[int, WindowReduced] = {}
-        self.missing = set(ranks)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every rank has the result."""
-        return not self.missing
-
-    def reduced(self, event: WindowReduced) -> None:
-        """A rank has it.
-
-        Raises:
-            ProtocolError: it is of another window, or was said twice.
-        """
-        if event.window != self.window or event.rank not in self.missing:
-            raise ProtocolError(
-                f"rank {event.rank} reduced window {event.window} out of turn"
-            )
-        self.missing.discard(event.rank)
-        self.reports[event.rank] = event
-
-    def again(self, ranks: Iterable[int]) -> None:
-        """All of these shall report once more: the membership has changed."""
-        self.attempt += 1
-        self.begun_s = None
-        self.missing = set(ranks)
-        self.reports.clear()
-
-    def remove(self, rank: int) -> None:
-        """A rank is gone."""
-        self.missing.discard(rank)
-        self.reports.pop(rank, None)
-
-    @property
-    def sync_s(self) -> float:
-        """What it cost the rank that it cost most."""
-        return max((report.sync_s for report in self.reports.values()), default=0.0)
-
-    def cost_s(self, busy: Iterable[int]) -> tuple[float, float]:
-        """What it cost ranks that had work meanwhile, and their mean wait for others.
-
-        One that has none waits through the whole of it, which costs nothing.
-        """
-        reports = [self.reports[rank] for rank in busy if rank in self.reports]
-        reports = reports or list(self.reports.values())
-        if not reports:
-            return 0.0, 0.0
-        wait_s = sum(report.wait_s for report in reports) / len(reports)
-        return max(report.sync_s for report in reports), wait_s
-
-    @property
-    def divergences(self) -> list[float]:
-        """Of all ranks, in their order."""
-        return [self.reports[rank].divergence for rank in sorted(self.reports)]
 
 
 def check_claim(event: BatchesDone, samples: int) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of closed windows: updates discarded, reduced, recorded.
+"""Evaluation of closed windows: updates discarded, reduced, redone, recorded.
 
 An update that is not finite (NaN or Inf) has no weight: its batches are done and
 *discarded*, and are not trained on again. Its rank goes back to the common parameters
@@ -11,15 +11,16 @@ left out where the common parameters are not finite: that ends every run. Pure.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from elche.coordination.accounts.batch_ranges import joined, named
 from elche.coordination.accounts.epoch_plan import WindowPlan
 from elche.coordination.protocol.events import WindowReduced
-from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
-from elche.coordination.windows.window_book import Reduction
 from elche.coordination.windows.window_state import WindowState
-from elche.errors import ConfigError, NonFiniteError
+from elche.errors import ConfigError, NonFiniteError, TransitionError
 
 
 def judge_update(state: WindowState, rank: int) -> None:
@@ -29,24 +30,21 @@ def judge_update(state: WindowState, rank: int) -> None:
         NonFiniteError: it is the second in a row, and the run is to stop then.
     """
     part, window = state.book.parts[rank], state.book.window
-    closed, before = part.closed, state.diverged.get(rank)
+    closed = part.closed
     assert closed is not None
     if closed.is_finite:
-        if before is not None and part.trained:
-            if closed.has_moved:
-                del state.diverged[rank]
-            else:  # gradients wait for a step, of which nothing is known yet
-                before += part.trained
+        if part.trained:
+            state.diverged.trained(rank, part.trained, has_moved=closed.has_moved)
         return
     state.ledger.discard(rank)
     state.totals.discard(window, rank, part.samples)
-    part.samples, part.is_diverged = 0, True
+    part.discard()
     state.note(
         f"rank {rank}: its update of window {window} (batches {named(part.trained)}) "
         "is not finite: it is discarded"
     )
-    state.diverged[rank] = batches = [*(before or ()), *part.trained]
-    if before is not None and state.config.non_finite == "stop":
+    batches, was_diverged = state.diverged.discard(rank, part.trained)
+    if was_diverged and state.config.non_finite == "stop":
         raise NonFiniteError(
             f"the update of rank {rank} was not finite twice in a row, in epoch "
             f"{state.epoch} (batches {named(batches)}): look at these samples, the "
@@ -65,7 +63,7 @@ def refuse_lost(state: WindowState, event: WindowReduced) -> None:
     """
     if math.isfinite(event.parameter_norm):
         return
-    parts = state.reduced_parts.items()
+    parts = state.reductions.parts.items()
     reduced = {rank: part.trained for rank, part in parts if part.samples}
     batches = [each for trained in reduced.values() for each in trained]
     raise NonFiniteError(
@@ -84,9 +82,9 @@ def end_plan(state: WindowState) -> None:
     Raises:
         ConfigError: the recorded loop broke off here, and this one does not.
     """
-    if state.source is None or state.is_draining or not state.ledger.pooled:
-        return
-    if state.source.window(state.book.window - state.first_window) is None:
+    plans, pooled = state.plans, state.ledger.pooled
+    has_ended = plans.is_followed and plans.window(state.book.window) is None
+    if has_ended and pooled and not state.life.is_draining:
         raise ConfigError(
             f"the recorded run left epoch {state.epoch} before its end, without "
             f"batches {named(state.ledger.pooled_ranges())}; this run's loop goes on: "
@@ -94,42 +92,76 @@ def end_plan(state: WindowState) -> None:
         )
 
 
-def begin_reduction(state: WindowState, planner: ReductionPlanner) -> list[Instruction]:
+def begin_reduction(
+    state: WindowState, planner: ReductionPlanner, now_s: float
+) -> list[Instruction]:
     """Plans the reduction with what the ranks really did, or as was recorded."""
-    state.reduction = Reduction(state.book.window, state.members)
-    state.reduced_parts = parts = dict(state.book.parts)
-    state.reduction.diverged = frozenset(r for r, p in parts.items() if p.is_diverged)
-    planned = state.planned(state.book.window)
+    window, parts = state.book.window, state.book.parts
+    planned = state.planned(window)
     if planned is not None and planned.reduction is not None:
         settings = dict(planned.reduction)
         settings["buffers"] = tuple(settings["buffers"])
     else:
         settings = planner.settings(
-            state.reduced_parts,
-            state.ledger.sizes.num_batches,
-            state.pacing.el_che.total_batches,
+            parts, state.ledger.sizes.num_batches, state.pacing.el_che.total_batches
         )
-    state.reduction_settings = settings
     _record(state, settings)
-    return [*planner.plan(state.reduced_parts, settings, state.epoch, state.reduction)]
+    begun_s = now_s if state.is_overlapped else None
+    reduction = state.reductions.begin(window, parts, settings, begun_s)
+    return [*planner.plan(parts, settings, state.epoch, reduction)]
 
 
-def _record(state: WindowState, settings: dict[str, object]) -> None:
+def resume_reduction(
+    state: WindowState, planner: ReductionPlanner, reduced: Mapping[int, int]
+) -> list[Instruction]:
+    """All members are in the new group: a reduction under way is taken over or redone.
+
+    If one of them holds the result of the window that was being reduced, all adopt it,
+    with the part of those who are gone. If none does, it is redone without them.
+
+    Args:
+        state: of the epoch.
+        planner: plans the reduction again.
+        reduced: the last window whose result each member holds.
+
+    Returns:
+        What the members are told.
+    """
+    reductions, running = state.reductions, state.resume()
+    if running is None:
+        return []
+    holders = [rank for rank, window in reduced.items() if window >= running.window]
+    if running.is_handover:
+        holders += [rank for rank in state.members if rank not in reductions.joining]
+    if holders:
+        return [
+            Adopt(
+                rank=rank, epoch=state.epoch, window=running.window, source=min(holders)
+            )
+            for rank in state.members
+        ]
+    if running.is_handover:
+        raise TransitionError("no remaining rank holds the model")
+    state.unstage_gone(running.window)
+    return [*planner.plan(reductions.parts, reductions.settings, state.epoch, running)]
+
+
+def _record(state: WindowState, settings: dict[str, Any]) -> None:
     """Writes down what the window did, for a replay; it discards the same."""
     ranks = sorted(state.members)
-    opened = [state.book.parts[rank].opened for rank in ranks]
-    last = state.last_reduction
+    parts = [state.book.parts[rank] for rank in ranks]
+    opened = [part.opened for part in parts if part.opened is not None]
+    last = state.reductions.last
     reports = {} if last is None else last.reports
-    first = next(plan for plan in opened if plan is not None)
-    state.record.windows.append(
+    state.plans.record(
         WindowPlan(
-            parts=[list(state.book.parts[rank].trained) for rank in ranks],
+            parts=[part.trained for part in parts],
             adopt_at=[
                 reports[rank].adopted_at if rank in reports else 0 for rank in ranks
             ],
-            committed_samples=first.committed_samples,
-            planned_samples=first.planned_samples,
-            planned_batches=[plan.planned_batches if plan else 0 for plan in opened],
+            committed_samples=opened[0].committed_samples,
+            planned_samples=opened[0].planned_samples,
+            planned_batches=[plan.planned_batches for plan in opened],
             reduction=settings,
         )
     )

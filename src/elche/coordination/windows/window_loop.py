@@ -24,6 +24,7 @@ from elche.coordination.protocol.instructions import (
     Reduce,
     Regroup,
 )
+from elche.coordination.windows.loop_phases import ResultPhase, WindowPhase
 from elche.errors import ProtocolError
 
 
@@ -80,25 +81,18 @@ LOOK_SOONER = 0.25
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
 CLOSED = "the other ranks to end the window"
+AGAIN = "the ranks that stay to reduce again"
 LEASE = "another lease"
 CLOSE = Action(Do.CLOSE)
 STOP = Action(Do.STOP)
 
 
 class WindowLoop:
-    """One rank's windows in one epoch.
+    """One rank's windows in one epoch; their phases: `WindowPhase`, `ResultPhase`.
 
-    The states of the window in hand, and of the reduction of the last closed window::
-
-        window            closed ──OpenWindow──> open ──CLOSE, closed()──> closed
-        cadence           none ──Reduce──> REDUCE, reduced() ──> none
-        async             none ──closed()──> owed ──Reduce──> BEGIN, begun() ──>
-                          in flight ──FINISH, reduced()──> none
-
-    ``Regroup`` makes a reduction void, and the coordinator plans it again; ``Adopt``
-    ends it with the common model of another rank. Under ``async`` a rank trains on
-    while its window is closed or a reduction is owed or in flight; a *diverged* rank
-    (its last update was not finite) waits for the reduction instead.
+    While the result of its last window is awaited, a rank trains on under ``async``,
+    unless it is *diverged* (its last update was not finite), and waits under
+    ``cadence``.
 
     Args:
         batch_cost: this rank's delivered seconds per batch; outlives the epoch.
@@ -113,18 +107,14 @@ class WindowLoop:
         self._overlapped = overlapped
         self._plan: OpenWindow | None = None
         self._permit: int | None = None
-        self._close: CloseWindow | None = None
+        self._in_hand = WindowPhase.UNOPENED
+        self._result = ResultPhase.HELD
         self._reduce: Reduce | None = None
-        self._in_flight: Reduce | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
-        self._is_open = False
-        self._awaits_result = False
         self._is_diverged = False
         self._opened_s = self._looked_s = 0.0
         self._idle_s: float | None = None
-        self._owes_until = reduced
-        self._progress = (0, 0, 1)
         self.window = reduced + 1
         self.batches = 0
         self.reduced_window = reduced
@@ -133,14 +123,26 @@ class WindowLoop:
     @property
     def progress_samples(self) -> float:
         """Samples of the run before this window, plus planned ones so far."""
-        committed, planned, batches = self._progress
-        done = self.batches if self._is_open else batches
-        return committed + planned * min(1.0, done / max(1, batches))
+        plan = self._plan
+        if plan is None:
+            return 0.0
+        done = self.batches if self._is_open else plan.planned_batches
+        part = min(1.0, done / max(1, plan.planned_batches))
+        return plan.committed_samples + plan.planned_samples * part
 
     @property
     def is_throttled(self) -> bool:
         """Whether others wait for word of every batch."""
         return self._permit is not None
+
+    @property
+    def _is_open(self) -> bool:
+        return self._in_hand is not WindowPhase.UNOPENED
+
+    @property
+    def _is_planned(self) -> bool:
+        """Whether this epoch follows a plan."""
+        return self._plan is not None and self._plan.adopt_at is not None
 
     @property
     def _is_held(self) -> bool:
@@ -153,19 +155,18 @@ class WindowLoop:
         It has trained, so there is a reduction. A planned window ends by count, and
         then a slow rank may come so late that a collective's own deadline would pass.
         """
-        is_planned = self._plan is not None and self._plan.adopt_at is not None
-        return self._overlapped and self.batches > 0 and not is_planned
+        return self._overlapped and self.batches > 0 and not self._is_planned
 
     @property
     def in_flight(self) -> Reduce | None:
         """The overlapped reduction under way."""
-        return self._in_flight
+        return self._reduce if self._result is ResultPhase.IN_FLIGHT else None
 
     def handle(self, instruction: Instruction, now_s: float) -> None:
         """Takes an instruction of the epoch.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: it is none, or out of turn.
         """
         if isinstance(instruction, OpenWindow):
             self._open(instruction, now_s)
@@ -173,13 +174,11 @@ class WindowLoop:
             if instruction.window == self.window:
                 self._permit = instruction.batches
         elif isinstance(instruction, CloseWindow):
-            self._close = instruction
+            if instruction.window == self.window and self._is_open:
+                drain = instruction.drain
+                self._in_hand = WindowPhase.DRAINING if drain else WindowPhase.CLOSING
         elif isinstance(instruction, Reduce):
-            self._reduce = instruction
-            self._awaits_result = not self._overlapped
-            if self._overlapped and instruction.window == self.window - 1:
-                # All have ended the last window, since this rank last looked.
-                self._opened_s = max(self._opened_s, self._looked_s)
+            self._plan_reduction(instruction)
         elif isinstance(instruction, Regroup):
             self._regroup = instruction
         elif isinstance(instruction, Adopt):
@@ -209,8 +208,8 @@ class WindowLoop:
             return urgent
         if self._is_diverged:  # it would train on NaN parameters
             return self._finish_or_wait("the mean to start anew from")
-        if self._awaits_result:  # its reduction failed, and is done again
-            return Action(Do.WAIT, why="the ranks that stay to reduce again")
+        if self._owes and not self._overlapped:
+            return Action(Do.WAIT, why=AGAIN if self._is_open else CLOSED)
         goes_on = self._overlapped and self._plan is not None and has_work
         if not self._is_open and not goes_on:
             return self._wait_closed(now_s)
@@ -230,9 +229,13 @@ class WindowLoop:
 
     def closed(self, now_s: float, *, is_finite: bool = True) -> None:
         """The window's end has been reported, with finite parameters or not."""
+        if not self._is_open or self._owes:
+            raise ProtocolError(
+                f"window {self.window} is closed while {self._in_hand.name}, the last "
+                f"result {self._result.name}"
+            )
         self._is_diverged = self._overlapped and not is_finite
-        self._owes_until = self.window
-        self._is_open = False
+        self._in_hand, self._result = WindowPhase.UNOPENED, ResultPhase.OWED
         if self._permit is not None:
             self._permit = 0  # until the next window's plan says how far it goes
         self.window += 1
@@ -241,16 +244,18 @@ class WindowLoop:
 
     def begun(self) -> None:
         """The overlapped reduction is under way."""
-        self._in_flight, self._reduce = self._reduce, None
+        if self._result is not ResultPhase.PLANNED:
+            raise ProtocolError(f"a reduction begins while it is {self._result.name}")
+        self._result = ResultPhase.IN_FLIGHT
 
     def reduced(self, now_s: float) -> None:
         """The result of the last closed window is in this rank's model."""
-        done = self._adopt or self._reduce or self._in_flight
+        done = self._adopt or self._reduce
         assert done is not None
         self.reduced_window = max(self.reduced_window, done.window)
-        self._adopt = self._reduce = self._in_flight = None
-        self._awaits_result = False
-        self._is_diverged &= self._owes  # a model that was handed over is no mean
+        self._adopt = self._reduce = None
+        if done.window == self.window - 1:  # older, it was handed over to new ranks
+            self._result, self._is_diverged = ResultPhase.HELD, False
         if not self._overlapped and not isinstance(done, Adopt):
             self._opened_s = now_s
 
@@ -258,24 +263,31 @@ class WindowLoop:
         """The new group stands; a reduction of the old one is void."""
         assert self._regroup is not None
         done, self._regroup = self._regroup, None
-        self._in_flight = self._reduce = self._adopt = None
+        self._reduce = self._adopt = None
+        if self._owes:
+            self._result = ResultPhase.OWED
         return done
+
+    def _plan_reduction(self, plan: Reduce) -> None:
+        if self._result is not ResultPhase.OWED or plan.window != self.window - 1:
+            raise ProtocolError(
+                f"the result of window {self.window - 1} is {self._result.name}, got "
+                f"{plan!r}"
+            )
+        self._reduce, self._result = plan, ResultPhase.PLANNED
+        if self._overlapped:
+            # All have ended the last window, since this rank last looked.
+            self._opened_s = max(self._opened_s, self._looked_s)
 
     def _open(self, plan: OpenWindow, now_s: float) -> None:
         if self._plan is None or not self._overlapped:
             self._opened_s = now_s  # overlapped, it begins where the last one ended
-        if plan.window != self.window:
+        if plan.window != self.window or self._is_open:
             raise ProtocolError(f"expected window {self.window}, got {plan!r}")
-        self._plan = plan
-        self._permit = plan.hold_after
-        self._is_open = True
-        if self._close is not None and self._close.window < plan.window:
-            self._close = None
-        self._progress = (
-            plan.committed_samples,
-            plan.planned_samples,
-            plan.planned_batches,
-        )
+        self._plan, self._permit = plan, plan.hold_after
+        self._in_hand = WindowPhase.OPEN
+        if self._result is ResultPhase.OWED and not (self._overlapped or self._adopt):
+            self._result = ResultPhase.HELD
 
     def _urgent(self, is_reduced: bool) -> Action | None:
         """What comes before any training."""
@@ -283,36 +295,33 @@ class WindowLoop:
             return Action(Do.REGROUP, self._regroup)
         if self._adopt is not None:
             return Action(Do.ADOPT, self._adopt)
-        if self._reduce is not None:
+        if self._result is ResultPhase.PLANNED:
             return Action(Do.BEGIN if self._overlapped else Do.REDUCE, self._reduce)
         if self.end is not None:
             return STOP
         at = self._plan.adopt_at if self._plan is not None else None
         if at is None:
-            if self._in_flight is not None and is_reduced:
-                return Action(Do.FINISH, self._in_flight)
-        elif self._owes and self._is_open and (self.batches >= at or self._drains):
-            return self._finish_or_wait("the reduction of the last window")
+            if self.in_flight is not None and is_reduced:
+                return Action(Do.FINISH, self._reduce)
+        elif self._owes and self._is_open:
+            is_void = self._in_hand is WindowPhase.DRAINING  # what is left of the plan
+            if is_void or self.batches >= at:
+                return self._finish_or_wait("the reduction of the last window")
         return None
-
-    @property
-    def _drains(self) -> bool:
-        """Whether the epoch ends early: the rest of a plan is void."""
-        return self._close is not None and self._close.drain
 
     @property
     def _owes(self) -> bool:
         """Whether the result of the last closed window has not been adopted."""
-        return self._overlapped and self.reduced_window < self._owes_until
+        return self._result is not ResultPhase.HELD
 
     def _finish_or_wait(self, why: str, timeout_s: float | None = None) -> Action:
         """A rank with nothing else to do finishes the reduction."""
-        if self._in_flight is not None:
-            return Action(Do.FINISH, self._in_flight)
+        if self.in_flight is not None:
+            return Action(Do.FINISH, self._reduce)
         return Action(Do.WAIT, timeout_s=timeout_s, why=why)
 
     def _wait_closed(self, now_s: float) -> Action:
-        if self._plan is not None and self._plan.adopt_at is not None:
+        if self._is_planned:
             return Action(Do.WAIT, why=CLOSED)
         lingers = None if self._is_open else self._linger(now_s, CLOSED)
         return lingers or self._finish_or_wait(CLOSED)
@@ -323,8 +332,7 @@ class WindowLoop:
         The word that a window is open, or a lease, is mostly on its way; adopting waits
         until the reduction is there. None if there is nothing to look for, or no more.
         """
-        is_planned = self._plan is not None and self._plan.adopt_at is not None
-        if self._in_flight is None or is_planned or self.end is not None:
+        if self.in_flight is None or self._is_planned or self.end is not None:
             return None
         if self._idle_s is None:
             self._idle_s = now_s
@@ -350,7 +358,7 @@ class WindowLoop:
         return patience_s is None or now_s - self._opened_s >= patience_s
 
     def _must_close(self) -> bool:
-        return self._close is not None and self._close.window == self.window
+        return self._in_hand in (WindowPhase.CLOSING, WindowPhase.DRAINING)
 
     def _is_over(self, now_s: float) -> bool:
         if self._must_close():

@@ -11,6 +11,7 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     Permit,
 )
+from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
 CALIBRATION_BATCHES = 32
@@ -24,7 +25,7 @@ def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
     if not ranks:
         return []
     return [
-        *(() if state.is_draining else grant_planned(state)),
+        *(() if state.life.is_draining else grant_planned(state)),
         *(_open(state, rank) for rank in ranks),
     ]
 
@@ -46,8 +47,8 @@ def permits(state: WindowState) -> list[Instruction]:
     for rank in state.members:
         part = state.book.part(rank)
         batches = _permit(state, rank)
-        if part.opened is not None and part.closed is None and batches is not None:
-            part.permitted = max(batches, part.permitted or 0)
+        if part.is_open and batches is not None:
+            part.permit(batches)
             told.append(
                 Permit(
                     rank=rank,
@@ -62,8 +63,8 @@ def permits(state: WindowState) -> list[Instruction]:
 def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
     told = list(ranks)
-    if state.is_draining or state.source is not None:
-        granted = [] if state.is_draining else grant_planned(state)
+    if state.life.is_draining or state.plans.is_followed:
+        granted = [] if state.life.is_draining else grant_planned(state)
         return [*granted, *close_idle(state, told)]
     had = state.ledger.pooled
     instructions: list[Instruction] = []
@@ -82,7 +83,7 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
         rank: one of `WindowState.idle`.
         batch_s: what a batch took it last.
     """
-    busy = state.is_paused or state.is_draining or state.ledger.leased(rank)
+    busy = state.is_paused or state.life.is_draining or state.ledger.leased(rank)
     if busy or state.leasing.left_s < TRIAL_TAIL * batch_s:
         return []
     start, stop = state.ledger.lease(rank, 1)
@@ -92,19 +93,18 @@ def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
 def grant_planned(state: WindowState) -> list[Instruction]:
     """Leases what a plan says, two windows ahead and past every loader's horizon."""
     granted: list[Instruction] = []
-    if state.source is None:
+    if not state.plans.is_followed:
         return granted
     ranks = sorted(state.members)
     horizon = max(member.horizon_batches for member in state.members.values())
     while True:
-        ahead = state.planned_until - state.book.window
+        ahead = state.plans.unleased - state.book.window
         held = min(state.ledger.leased(rank) for rank in ranks)
         if ahead > 2 and (held > horizon or ahead > 2 + horizon):
             break
-        plan = state.source.window(state.planned_until - state.first_window)
+        plan = state.plans.lease_next()
         if plan is None:
             break
-        state.planned_until += 1
         for rank, parts in zip(ranks, plan.parts, strict=True):
             for start, stop in parts:
                 state.ledger.lease_range(rank, start, stop)
@@ -116,8 +116,6 @@ def grant_planned(state: WindowState) -> list[Instruction]:
 
 def _is_owed(state: WindowState, rank: int) -> bool:
     """Whether a plan has more for a rank in the window that it is in."""
-    if state.source is None:
-        return False
     plan = state.planned(state.book.window_of(rank))
     done = state.book.part(rank).batches
     return plan is not None and done < plan.batches(state.place(rank))
@@ -136,25 +134,26 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
     nothing_left = state.ledger.pooled == 0
     told: list[Instruction] = []
     for rank in ranks:
-        part = state.book.part(rank)
-        if part.told_to_close or part.opened is None or part.closed is not None:
+        if state.book.part(rank).phase is not PartPhase.OPEN:
             continue
         starved = nothing_left or (others_wait and rank in state.leasing.hungry)
         is_idle = starved and not state.ledger.leased(rank)
         is_idle = is_idle and not _is_owed(state, rank)
         is_held = state.throttle.holds(state.book.batches_since(rank))
-        if state.is_draining or is_idle or is_held:
-            part.told_to_close = True
+        if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
-            told.append(
-                CloseWindow(
-                    rank=rank,
-                    epoch=state.epoch,
-                    window=state.book.window_of(rank),
-                    drain=state.is_draining,
-                )
-            )
+            told.append(_close_window(state, rank))
     return told
+
+
+def _close_window(state: WindowState, rank: int) -> CloseWindow:
+    state.book.part(rank).tell_to_close()
+    return CloseWindow(
+        rank=rank,
+        epoch=state.epoch,
+        window=state.book.window_of(rank),
+        drain=state.life.is_draining,
+    )
 
 
 def calibrate(state: WindowState, rank: int) -> list[Instruction]:
@@ -163,24 +162,15 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
     The first window of a run has no length. It ends when every rank has been measured,
     so that no rank waits for the slowest one to run a whole anchor of batches.
     """
-    if rank not in state.uncalibrated:
-        return []
-    state.uncalibrated.discard(rank)
-    if state.uncalibrated:
+    if not state.calibrated(rank):
         return []
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())
-    told: list[Instruction] = []
-    for other in state.members:
-        part = state.book.part(other)
-        if part.opened is None or part.closed is not None or part.told_to_close:
-            continue
-        part.told_to_close = True
-        window = state.book.window_of(other)
-        told.append(
-            CloseWindow(rank=other, epoch=state.epoch, window=window, drain=False)
-        )
-    return told
+    return [
+        _close_window(state, other)
+        for other in state.members
+        if state.book.part(other).phase is PartPhase.OPEN
+    ]
 
 
 def _open(state: WindowState, rank: int) -> OpenWindow:
@@ -188,24 +178,20 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
     pace, sizes = state.pace(window), state.ledger.sizes
     batches = min(pace.total_batches, sizes.num_batches)
     planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
-    committed = state.progress_samples
-    if window > state.book.window:  # the one before is planned, not yet counted
-        committed += state.planned_samples
-    else:
-        state.planned_samples = planned_samples
-    plan, part = state.planned(window), state.book.part(rank)
+    committed = state.plan_samples(window, planned_samples)
+    plan = state.planned(window)
+    is_diverged = plan is None and rank in state.diverged
     if plan is None:
         batches = most = pace.batches[rank]
-        if state.uncalibrated:
+        if state.is_calibrating:
             most = max(batches, CALIBRATION_BATCHES)
-        part.is_diverged = rank in state.diverged
-        ends_by_time = pace.wall_s is not None and not part.is_diverged
+        ends_by_time = pace.wall_s is not None and not is_diverged
         opened = OpenWindow(
             rank=rank,
             epoch=state.epoch,
             window=window,
             wall_s=pace.wall_s,
-            max_batches=None if ends_by_time else 1 if part.is_diverged else most,
+            max_batches=None if ends_by_time else 1 if is_diverged else most,
             hold_after=_permit(state, rank),
             adopt_at=None,
             patience_s=pace.patience_s,
@@ -228,8 +214,9 @@ def _open(state: WindowState, rank: int) -> OpenWindow:
             planned_samples=plan.planned_samples,
             planned_batches=plan.planned_batches[at],
         )
-    part.opened, part.permitted = opened, opened.hold_after
-    part.is_drained = state.is_draining
+    state.book.part(rank).open(
+        opened, is_diverged=is_diverged, is_drained=state.life.is_draining
+    )
     return opened
 
 

@@ -32,8 +32,8 @@ from elche.coordination.windows.window_closing import (
     end_plan,
     judge_update,
     refuse_lost,
+    resume_reduction,
 )
-from elche.coordination.windows.window_members import add_member, remove_member, settle
 from elche.coordination.windows.window_opening import (
     calibrate,
     close_idle,
@@ -94,8 +94,8 @@ class WindowPolicy(Policy):
     def is_quiet(self) -> bool:
         """Whether the membership can grow now."""
         state = self._state
-        busy = state.reduction is not None or state.is_paused
-        return not (busy or state.is_final or state.is_draining)
+        busy = state.reductions.running is not None or state.is_paused
+        return not (busy or state.life.is_final or state.life.is_draining)
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
@@ -106,13 +106,13 @@ class WindowPolicy(Policy):
         state.take_plan(sizes, plan)
         ranks = list(state.members)
         instructions = open_windows(state, ranks)
-        if state.source is None:
+        if not state.plans.is_followed:
             instructions += state.leasing.first(ranks, now_s)
         return self._outcome(instructions + close_idle(state, ranks))
 
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
-        self._state.progress_samples = progress_samples
+        self._state.start_from(progress_samples)
 
     def take_over(
         self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
@@ -120,10 +120,8 @@ class WindowPolicy(Policy):
         """Goes on with an epoch of which another policy has committed the beginning."""
         state = self._state
         state.reset(sizes, epoch, now_s)
-        state.ledger.skip(done.batches)
-        state.totals = done.totals
-        state.totals.first_window = done.batches
-        state.progress_samples = done.progress_samples
+        state.take_over(done.batches, done.totals)
+        state.start_from(done.progress_samples)
         ranks = list(state.members)
         told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
         return self._outcome(told + close_idle(state, ranks))
@@ -158,22 +156,23 @@ class WindowPolicy(Policy):
         assert state.totals.samples == state.ledger.used_samples
         for rank in state.members:
             part = state.book.part(rank)
-            if not state.is_final:
+            if not state.life.is_final:
                 assert part.batches == state.ledger.trained(rank), f"rank {rank}"
             if part.permitted is not None:
                 assert part.batches <= part.permitted, f"rank {rank} leads"
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""
-        return rank in self._state.left
+        return self._state.life.has_left(rank)
 
     def waiting_for(self) -> str:
         """Ranks that have not closed, or not reduced, the window."""
         state = self._state
         if state.is_paused:
             return "the ranks that stay to form their new group"
-        if state.reduction is not None and not state.book.any_closed:
-            return f"the reduction on ranks {sorted(state.reduction.missing)[:8]}"
+        running = state.reductions.running
+        if running is not None and not state.book.any_closed:
+            return f"the reduction on ranks {sorted(running.missing)[:8]}"
         late = [r for r, part in state.book.parts.items() if part.closed is None]
         return f"ranks {late[:8]} to end window {state.book.window} of epoch " + str(
             state.epoch
@@ -181,20 +180,20 @@ class WindowPolicy(Policy):
 
     def remove(self, rank: int) -> None:
         """A rank is gone; nothing is begun until :meth:`regrouped`."""
-        remove_member(self._state, rank)
+        self._state.remove(rank)
 
     def add(self, member: Member) -> None:
         """A rank joins; nothing is begun until :meth:`regrouped`."""
-        add_member(self._state, member)
+        self._state.add(member)
 
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
         state = self._state
-        again = settle(state, self._planner, reduced)
+        again = resume_reduction(state, self._planner, reduced)
         if state.may_end_window:
-            return self._end_window(now_s)
-        if state.reduction is not None and state.is_final and state.has_work:
-            state.is_final = False
+            return self._end_window(again, now_s)
+        if state.life.is_final and state.has_work:
+            state.life.go_on()
             again += next_window(state, now_s)
         again += permits(state)  # the slowest rank may be gone
         hungry = sorted(state.leasing.hungry)
@@ -203,8 +202,7 @@ class WindowPolicy(Policy):
     def _outcome(
         self, instructions: list[Instruction], *, epoch_over: bool = False
     ) -> Outcome:
-        notes, self._state.notes = self._state.notes, []
-        return Outcome(instructions, epoch_over, notes)
+        return Outcome(instructions, epoch_over, self._state.take_notes())
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
@@ -242,18 +240,15 @@ class WindowPolicy(Policy):
         if event.scalars:
             state.totals.add(event.window, RankReport(rank=rank, scalars=event.scalars))
         part = state.book.parts[rank]
-        part.trained = state.ledger.parts(rank)
         judge_update(state, rank)
-        if state.is_draining and (part.is_drained or not state.is_overlapped):
+        if state.life.is_draining and (part.is_drained or not state.is_overlapped):
             state.give_back(rank)
         told: list[Instruction] = []
         if not state.goes_on(rank):
             state.throttle.stop(rank)
         told += calibrate(state, rank)
         if state.may_end_window:
-            ended = self._end_window(now_s)
-            ended.instructions[:0] = told
-            return ended
+            return self._end_window(told, now_s)
         if state.opens_early:
             told += open_windows(state, [rank])
         touched = set(state.leasing.hungry) if was_first else set()
@@ -261,7 +256,7 @@ class WindowPolicy(Policy):
             touched.update(state.members)
         return self._outcome(told + close_idle(state, sorted({*touched, rank})))
 
-    def _end_window(self, now_s: float) -> Outcome:
+    def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
         state = self._state
         touched = any(part.batches for part in state.book.parts.values())
@@ -269,44 +264,43 @@ class WindowPolicy(Policy):
             end_plan(state)
         is_last = not state.has_work and state.book.is_untouched
         # A planned window is left when its result is adopted, in the next one.
-        follows = state.is_overlapped and state.source is not None and touched
-        state.is_final = is_last and not follows
-        if not touched and (state.is_final or not state.is_overlapped):
+        follows = state.is_overlapped and state.plans.is_followed and touched
+        if is_last and not follows:
+            state.life.end()
+        if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
-            if state.is_final:
-                return self._outcome(self._end_epoch(now_s), epoch_over=True)
-            return self._outcome(next_window(state, now_s))
-        is_tail = state.is_final or state.ledger.pooled == 0
-        if state.source is None:  # a plan does not depend on measurements
+            if state.life.is_final:
+                return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(told + next_window(state, now_s))
+        is_tail = state.life.is_final or state.ledger.pooled == 0
+        if not state.plans.is_followed:  # a plan does not depend on measurements
             state.note(
                 state.pacing.measure(
                     state.book.parts,
-                    state.last_reduction,
+                    state.reductions.last,
                     is_tail=is_tail,
                     idle=state.idle,
                 )
             )
-        told = begin_reduction(state, self._planner)
-        if state.is_overlapped and state.reduction is not None:
-            state.reduction.begun_s = now_s
-        state.progress_samples += state.ledger.stage()
-        state.planned_samples = 0
+        told += begin_reduction(state, self._planner, now_s)
+        state.stage()
         state.advance()
-        if not state.is_final:
+        if not state.life.is_final:
             told += next_window(state, now_s)
         return self._outcome(told)
 
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
         state = self._state
-        if state.reduction is None:
+        running = state.reductions.running
+        if running is None:
             raise ProtocolError(f"rank {event.rank} reduced no window {event.window}")
-        if state.reduction.begun_s is not None and not state.reduction.reports:
-            taken_s = now_s - state.reduction.begun_s
+        if running.begun_s is not None and not running.reports:
+            taken_s = now_s - running.begun_s
             if event.adopted_at:  # it came while the last of these batches ran
                 taken_s -= 0.5 * state.pacing.batch_s().get(event.rank, 0.0)
             state.note(state.pacing.took(max(event.sync_s, taken_s)))
-        state.reduction.reduced(event)
+        running.reduced(event)
         state.totals.add(
             event.window,
             RankReport(
@@ -318,48 +312,41 @@ class WindowPolicy(Policy):
             ),
         )
         refuse_lost(state, event)
-        if not state.reduction.is_done or state.is_paused:
+        if not running.is_done or state.is_paused:
             return self._outcome([])
-        done, state.reduction = state.reduction, None
+        done = state.reductions.commit()
         state.ledger.commit()
         if done.is_handover:
-            joined, state.joining = state.joining, []
             state.count_anew()
-            told = open_windows(state, joined)
-            return self._outcome(told + lease(state, sorted(state.members), now_s))
-        state.last_reduction = done
-        told = [
-            state.totals.close_window(
-                done.window, now_s, min(state.members), done.sync_s
-            )
+            opened = open_windows(state, state.reductions.take_joined())
+            return self._outcome(opened + lease(state, sorted(state.members), now_s))
+        reader = min(state.members)
+        told: list[Instruction] = [
+            state.totals.close_window(done.window, now_s, reader, done.sync_s)
         ]
-        parts, unpaced = state.reduced_parts.items(), state.idle | done.diverged
+        parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
-        if state.source is None:
+        if not state.plans.is_followed:
             state.note(state.pacing.watch(done, min(active, default=0)))
-        if state.is_final:
+        if state.life.is_final:
             return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
-        if not state.may_end_window:
-            return self._outcome(told)
-        ended = self._end_window(now_s)  # closed before a result was taken over
-        ended.instructions[:0] = told
-        return ended
+        if state.may_end_window:  # closed before a result was taken over
+            return self._end_window(told, now_s)
+        return self._outcome(told)
 
     def _leave(self, event: EpochLeft) -> list[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""
         state = self._state
         if event.epoch != state.epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
-        state.is_draining = True
-        state.left.add(event.rank)
+        state.life.leave(event.rank)
         returned, untouched = state.give_back(event.rank)
         state.note(
             f"rank {event.rank} left the loop of epoch {event.epoch} early: the epoch "
             f"ends for all; {returned} batches leased to it are given back, "
             f"{untouched} that no rank holds are left out of the epoch"
         )
-        for rank in state.members:
-            state.book.part(rank).told_to_close = False
+        state.book.tell_again()
         return close_idle(state, state.members)
 
     def _end_epoch(self, now_s: float) -> list[Instruction]:
@@ -368,5 +355,5 @@ class WindowPolicy(Policy):
             sorted(state.members),
             now_s,
             anchor=state.pacing.el_che.anchor,
-            plan=state.record.to_text(),
+            plan=state.plans.to_text(),
         )

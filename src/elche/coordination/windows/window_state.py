@@ -5,30 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elche.config import RunConfig
-from elche.coordination.accounts.batch_ranges import BatchSizes, Range
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.epoch_plan import (
     EpochPlan,
     FixedWindows,
     RecordedWindows,
     WindowPlan,
-    WindowSource,
 )
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.policy import EpochTotals, Member
+from elche.coordination.windows.diverged_ranks import DivergedRanks
+from elche.coordination.windows.epoch_life import EpochLife
 from elche.coordination.windows.leasing import MAX_AHEAD, Leasing
 from elche.coordination.windows.pacing import Pace, Pacing
+from elche.coordination.windows.reductions import Reduction, Reductions
 from elche.coordination.windows.throttle import Throttle
-from elche.coordination.windows.window_book import Part, Reduction, WindowBook
+from elche.coordination.windows.window_book import WindowBook
+from elche.coordination.windows.window_plans import WindowPlans
 
 
 class WindowState:
     """Members, ledger, book and plans of one run's windows.
+
+    Each part is written by itself and by this class alone.
 
     Args:
         config: the run's settings.
         members: all ranks, in order.
         idle: ranks that are given no work.
         first_window: number of the first window.
+
+    Attributes:
+        is_paused: the membership has changed: nothing begins until all members are in
+            their new group, in whatever phase the epoch is.
     """
 
     def __init__(
@@ -44,12 +53,11 @@ class WindowState:
         self.members = {member.rank: member for member in members}
         self.pacing = Pacing(config, list(self.members), overlapped=self.is_overlapped)
         self.epoch = -1
-        self.diverged: dict[int, list[Range]] = {}
+        self.diverged = DivergedRanks()
         self.progress_samples = 0
-        self.planned_samples = 0
+        self._planned_samples = 0
         self.book = WindowBook(self.members, first_window)
-        self.left: set[int] = set()
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self.reset(BatchSizes(()), 0, 0.0)
 
     def reset(self, sizes: BatchSizes, epoch: int, now_s: float) -> None:
@@ -57,23 +65,14 @@ class WindowState:
         self.epoch = epoch
         self.ledger = EpochLedger(sizes, self.members)
         self.totals = EpochTotals(epoch, max(self.members, default=0) + 1, now_s)
-        self.is_draining = self.is_final = self.is_paused = False
-        self.left = set()
-        self.reduction: Reduction | None = None
-        self.last_reduction: Reduction | None = None
-        self.reduced_parts: dict[int, Part] = {}
-        self.reduction_settings: dict[str, object] = {}
-        self.joining: list[int] = []
-        self.last_pace: tuple[int, Pace | None] = (-1, None)
-        self.diverged = {rank: [] for rank in self.diverged}
-        self.source: WindowSource | None = None
-        self.uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
-        self.planned_until = self.first_window = self.book.window
-        self.record = EpochPlan(
-            policy=self.config.policy,
-            world_size=len(self.members),
-            sizes=list(self.ledger.sizes.runs),
-        )
+        self.life = EpochLife()
+        self.is_paused = False
+        self.reductions = Reductions()
+        self._last_pace: tuple[int, Pace | None] = (-1, None)
+        self.diverged.begin_epoch()
+        self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
+        policy, window = self.config.policy, self.book.window
+        self.plans = WindowPlans(policy, len(self.members), sizes, window)
         self.book = WindowBook(self.members, self.book.window)
         self.throttle = Throttle(self.config.windows.max_batch_diff, self.members)
         most_ahead = self.config.windows.max_batch_diff
@@ -93,29 +92,119 @@ class WindowState:
     def take_plan(self, sizes: BatchSizes, text: str) -> None:
         """Follows a recorded plan, or one made from the settings alone."""
         if text or self.config.debug.deterministic:
-            self.uncalibrated.clear()
+            self._uncalibrated.clear()
         if text:
-            self.source = RecordedWindows(
-                EpochPlan.from_text(text, self.config.policy, len(self.members), sizes)
+            plan = EpochPlan.from_text(
+                text, self.config.policy, len(self.members), sizes
             )
+            self.plans.follow(RecordedWindows(plan))
         elif self.config.debug.deterministic:
             counts = self.pacing.el_che.batch_counts
-            self.source = FixedWindows(sizes, counts, self.progress_samples)
+            self.plans.follow(FixedWindows(sizes, counts, self.progress_samples))
 
     def planned(self, window: int) -> WindowPlan | None:
         """The plan of a window; an empty one past the end of a planned epoch."""
-        if self.source is None:
+        if not self.plans.is_followed:
             return None
-        plan = self.source.window(window - self.first_window)
-        if plan is None:
-            nothing = [0] * len(self.members)
-            plan = WindowPlan(
-                parts=[[] for _ in nothing],
-                adopt_at=nothing,
-                committed_samples=self.progress_samples,
-                planned_batches=nothing,
-            )
-        return plan
+        nothing = [0] * len(self.members)
+        return self.plans.window(window) or WindowPlan(
+            parts=[[] for _ in nothing],
+            adopt_at=nothing,
+            committed_samples=self.progress_samples,
+            planned_batches=nothing,
+        )
+
+    def start_from(self, progress_samples: int) -> None:
+        """So many samples of the run were trained on under another policy."""
+        self.progress_samples = progress_samples
+
+    def take_over(self, batches: int, totals: EpochTotals) -> None:
+        """The first batches of the epoch were committed under another policy."""
+        self.ledger.skip(batches)
+        self.totals = totals
+        self.totals.first_window = batches
+
+    def plan_samples(self, window: int, planned_samples: int) -> int:
+        """Notes how many a window is planned to be of.
+
+        Returns:
+            Samples of the run before it: committed, reduced, or planned as well.
+        """
+        if window > self.book.window:
+            return self.progress_samples + self._planned_samples
+        self._planned_samples = planned_samples
+        return self.progress_samples
+
+    def stage(self) -> None:
+        """The window's batches are in the reduction that begins."""
+        self.progress_samples += self.ledger.stage()
+        self._planned_samples = 0
+
+    def unstage_gone(self, window: int) -> None:
+        """The reduction is redone without the parts of ranks that are gone."""
+        for rank, samples in self.ledger.unstage_gone().items():
+            self.progress_samples -= samples
+            self.totals.discard(window, rank, samples)
+        self.reductions.leave_out_gone(self.members)
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether windows have no length yet, until all ranks' speeds are known."""
+        return bool(self._uncalibrated)
+
+    def calibrated(self, rank: int) -> bool:
+        """A rank's speed is known, or will not be; True if all others' are, now."""
+        was_awaited = rank in self._uncalibrated
+        self._uncalibrated.discard(rank)
+        return was_awaited and not self._uncalibrated
+
+    def remove(self, rank: int) -> None:
+        """A rank is gone: its leases and what it had not committed are pooled again.
+
+        What it trained on since the last reduction was begun is in no model.
+        """
+        self.is_paused = True
+        del self.members[rank]
+        self._give_work_to_all()
+        self.reductions.remove(rank)
+        self.ledger.remove(rank)
+        for window, parts in enumerate((self.book.parts, self.book.ahead)):
+            self.totals.discard(self.book.window + window, rank, parts[rank].samples)
+        self.leasing.remove(rank)
+        self.book.remove(rank)
+        self.throttle.remove(rank)
+        self._repace()
+        self._uncalibrated.discard(rank)
+        self.diverged.remove(rank)
+        if self.life.is_draining:
+            self.ledger.abandon()
+
+    def add(self, member: Member) -> None:
+        """A rank joins; it takes part once it holds the common model."""
+        self.is_paused = True
+        self._give_work_to_all()
+        self.members[member.rank] = member
+        self.reductions.add(member.rank)
+        self.ledger.add(member.rank)
+        self.leasing.add(member.rank, member.horizon_batches)
+        self.book.add(member.rank)
+        self._repace()
+
+    def resume(self) -> Reduction | None:
+        """All members are in the new group; returns what is to be reduced in it."""
+        self.is_paused = False
+        return self.reductions.resume(self.book.window - 1, self.members)
+
+    def _give_work_to_all(self) -> None:
+        """Who was not worth any work may be all that is left."""
+        idle, self.idle = self.idle, frozenset()
+        for rank in sorted(idle.intersection(self.members)):
+            self.leasing.add(rank, self.members[rank].horizon_batches)
+
+    def _repace(self) -> None:
+        """The last pace was of other ranks."""
+        self.pacing.change(sorted(self.members))
+        self._last_pace = -1, None
 
     def place(self, rank: int) -> int:
         """Where a rank stands in a plan's lists."""
@@ -124,18 +213,23 @@ class WindowState:
     def note(self, text: str) -> None:
         """Keeps a decision for the story."""
         if text:
-            self.notes.append(text)
+            self._notes.append(text)
+
+    def take_notes(self) -> list[str]:
+        """Decisions since it was last asked."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def pace(self, window: int) -> Pace:
         """How long a window is to be: usual, or to the end of the epoch.
 
         The first rank that comes to it decides that for all.
         """
-        if self.last_pace[0] != window:
-            is_free = self.source is None and not self.is_draining
+        if self._last_pace[0] != window:
+            is_free = not (self.plans.is_followed or self.life.is_draining)
             left_s = self.leasing.work_s
-            self.last_pace = window, self.pacing.last_pace(left_s) if is_free else None
-        return self.last_pace[1] or self.pacing.pace()
+            self._last_pace = window, self.pacing.last_pace(left_s) if is_free else None
+        return self._last_pace[1] or self.pacing.pace()
 
     @property
     def has_work(self) -> bool:
@@ -145,13 +239,13 @@ class WindowState:
     @property
     def may_end_window(self) -> bool:
         """Whether all ranks have closed the window, and nothing else is reduced."""
-        is_free = self.reduction is None and not self.is_paused
+        is_free = self.reductions.running is None and not self.is_paused
         return is_free and self.book.all_closed
 
     @property
     def opens_early(self) -> bool:
         """Whether a rank may begin its next window before all have ended this one."""
-        is_known = self.pacing.el_che.is_calibrated or self.source is not None
+        is_known = self.pacing.el_che.is_calibrated or self.plans.is_followed
         return self.is_overlapped and is_known
 
     def goes_on(self, rank: int) -> bool:

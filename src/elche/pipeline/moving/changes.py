@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.moving.optimizer_state import (
+from elche.pipeline.moving.moving_optimizers import (
     GivenOptimizers,
     OptimizerGroups,
     as_optimizers,

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.moving.optimizer_state import (
+from elche.pipeline.moving.moving_optimizers import (
     Moving,
     OptimizerGroups,
     pack_state,
     unpack_state,
 )
-from elche.pipeline.peers.messages import Message, head_of
+from elche.pipeline.peers.stage_messages import Message, head_of
 from elche.pipeline.stage import Layer
 from elche.torch_internals import held_buffers
 

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from elche.errors import MismatchError
-from elche.pipeline.moving.optimizer_state import Moving, OptimizerGroups, check_alike
+from elche.pipeline.moving.moving_optimizers import Moving, OptimizerGroups, check_alike
 from elche.pipeline.moving.relocation import (
     Baggage,
     check_forms,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.peers.patience import Forecast
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.planning import PipelinePlan, known_costs, plan_placed
-from elche.schedule.actions import Action, Schedule
+from elche.schedule.actions import Schedule, StageAction
 from elche.schedule.costs import PipelineCosts, StageCost
 from elche.schedule.drift import (
     DriftWatch,
@@ -174,7 +174,7 @@ class Planner:
         return self.measured is None or (every > 0 and self._steps % every == 0)
 
     def report(
-        self, trace: Sequence[tuple[Action, float, float]], waited: Sequence[float]
+        self, trace: Sequence[tuple[StageAction, float, float]], waited: Sequence[float]
     ) -> list[Any]:
         """What this rank's stages took in a step, for the others."""
         return [[stage, *four] for stage, four in times_of(trace, waited).items()]

@@ -14,7 +14,7 @@ from elche.errors import (
     MismatchError,
     RemoteRankError,
 )
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.inputs import InputReport, LocalInput, check_reports
@@ -40,7 +40,7 @@ class PipelineCommunicator:
         timeout_s: deadline of waits outside steps.
     """
 
-    def __init__(self, rank: int, peers: Peers | None, timeout_s: float) -> None:
+    def __init__(self, rank: int, peers: StagePeers | None, timeout_s: float) -> None:
         self.peers = peers
         self.rank = rank
         self._timeout_s = timeout_s
@@ -275,7 +275,7 @@ def _compare(described: Sequence[Any], rank: int, groups: ReplicaGroups) -> None
             )
 
 
-def _leave_at_exit(peers: Peers) -> None:
+def _leave_at_exit(peers: StagePeers) -> None:
     """The group of gloo aborts the interpreter's exit if a group is left open."""
     held = weakref.ref(peers)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from elche.schedule.actions import Action
+from elche.schedule.actions import StageAction
 
 WARM_STEPS = 2
 REMEMBERED_STEPS = 20
@@ -22,7 +22,7 @@ class Forecast:
         makespan_s: of the step.
     """
 
-    arrivals_s: Mapping[Action, float]
+    arrivals_s: Mapping[StageAction, float]
     makespan_s: float
 
 
@@ -84,7 +84,7 @@ class Patience:
         return min(self._timeout_s, self._factor * max(durations_s) + self.grace_s)
 
     @property
-    def arrivals_s(self) -> Mapping[Action, float]:
+    def arrivals_s(self) -> Mapping[StageAction, float]:
         """When messages of the training step that begins are predicted to come.
 
         Seconds from its begin, by the receive; empty if unknown. They are due at

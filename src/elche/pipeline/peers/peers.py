@@ -20,8 +20,8 @@ from elche.errors import (
     DeadlineError,
     RemoteRankError,
 )
-from elche.pipeline.peers.messages import Message
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
 from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
 from elche.pipeline.step.step_io import failure_of
@@ -41,7 +41,7 @@ _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
 
 
 @final
-class Peers:
+class StagePeers:
     """This rank among the others; made by :meth:`join`.
 
     Args:
@@ -73,7 +73,7 @@ class Peers:
         self._formed = 0
 
     @staticmethod
-    def join(placement: Placement, timeout_s: float) -> Peers:
+    def join(placement: Placement, timeout_s: float) -> StagePeers:
         """Meets all ranks of the run.
 
         Raises:
@@ -96,13 +96,13 @@ class Peers:
             channel.close()
             raise
         backend = group.point_to_point
-        return Peers(placement, channel, group, backend, f"pipeline/{number}")
+        return StagePeers(placement, channel, group, backend, f"pipeline/{number}")
 
     @staticmethod
     def decline(placement: Placement, error: BaseException) -> None:
         """Meets the others only to end the run: this rank cannot take part."""
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
-            Peers.join(placement, _DECLINE_S).fail(error)
+            StagePeers.join(placement, _DECLINE_S).fail(error)
 
     def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
         """Gives a value to all ranks, and gets theirs, in rank order.

@@ -19,7 +19,7 @@ from typing import Any, Protocol, final
 import torch
 
 from elche.errors import CommunicationError, DeadlineError, ElcheError
-from elche.pipeline.peers.messages import (
+from elche.pipeline.peers.stage_messages import (
     HEAD_BYTES,
     Message,
     head_length,

@@ -29,7 +29,7 @@ class Waits:
         self._name = name
 
     def begin(self, rank: int, what: str) -> None:
-        """See `LongWaits`."""
+        """This rank has waited for half the deadline, for one rank."""
         self.begin_all([rank], what)
 
     def begin_all(self, ranks: Sequence[int], what: str) -> None:
@@ -37,11 +37,11 @@ class Waits:
         self._publish(f"{','.join(map(str, ranks))} {what}")
 
     def end(self) -> None:
-        """See `LongWaits`."""
+        """This rank waits no more."""
         self._publish("")
 
     def explain(self, rank: int) -> str:
-        """See `LongWaits`."""
+        """The deadline has passed, waiting for a rank: who is to blame."""
         return self.explain_all([rank])
 
     def explain_all(self, ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @final
-class Bucket:
+class GradientBucket:
     """Gradients in one piece of memory, and for each parameter whether it has one.
 
     Args:
@@ -122,9 +122,9 @@ class Bucket:
             begin += shape.numel()
 
 
-def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter]) -> list[GradientBucket]:
     """By type of the sum, in order; more than a bucket's size only for one alone."""
-    made: list[Bucket] = []
+    made: list[GradientBucket] = []
     for dtype in (torch.float32, torch.float64):
         mine: list[nn.Parameter] = []
         held_bytes = 0
@@ -133,12 +133,12 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
                 continue
             nbytes = _numel(one) * dtype.itemsize
             if mine and held_bytes + nbytes > BUCKET_BYTES:
-                made.append(Bucket(mine, dtype))
+                made.append(GradientBucket(mine, dtype))
                 mine, held_bytes = [], 0
             mine.append(one)
             held_bytes += nbytes
         if mine:
-            made.append(Bucket(mine, dtype))
+            made.append(GradientBucket(mine, dtype))
     return made
 
 

@@ -19,15 +19,15 @@ from torch import nn
 
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, RemoteRankError
-from elche.pipeline.peers.peers import Peers
-from elche.pipeline.replicas.gradient_buckets import Bucket, make_buckets
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.replicas.gradient_buckets import GradientBucket, make_buckets
 from elche.pipeline.replicas.replica_units import Unit
 from elche.pipeline.step.step_io import StepInput, StepResults
 
 
 @final
 @dataclass(frozen=True)
-class Reduction:
+class ReplicaReduction:
     """One sum over the replicas in a step; times of time.monotonic().
 
     Attributes:
@@ -52,9 +52,9 @@ class _Line:
     def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
-        self.units: list[tuple[tuple[int, ...], list[Bucket]]] = []
+        self.units: list[tuple[tuple[int, ...], list[GradientBucket]]] = []
         self.begun = 0
-        self._under_way: list[tuple[tuple[int, ...], Bucket]] = []
+        self._under_way: list[tuple[tuple[int, ...], GradientBucket]] = []
 
     def begin_complete(self, complete: set[int], contributes: bool) -> None:
         """Begins those that are complete, as far as the order allows."""
@@ -70,7 +70,7 @@ class _Line:
                     self._under_way.append((stages, bucket))
             self.begun += 1
 
-    def take(self) -> list[tuple[tuple[int, ...], Bucket]]:
+    def take(self) -> list[tuple[tuple[int, ...], GradientBucket]]:
         """What has begun, in order; the next step begins anew."""
         taken, self._under_way, self.begun = self._under_way, [], 0
         return taken
@@ -96,7 +96,7 @@ class GradientReduction:
         units: Sequence[Unit],
         parameters: Mapping[str, nn.Parameter],
         groups: Mapping[tuple[int, ...], Group],
-        peers: Peers,
+        peers: StagePeers,
     ) -> None:
         self._peers = peers
         self._parameters = [parameters[name] for unit in units for name in unit.names]
@@ -116,7 +116,7 @@ class GradientReduction:
             if unit.ranks[0] != peers.rank
         )
         self._complete: set[int] = set()
-        self.last: list[Reduction] = []
+        self.last: list[ReplicaReduction] = []
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +186,7 @@ class GradientReduction:
         for line in self._lines.values():
             line.begin_complete(every, contributes)
 
-    def _wait(self, timeout_s: float) -> list[Bucket]:
+    def _wait(self, timeout_s: float) -> list[GradientBucket]:
         """Waits for all sums, those that began first first."""
         under_way = [
             (bucket.begin_s, stages, line, bucket)
@@ -202,7 +202,7 @@ class GradientReduction:
             bucket.work = None
             end_s = bucket.ended_s[0] if bucket.ended_s else now_s
             self.last.append(
-                Reduction(stages, bucket.nbytes, begin_s, end_s, now_s - waits_s)
+                ReplicaReduction(stages, bucket.nbytes, begin_s, end_s, now_s - waits_s)
             )
         return [bucket for *_, bucket in under_way]
 

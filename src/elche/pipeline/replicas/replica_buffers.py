@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elche.comm.transport.process_group import Group
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 
 
 @final
@@ -43,7 +43,7 @@ class SharedBuffers:
         """The buffers; a module may put another tensor in one's place."""
         return [module.get_buffer(name).detach() for module, name in self.places]
 
-    def average(self, peers: Peers, timeout_s: float) -> None:
+    def average(self, peers: StagePeers, timeout_s: float) -> None:
         """Makes them equal on all ranks."""
         me = self.ranks.index(peers.rank)
         buffers = self._now()
@@ -67,7 +67,7 @@ class SharedBuffers:
             numbers.copy_(part.view(numbers.shape))
             self._before[index] = buffers[index].clone()
 
-    def _sum(self, tensor: torch.Tensor, peers: Peers, timeout_s: float) -> None:
+    def _sum(self, tensor: torch.Tensor, peers: StagePeers, timeout_s: float) -> None:
         work = self.group.all_reduce_async(tensor)
         peers.wait(work, self.ranks, "the average of the buffers", timeout_s)
 
@@ -84,7 +84,7 @@ def _share(buffer: torch.Tensor, changed: list[float], me: int) -> torch.Tensor:
 
 
 def average_buffers(
-    shared: Sequence[SharedBuffers], peers: Peers, timeout_s: float
+    shared: Sequence[SharedBuffers], peers: StagePeers, timeout_s: float
 ) -> None:
     """Averages all; with all ranks.
 

@@ -106,7 +106,7 @@ def check_grouping(told: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class StepShares:
+class ReplicaShares:
     """The microbatches of one step, of all replicas.
 
     Attributes:
@@ -164,7 +164,7 @@ def read_shares(
     counts: Sequence[int],
     reduction: str,
     needs_target: bool,
-) -> StepShares:
+) -> ReplicaShares:
     """The shares of a step from what the ranks have said.
 
     Args:
@@ -202,4 +202,4 @@ def read_shares(
         sizes.append(microbatch_sizes(total, known, counts[index]))
     if not any(sizes):
         raise ConfigError("no replica has a batch; give at least one of them a batch")
-    return StepShares(tuple(sizes), groups.index, reduction)
+    return ReplicaShares(tuple(sizes), groups.index, reduction)

@@ -18,13 +18,13 @@ from torch import nn
 
 from elche.errors import MismatchError
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.peers import Peers
-from elche.pipeline.replicas.reduction import GradientReduction, Reduction
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.replicas.reduction import GradientReduction, ReplicaReduction
 from elche.pipeline.replicas.replica_buffers import SharedBuffers, average_buffers
 from elche.pipeline.replicas.replica_groups import (
     Grouping,
     ReplicaGroups,
-    StepShares,
+    ReplicaShares,
     check_grouping,
     group_ranks,
     read_shares,
@@ -102,8 +102,6 @@ class Replicas:
         parts: Parts,
         communicator: PipelineCommunicator,
         timeout_s: float,
-        *,
-        are_equal: bool = False,
     ) -> Replicas:
         """Compares the replicas, makes them equal to the first, connects them.
 
@@ -114,7 +112,6 @@ class Replicas:
             parts: this rank's.
             communicator: all ranks.
             timeout_s: deadline of each wait.
-            are_equal: whether they have the same values already.
 
         Raises:
             MismatchError: they hold different models; on every rank.
@@ -128,8 +125,7 @@ class Replicas:
         held, by_rank = _agree_on_layers(groups, parts, communicator, names)
         units, kept = plan_units(held), plan_units(held, BUFFER)
         with communicator.ending_on_failure():
-            if not are_equal:
-                _make_equal(held, groups, parts, peers, timeout_s)
+            _make_equal(held, groups, parts, peers, timeout_s)
             wanted = [unit.ranks for unit in (*units, *kept)]
             formed = peers.form_groups(wanted, timeout_s)
         parameters = {
@@ -164,7 +160,7 @@ class Replicas:
         return frozenset() if self._reduction is None else self._reduction.copies
 
     @property
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[ReplicaReduction]:
         """Those of the last step."""
         return [] if self._reduction is None else list(self._reduction.last)
 
@@ -195,7 +191,7 @@ class Replicas:
         said: Sequence[tuple[int | None, int | None]],
         loss_reduction: str,
         needs_target: bool,
-    ) -> StepShares:
+    ) -> ReplicaShares:
         """The shares of a step; see `read_shares`."""
         return read_shares(
             said, self.groups, self._counts, loss_reduction, needs_target
@@ -209,7 +205,7 @@ class Replicas:
         ]
 
     def training(
-        self, carry_out: Callable[[StepInput], StepResults], shares: StepShares
+        self, carry_out: Callable[[StepInput], StepResults], shares: ReplicaShares
     ) -> Callable[[StepInput], StepResults]:
         """What this rank does in a step, its part in the reduction included."""
         reduction, has_batch = self._reduction, bool(shares.mine)
@@ -291,7 +287,7 @@ def _make_equal(
     held: Sequence[Sequence[HeldLayer]],
     groups: ReplicaGroups,
     parts: Parts,
-    peers: Peers,
+    peers: StagePeers,
     timeout_s: float,
 ) -> None:
     """Copies parameters and buffers of the first replica to the others."""

@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 import torch
 
-from elche.pipeline.config import PipelineConfig
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, join_ties
 from elche.pipeline.setup.planning import PipelinePlan
 from elche.pipeline.split_backward.backward import StageBackward
@@ -155,7 +155,7 @@ def assemble(
     given: Blueprint,
     plan: PipelinePlan,
     built: Mapping[int, Layer],
-    peers: Peers | None,
+    peers: StagePeers | None,
 ) -> Parts:
     """Puts this rank's layers together for a plan.
 
@@ -182,7 +182,7 @@ def assemble(
     return Parts(given, plan, stages, executor, tied)
 
 
-def rescheduled(parts: Parts, plan: PipelinePlan, peers: Peers | None) -> Parts:
+def rescheduled(parts: Parts, plan: PipelinePlan, peers: StagePeers | None) -> Parts:
     """The same stages under another schedule.
 
     Args:
@@ -223,7 +223,7 @@ def _tied(
     ties: list[list[tuple[int, str]]],
     plan: PipelinePlan,
     stages: dict[int, StageBackward],
-    peers: Peers,
+    peers: StagePeers,
 ) -> TiedParameters | None:
     stage_of = {
         layer: stage

@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.moving.changes import Changes
 from elche.pipeline.moving.replanning import Planner
 from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
 from elche.pipeline.setup.building import Split, layers_of

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList
 from elche.runtime.process.environment import Placement
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elche.errors import ConfigError
-from elche.pipeline.config import PipelineConfig
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.schedule.actions import Schedule, loop_placement, v_placement
 from elche.schedule.costs import PipelineCosts, RankTimes, equal_costs
 from elche.schedule.formats import from_csv

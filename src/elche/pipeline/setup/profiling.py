@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.config import PipelineConfig
-from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.stage_messages import Message
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, Stage

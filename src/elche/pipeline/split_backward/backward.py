@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError, ProtocolError
-from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.split_backward.guard import ContributionGuard
 from elche.pipeline.split_backward.known_modules import KnownModules
 from elche.pipeline.split_backward.weight_gradients import (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from elche.errors import CommunicationError, ConfigError, RemoteRankError
-from elche.pipeline.peers.messages import Message
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.peers.transport import Address, Transport
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.step.step_io import (
@@ -24,7 +24,7 @@ from elche.pipeline.step.step_io import (
     failure_of,
 )
 from elche.pipeline.trees import flatten, unflatten
-from elche.schedule.actions import Action, Kind, Schedule
+from elche.schedule.actions import Kind, Schedule, StageAction
 
 _TRANSPORT_ERRORS = (CommunicationError, RemoteRankError)
 _FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_F, Kind.RECV_F})
@@ -72,7 +72,7 @@ class Executor:
             if one.kind is Kind.BACKWARD_INPUT
         }
         self._through = _stages_through(self._actions)
-        self.trace: list[tuple[Action, float, float]] = []
+        self.trace: list[tuple[StageAction, float, float]] = []
         self.waited_s: list[float] = []
         self.after_stage: Callable[[int], None] | None = None
 
@@ -103,7 +103,7 @@ class Executor:
         self._carry_out(run, forwards)
         return run.results
 
-    def _carry_out(self, run: _Run, actions: Sequence[Action]) -> None:
+    def _carry_out(self, run: _Run, actions: Sequence[StageAction]) -> None:
         self.trace, self.waited_s = [], []
         if self._transport is not None:
             self._transport.expect(
@@ -130,7 +130,9 @@ class Executor:
         if self._transport is not None:
             self._transport.flush(run.given.timeout_s)
 
-    def _tell_peers(self, left: Sequence[Action], run: _Run, error: Exception) -> None:
+    def _tell_peers(
+        self, left: Sequence[StageAction], run: _Run, error: Exception
+    ) -> None:
         """Sends the failure in the place of all that others still wait for."""
         if self._transport is None or not run.can_tell(error):
             return
@@ -146,7 +148,7 @@ class Executor:
             self._transport.receive(self.address(one), timeout_s)
         self._transport.flush(timeout_s)
 
-    def address(self, one: Action) -> Address:
+    def address(self, one: StageAction) -> Address:
         """Where a send goes to, or a receive comes from."""
         forwards = one.kind in (Kind.SEND_F, Kind.RECV_F)
         sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
@@ -218,7 +220,7 @@ class Executor:
         return Message(moved, value.structure, value.needs_grad)
 
 
-def _stages_through(actions: Sequence[Action]) -> dict[int, list[int]]:
+def _stages_through(actions: Sequence[StageAction]) -> dict[int, list[int]]:
     """Where the gradients of stages are complete: place in the list to stages.
 
     That is after the last backward of a stage, and the messages behind it, for which
@@ -247,12 +249,12 @@ class _Run:
         self._owner = owner
         self.is_training = is_training
         self._outgoing: dict[tuple[int, int, int], Message] = {}
-        self._admitted: set[Action] = set()
-        self._read: set[Action] = set()
+        self._admitted: set[StageAction] = set()
+        self._read: set[StageAction] = set()
         self._began_s = time.monotonic()
         self._waited_s = 0.0
 
-    def do(self, one: Action) -> None:
+    def do(self, one: StageAction) -> None:
         """Carries out one action."""
         self._DO[one.kind](self, one)
 
@@ -265,13 +267,13 @@ class _Run:
         """Whether messages still work."""
         return not isinstance(error, _TRANSPORT_ERRORS)
 
-    def unread(self, left: Sequence[Action]) -> list[Action]:
+    def unread(self, left: Sequence[StageAction]) -> list[StageAction]:
         """Receives that were announced and not taken."""
         announced = [one for one in left if one.kind in (Kind.RECV_F, Kind.RECV_B)]
         waiting = [one for one in self._admitted if one not in announced]
         return [one for one in (*waiting, *announced) if one not in self._read]
 
-    def _forward(self, one: Action) -> None:
+    def _forward(self, one: StageAction) -> None:
         stage, microbatch = one.stage, one.microbatch
         runner = self._owner.stage(stage)
         given = self._input(one)
@@ -312,7 +314,7 @@ class _Run:
             )
         runner.keep(microbatch, loss)
 
-    def _input(self, one: Action) -> Message:
+    def _input(self, one: StageAction) -> Message:
         if one.stage > 0:
             return self._incoming(one, one.stage - 1, 0, Kind.RECV_F)
         value = self.given.inputs[one.microbatch]
@@ -323,11 +325,11 @@ class _Run:
         )
         return Message(tuple(tensors), structure, needs)
 
-    def _incoming(self, one: Action, stage: int, way: int, kind: Kind) -> Message:
+    def _incoming(self, one: StageAction, stage: int, way: int, kind: Kind) -> Message:
         """What another stage made for this action."""
         if not self._owner.is_elsewhere(stage):
             return self._outgoing.pop((stage, way, one.microbatch))
-        receive = Action(one.stage, kind, one.microbatch)
+        receive = StageAction(one.stage, kind, one.microbatch)
         address = self._owner.address(receive)
         begun_s = time.monotonic()
         message = self._owner.transport.receive(address, self._left_s(receive))
@@ -337,7 +339,7 @@ class _Run:
             raise PeerFailedError(message.failure)
         return self._owner.to_device(message)
 
-    def _left_s(self, receive: Action) -> float:
+    def _left_s(self, receive: StageAction) -> float:
         """Seconds that a wait for a message may last from now."""
         given = self.given
         arrival_s = given.arrivals_s.get(receive)
@@ -347,20 +349,20 @@ class _Run:
         left_s = self._began_s + due_s - time.monotonic()
         return max(0.0, left_s) + given.grace_s
 
-    def _hand_on(self, one: Action, way: int, message: Message) -> None:
+    def _hand_on(self, one: StageAction, way: int, message: Message) -> None:
         self._outgoing[one.stage, way, one.microbatch] = message
 
-    def _send(self, one: Action) -> None:
+    def _send(self, one: StageAction) -> None:
         way = _DIRECTIONS[one.kind]
         message = self._outgoing.pop((one.stage, way, one.microbatch))
         address = self._owner.address(one)
         self._owner.transport.send(address, message, self.given.timeout_s)
 
-    def _admit(self, one: Action) -> None:
+    def _admit(self, one: StageAction) -> None:
         self._admitted.add(one)
         self._owner.transport.admit(self._owner.address(one))
 
-    def _gradients(self, one: Action) -> list[torch.Tensor | None]:
+    def _gradients(self, one: StageAction) -> list[torch.Tensor | None]:
         if one.stage < self._owner.last_stage:
             message = self._incoming(one, one.stage + 1, 1, Kind.RECV_B)
             tensors = iter(message.tensors)
@@ -368,19 +370,19 @@ class _Run:
         loss = self.results.losses[one.microbatch]
         return [torch.full_like(loss, self.given.weights[one.microbatch])]
 
-    def _backward_input(self, one: Action) -> None:
+    def _backward_input(self, one: StageAction) -> None:
         runner = self._owner.stage(one.stage)
         found = runner.backward_input(one.microbatch, self._gradients(one))
         self._return(one, found)
 
-    def _backward_weight(self, one: Action) -> None:
+    def _backward_weight(self, one: StageAction) -> None:
         self._owner.stage(one.stage).backward_weight(one.microbatch)
 
-    def _full_backward(self, one: Action) -> None:
+    def _full_backward(self, one: StageAction) -> None:
         runner = self._owner.stage(one.stage)
         self._return(one, runner.full_backward(one.microbatch, self._gradients(one)))
 
-    def _return(self, one: Action, found: list[torch.Tensor | None]) -> None:
+    def _return(self, one: StageAction, found: list[torch.Tensor | None]) -> None:
         if one.stage == 0:
             self.results.input_gradients[one.microbatch] = found
             return
@@ -390,7 +392,7 @@ class _Run:
 
     # Functions: bound methods kept in the object would be a cycle, which holds the
     # step's batch and outputs until Python looks for cycles.
-    _DO: ClassVar[Mapping[Kind, Callable[[_Run, Action], None]]] = {
+    _DO: ClassVar[Mapping[Kind, Callable[[_Run, StageAction], None]]] = {
         Kind.FORWARD: _forward,
         Kind.BACKWARD_INPUT: _backward_input,
         Kind.BACKWARD_WEIGHT: _backward_weight,

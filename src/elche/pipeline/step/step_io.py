@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from elche.errors import ElcheError
-from elche.pipeline.peers.messages import Failure
-from elche.schedule.actions import Action
+from elche.pipeline.peers.stage_messages import Failure
+from elche.schedule.actions import StageAction
 
 
 class PeerFailedError(ElcheError):
@@ -48,7 +48,7 @@ class StepInput:
     weights: Sequence[float] = ()
     input_gradients: bool = False
     timeout_s: float = 300.0
-    arrivals_s: Mapping[Action, float] = field(default_factory=dict)
+    arrivals_s: Mapping[StageAction, float] = field(default_factory=dict)
     stretch: float = 1.0
     grace_s: float = 0.0
     is_timed: bool = False

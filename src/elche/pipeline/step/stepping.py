@@ -8,11 +8,11 @@ from typing import Any, final
 
 import torch
 
-from elche.pipeline.config import PipelineConfig
 from elche.pipeline.moving.changes import Changes
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Patience
-from elche.pipeline.replicas.replica_groups import ReplicaGroups, StepShares
+from elche.pipeline.pipeline_config import PipelineConfig
+from elche.pipeline.replicas.replica_groups import ReplicaGroups, ReplicaShares
 from elche.pipeline.replicas.replicas import Replicas
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.step.inputs import (
@@ -87,7 +87,7 @@ class Stepping:
         self.replicas = self._join(parts)
 
     def step(self, call: Call) -> StepOutput:
-        """See `elche.pipeline.Pipeline.step`."""
+        """One step: layers that are to move, then forward and backward."""
         self._communicator.check_open()
         self.adopt(self._changes.carry_out(self.parts))
         given, shares = self._begin(call)
@@ -134,7 +134,7 @@ class Stepping:
         )
 
     def evaluate(self, call: Call) -> EvaluationOutput:
-        """See `elche.pipeline.Pipeline.evaluate`."""
+        """Runs forward only, over averaged buffers."""
         self._communicator.check_open()
         given, shares = self._begin(call)
         self.replicas.average_buffers(self._communicator, self._config.timeout_s)
@@ -162,7 +162,7 @@ class Stepping:
             outputs=join_batches(outputs) if outputs else None,
         )
 
-    def _begin(self, call: Call) -> tuple[LocalInput, StepShares]:
+    def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
         """All ranks begin the same thing, and know the samples of all microbatches."""
         seat = self.seat
         given = read_call(call, seat)
@@ -192,7 +192,9 @@ class Stepping:
         )
         self._compared.add(form)
 
-    def _input(self, given: LocalInput, shares: StepShares, **more: Any) -> StepInput:
+    def _input(
+        self, given: LocalInput, shares: ReplicaShares, **more: Any
+    ) -> StepInput:
         sizes, has_target = shares.mine, given.target is not None
         return StepInput(
             inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),

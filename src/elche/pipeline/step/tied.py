@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import nn
 
-from elche.pipeline.peers.peers import Peers
+from elche.pipeline.peers.peers import StagePeers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TiedParameters:
         peers: the ranks.
     """
 
-    def __init__(self, ties: list[Tie], peers: Peers) -> None:
+    def __init__(self, ties: list[Tie], peers: StagePeers) -> None:
         self._ties = ties
         self._peers = peers
 

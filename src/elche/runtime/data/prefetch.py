@@ -18,9 +18,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from elche.cadence.prefetch_gauge import (
+    MAX_DEPTH,
     ActivationPeak,
     DeviceMemory,
-    GaugeConfig,
     PinTrial,
     PrefetchDecision,
     PrefetchNeeds,
@@ -105,7 +105,7 @@ class CudaMemoryProbe:
 
 def most_ahead(device: torch.device) -> int:
     """Batches that :meth:`DevicePrefetcher.on` may take beyond the one handed out."""
-    return GaugeConfig().max_depth if device.type == "cuda" else 0
+    return MAX_DEPTH if device.type == "cuda" else 0
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class DevicePrefetcher(Generic[Tag]):
         device: where batches go.
         copies: the stream of copies, None to move nothing ahead.
         probe: reads the device's memory, None to move nothing ahead.
-        config: bounds of the depth.
+        max_depth: most batches held ahead.
         dataset_bytes: size of a data set that could be kept on the device.
 
     Attributes:
@@ -146,21 +146,21 @@ class DevicePrefetcher(Generic[Tag]):
         device: torch.device,
         copies: CopyStream | None = None,
         probe: MemoryProbe | None = None,
-        config: GaugeConfig | None = None,
+        max_depth: int = MAX_DEPTH,
         dataset_bytes: int | None = None,
     ) -> None:
         self._next_batch = next_batch
         self._device = device
         self._copies = copies
         self._probe = probe
-        self._config = config or GaugeConfig()
+        self._max_depth = max_depth
         self._dataset_bytes = dataset_bytes
         self._held: deque[_Held[Tag]] = deque()
         self._being_read: deque[tuple[Fence, Any]] = deque()
         self._peak = ActivationPeak()
         self._pin_trial = PinTrial()
         self._decision = PrefetchDecision(depth=0, resident=False)
-        self._most_depth = self._config.max_depth
+        self._most_depth = max_depth
         self._batch_bytes = 0
         self._ahead_pays = False
         self._batches = 0
@@ -194,7 +194,7 @@ class DevicePrefetcher(Generic[Tag]):
     @property
     def wants_resident(self) -> bool:
         """Whether the whole data set fits beside the training, as last gauged."""
-        return self._decision.resident and self._most_depth == self._config.max_depth
+        return self._decision.resident and self._most_depth == self._max_depth
 
     def take(self) -> tuple[Tag, Any] | None:
         """The next batch, on the device; None if none is held and none has come.
@@ -310,6 +310,6 @@ class DevicePrefetcher(Generic[Tag]):
                 activation_peak_bytes=self._peak.value_bytes,
                 dataset_bytes=self._dataset_bytes,
             ),
-            self._config,
+            self._max_depth,
         )
         self.depth = min(self._decision.depth, self._most_depth)

@@ -93,7 +93,7 @@ class StreamReader:
         return type(self.stream).__name__
 
     def begin_epoch(self, epoch: int) -> None:
-        """See `StreamView.begin_epoch`."""
+        """Opens the stream for an epoch, and compares the ranks' first samples."""
         with self._reading():
             self._open(epoch)
         self._agreed = self._fingerprint
@@ -103,7 +103,7 @@ class StreamReader:
             self._compare(self.group, epoch)
 
     def read(self, epoch: int, positions: Sequence[int]) -> Stamped:
-        """See `StreamView.read`."""
+        """The samples at the positions, which only ascend within an epoch."""
         items = []
         with self._reading():
             for position in positions:
@@ -117,7 +117,7 @@ class StreamReader:
         return Stamped(items, Stamp(self._fingerprint, self._has_more))
 
     def check(self, stamp: Stamp) -> None:
-        """See `StreamView.check`."""
+        """Refuses samples of another stream; warns of more than an epoch's."""
         if stamp.fingerprint != self._agreed:
             raise MismatchError(
                 f"a process that loads read another stream {self.name} than the one "

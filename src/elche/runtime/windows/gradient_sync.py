@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.gradients.backward_end import at_backward_end
@@ -70,8 +71,8 @@ class GradientSync(WindowSync):
         self._hooks.attach(self._on_gradient)
         self._guard.attach()
 
+    @override
     def detach(self) -> None:
-        """See :meth:`WindowSync.detach`."""
         self._hooks.detach()
         self._guard.detach()
 
@@ -90,12 +91,12 @@ class GradientSync(WindowSync):
             self._pass = number
             at_backward_end(self._end_backward)
 
+    @override
     def hold(self, holds: bool) -> None:
-        """See :meth:`WindowSync.hold`."""
         self._holds = holds
 
     def rewind(self) -> None:
-        """See :meth:`WindowSync.rewind`; nothing was added of a pass without an end."""
+        """A pass was broken off; nothing was added of one without an end."""
         self._pass = None
         self._touched.clear()
 
@@ -118,28 +119,28 @@ class GradientSync(WindowSync):
         self._window.add(weight, is_whole=False)
 
     @property
+    @override
     def extra_bytes(self) -> int:
-        """See :meth:`WindowSync.extra_bytes`."""
         return self._window.extra_bytes
 
     def rebase(self) -> None:
         """Parameters only change by common steps; buffers start from here."""
         self._buffers.rebase()
 
+    @override
     def changed_buffers(self) -> tuple[int, ...]:
-        """See :meth:`WindowSync.changed_buffers`."""
         return self._buffers.changed()
 
+    @override
     def begin_batch(self, weight: float) -> None:
-        """See :meth:`WindowSync.begin_batch`."""
         self._hooks.keep_last()
         self._weight = weight
         self._pass = None
         self._touched.clear()
         self._holds = self._has_seen = self._has_ended = False
 
+    @override
     def batch_done(self) -> None:
-        """See :meth:`WindowSync.batch_done`."""
         if not self._has_seen:
             refuse_stray_gradients(self._parameters)
         elif self._pass is not None:  # broken off, and the loop caught the error
@@ -150,12 +151,12 @@ class GradientSync(WindowSync):
         self._weight = 0.0
 
     def close(self, *, begins: bool) -> bool:
-        """See :meth:`WindowSync.close`; non-finite gradients are not sent."""
+        """The window ends; non-finite gradients are not sent."""
         self._was_finite = self._window.is_finite
         return self._was_finite
 
+    @override
     def reduce(self, plan: Reduce) -> SyncResult:
-        """See :meth:`WindowSync.reduce`."""
         weight = self._window.samples if self._was_finite else 0.0
         total = self._window.reduce(counts=self._was_finite)
         self._buffers.average(plan)

@@ -6,6 +6,8 @@ import logging
 from abc import abstractmethod
 from typing import Any, final
 
+from typing_extensions import override
+
 from elche.comm.averaging.averaging import Averager, ParameterAverager
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.averaging.overlap import OverlappedAverager
@@ -42,50 +44,50 @@ class AveragedSync(WindowSync):
         self._weight = self._in_hand = 0.0
 
     @property
+    @override
     def extra_bytes(self) -> int:
-        """See :meth:`WindowSync.extra_bytes`."""
         return self._averager.extra_bytes
 
+    @override
     def rebase(self) -> None:
-        """See :meth:`WindowSync.rebase`."""
         self._averager.rebase()
 
+    @override
     def changed_buffers(self) -> tuple[int, ...]:
-        """See :meth:`WindowSync.changed_buffers`."""
         return self._averager.changed_buffers()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`WindowSync.state_dict`."""
         return self._averager.state_dict()
 
+    @override
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See :meth:`WindowSync.load_state_dict`."""
         self._averager.load_state_dict(state)
 
+    @override
     def begin_batch(self, weight: float) -> None:
-        """See :meth:`WindowSync.begin_batch`."""
         self._in_hand = weight
         if self._own_factor is not None:
             self._own_factor.value = float(weight > 0.0)
 
+    @override
     def batch_done(self) -> None:
-        """See :meth:`WindowSync.batch_done`."""
         self._weight += self._in_hand
         self._in_hand = 0.0
         if self._own_factor is not None:
             self._own_factor.value = 1.0
 
+    @override
     def detach(self) -> None:
-        """See :meth:`WindowSync.detach`."""
         if self._own_factor is not None:
             self._own_factor.detach()
 
+    @override
     def retire(self) -> None:
-        """See :meth:`WindowSync.retire`."""
         self._averager.retire()
 
     def close(self, *, begins: bool) -> bool:
-        """See :meth:`WindowSync.close`; gradients of an update that is lost go too."""
+        """The window ends; gradients of an update that is lost are dropped too."""
         self.has_moved = not self._is_diverged or self._averager.has_moved
         self._was_finite = self._take(self._weight, begins=begins)
         self._weight = 0.0
@@ -126,15 +128,15 @@ class ParameterSync(AveragedSync):
         super().__init__(averager, steps, own_factor)
         self._has_told = False
 
+    @override
     def state_layout(self) -> str:
-        """See :meth:`WindowSync.state_layout`."""
         return self._averager.state_layout()
 
     def _take(self, weight: float, *, begins: bool) -> bool:
         return self._averager.is_finite
 
     def reduce(self, plan: Reduce) -> SyncResult:
-        """See :meth:`WindowSync.reduce`; a diverged rank starts anew."""
+        """Averages now; optimizers of a diverged rank start anew."""
         if plan.state_apart and not self._has_told:
             self._has_told = True
             logger.warning(
@@ -180,16 +182,16 @@ class OverlappedSync(AveragedSync):
         drift = drift_weight(self._drift_weights, weight)
         return self._averager.snapshot(drift, begins=begins)
 
+    @override
     def begin(self, plan: Reduce) -> None:
-        """See :meth:`WindowSync.begin`."""
         self._averager.begin(plan)
 
+    @override
     def poll(self) -> bool:
-        """See :meth:`WindowSync.poll`."""
         return self._averager.poll()
 
+    @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
-        """See :meth:`WindowSync.finish`."""
         result = self._averager.adopt(plan, drained=is_drained)
         if not self._was_finite:
             self._steps.forget_states()

@@ -71,7 +71,7 @@ class SummedReducer:
     def begin_step(
         self, scale: float, active_ranks: int, weight: float | None = None
     ) -> None:
-        """See :meth:`GradientReducer.begin_step`; only what is 0 counts.
+        """A batch begins; of its weight only whether it is 0 counts.
 
         Raises:
             CommunicationError: the backward pass before was broken off.
@@ -90,11 +90,11 @@ class SummedReducer:
         self._reducer.end_step()
 
     def run_beneath(self, work: Callable[[], None] | None) -> None:
-        """See :meth:`GradientReducer.run_beneath`."""
+        """Passes on background work for the next backward."""
         self._reducer.run_beneath(work)
 
     def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
-        """See :meth:`GradientReducer.look_before`."""
+        """Passes on what looks at gradients before they are reduced."""
         self._reducer.look_before(look)
 
     @property
@@ -114,9 +114,9 @@ class SummedReducer:
         self._reducer.join_pass(active_ranks, is_active=is_active)
 
     def hold(self, holds: bool) -> None:
-        """See :meth:`GradientReducer.hold`."""
+        """Passes on whether gradients are kept for a later pass through the batch."""
         self._reducer.hold(holds)
 
     def rewind(self) -> None:
-        """See :meth:`GradientReducer.rewind`."""
+        """Passes on that a pass through the batch was broken off."""
         self._reducer.rewind()

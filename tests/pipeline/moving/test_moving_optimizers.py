@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
-from elche.pipeline.moving.optimizer_state import (
+from elche.pipeline.moving.moving_optimizers import (
     Moving,
     OptimizerGroups,
     as_optimizers,

@@ -1,6 +1,6 @@
 """Model and devices from a TOML file, as `elche plan pipeline` reads it.
 
-The format is `PLAN_FILE_FORMAT`, which the command shows as help. Every mistake is
+The format is `PIPELINE_FILE_FORMAT`, which the command shows as help. Every mistake is
 named with its table.
 """
 
@@ -22,9 +22,9 @@ from elche.schedule.planning.profile import (
     LinkProfile,
     PipelineProfile,
 )
-from elche.schedule.table_values import check_keys, is_number, number
+from elche.schedule.table_values import check_keys, is_number, number, tables
 
-PLAN_FILE_FORMAT = """\
+PIPELINE_FILE_FORMAT = """\
 The file; times and bytes are those of one microbatch:
   microbatches = 16
   state_factor = 4.0              # bytes held per byte of parameters; Adam: 4
@@ -77,7 +77,7 @@ _LINK_KEYS = {"latency_s", "bytes_per_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFile:
+class PipelineFile:
     """What a file says.
 
     Attributes:
@@ -89,7 +89,7 @@ class PlanFile:
     microbatches: int | None
 
 
-def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
+def read_pipeline_file(raw: Mapping[str, Any]) -> PipelineFile:
     """Reads the parsed TOML of a plan file.
 
     Args:
@@ -118,7 +118,7 @@ def read_plan_file(raw: Mapping[str, Any]) -> PlanFile:
     microbatches = raw.get("microbatches")
     if microbatches is not None:
         microbatches = _whole(raw, "microbatches", "the file")
-    return PlanFile(profile=profile, microbatches=microbatches)
+    return PipelineFile(profile=profile, microbatches=microbatches)
 
 
 def _gpt(table: object) -> GptSize:
@@ -146,7 +146,7 @@ def _gpt(table: object) -> GptSize:
 
 def _layers(raw: Mapping[str, Any]) -> tuple[LayerProfile, ...]:
     layers: list[LayerProfile] = []
-    for index, table in enumerate(_tables(raw, "layer")):
+    for index, table in enumerate(tables(raw, "layer")):
         where = f"[[layer]] {index}"
         check_keys(table, _LAYER_KEYS, where)
         times = _times(table, where)
@@ -198,7 +198,7 @@ def _times(table: Mapping[str, Any], where: str) -> dict[str, LayerTimes]:
 
 def _devices(raw: Mapping[str, Any]) -> tuple[DeviceProfile, ...]:
     devices: list[DeviceProfile] = []
-    for index, table in enumerate(_tables(raw, "device")):
+    for index, table in enumerate(tables(raw, "device")):
         where = f"[[device]] {index}"
         check_keys(table, _DEVICE_KEYS, where)
         if ("flops_per_s" in table) != ("gpt" in raw):
@@ -231,7 +231,7 @@ def _links(
     raw: Mapping[str, Any], names: list[str]
 ) -> dict[tuple[int, int], LinkProfile]:
     links: dict[tuple[int, int], LinkProfile] = {}
-    for index, table in enumerate(_tables(raw, "link_between")):
+    for index, table in enumerate(tables(raw, "link_between")):
         where = f"[[link_between]] {index}"
         pair = table.get("devices")
         if (
@@ -260,13 +260,6 @@ def _link(table: object, where: str, known: set[str]) -> LinkProfile:
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def _tables(raw: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    tables = raw.get(name, [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise ConfigError(f"write [[{name}]], a list of tables, got {tables!r}")
-    return tables
 
 
 def _name(table: Mapping[str, Any], where: str, default: str) -> str:

@@ -26,7 +26,7 @@ from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.buckets import BucketInfo
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
-from elche.ddp.buffers import BufferSpreader
+from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.group import control_device
 from elche.ddp.turns import Turn
 from elche.errors import CommunicationError, ConfigError, ElcheError
@@ -36,7 +36,7 @@ LossReduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class DdpReduction:
     """What came of one reduction.
 
     Attributes:
@@ -115,7 +115,7 @@ class WeightedReducer:
         self._pending: float | None = None
         self.divides_by_world = False
         self.refuses_joined = False
-        self.last: Reduction | None = None
+        self.last: DdpReduction | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -256,7 +256,7 @@ class WeightedReducer:
         """Sets this rank's weight in the next reduction, whatever was counted."""
         self._set = weight
 
-    def run_empty(self, *, joined: bool = False) -> Reduction:
+    def run_empty(self, *, joined: bool = False) -> DdpReduction:
         """Takes part in a reduction without a backward; returns what came of it.
 
         Args:
@@ -306,7 +306,7 @@ class WeightedReducer:
         world_size = self._group.world_size
         values = self._agree()
         weights = values[:world_size]
-        self.last = Reduction(
+        self.last = DdpReduction(
             weights=tuple(weights),
             joined=tuple(r for r in range(world_size) if values[world_size + r]),
             buckets=len(self._pass.buckets),
@@ -337,7 +337,7 @@ class WeightedReducer:
         return Closed(source=source, factor=factor, hand_out=hand_out)
 
     def make_static(self) -> None:
-        """See :meth:`elche.comm.gradients.bucket_pass.BucketPass.make_static`."""
+        """Every backward pass is taken for one like the first."""
         self._pass.make_static()
 
     def _agree(self) -> list[float]:

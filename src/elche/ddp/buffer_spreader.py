@@ -21,8 +21,8 @@ from elche.comm.gradients.buckets import size_bytes
 from elche.comm.model_buffers.buffers import BufferWatch
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
-from elche.ddp.agreement import kept
 from elche.ddp.group import control_device
+from elche.ddp.model_comparison import kept
 from elche.torch_internals import foreach_copy_
 
 ALIGN_BYTES = 16

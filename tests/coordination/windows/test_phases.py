@@ -1,0 +1,109 @@
+"""Phases of windows: transitions out of order are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from elche.coordination.protocol.events import WindowClosed
+from elche.coordination.windows.epoch_life import EpochLife
+from elche.coordination.windows.reductions import Reductions
+from elche.coordination.windows.window_book import Part, WindowBook
+from elche.errors import ProtocolError, TransitionError
+from tests.coordination.windows.test_window_loop import opened
+
+CLOSED = WindowClosed(rank=0, epoch=0, window=0, state="", changed_buffers=())
+
+
+def follow(calls: str) -> Part:
+    """A rank's part of a window after these calls."""
+    part = Part()
+    for call in calls.split():
+        if call == "open":
+            part.open(opened(), is_diverged=False, is_drained=False)
+        elif call == "close":
+            part.close(CLOSED)
+        else:
+            getattr(part, call)()
+    return part
+
+
+@pytest.mark.parametrize(
+    ("calls", "phase"),
+    [
+        ("", "UNOPENED"),
+        ("open", "OPEN"),
+        ("open tell_to_close", "CLOSING"),
+        ("open tell_to_close tell_again", "OPEN"),
+        ("open tell_to_close close", "CLOSED"),
+        ("open close", "CLOSED"),
+    ],
+)
+def test_a_window_goes_from_phase_to_phase_and_no_other_way(
+    calls: str, phase: str
+) -> None:
+    assert follow(calls).phase.name == phase
+    following = {
+        "UNOPENED": {"open"},
+        "OPEN": {"tell_to_close", "close"},
+        "CLOSING": {"tell_again", "close"},
+        "CLOSED": set(),
+    }
+    for call in {"open", "tell_to_close", "tell_again", "close"} - following[phase]:
+        with pytest.raises(TransitionError, match=f"cannot go from {phase} to"):
+            follow(f"{calls} {call}")
+
+
+@pytest.mark.parametrize("calls", ["", "open close"])
+def test_a_rank_closes_an_open_window_once(calls: str) -> None:
+    book = WindowBook([0, 1], 0)
+    book.parts[0] = follow(calls)
+    with pytest.raises(ProtocolError, match="rank 0 closes window 0, expected once"):
+        book.close(CLOSED)
+
+
+def test_one_reduction_runs_at_a_time_until_all_hold_its_result() -> None:
+    reductions = Reductions()
+    with pytest.raises(TransitionError, match="before all hold its result"):
+        reductions.commit()
+    running = reductions.begin(0, {0: Part(), 1: Part()}, {}, None)
+    with pytest.raises(TransitionError, match="window 1 cannot be reduced: window 0"):
+        reductions.begin(1, {}, {}, None)
+    running.remove(0)
+    with pytest.raises(TransitionError, match="before all hold its result"):
+        reductions.commit()
+    running.remove(1)
+    assert reductions.commit() is reductions.last is running
+    assert reductions.running is None
+
+
+def test_a_handover_ends_with_the_ranks_that_it_was_for() -> None:
+    reductions = Reductions()
+    assert reductions.resume(3, [0]) is None
+    for rank in (1, 2):
+        reductions.add(rank)
+    handover = reductions.resume(3, [0, 1, 2])
+    assert handover is not None
+    assert (handover.window, handover.missing) == (3, {0, 1, 2})
+    reductions.remove(1)
+    assert reductions.resume(3, [0, 2]) is handover
+    reductions.remove(2)
+    assert reductions.resume(3, [0]) is None
+
+
+@pytest.mark.parametrize("calls", ["", "leave", "leave leave"])
+def test_an_epoch_ends_and_goes_on_as_it_was(calls: str) -> None:
+    life = EpochLife()
+    for _ in calls.split():
+        life.leave(1)
+    for _ in range(2):
+        assert (life.is_draining, life.is_final) == (bool(calls), False)
+        with pytest.raises(TransitionError, match="an epoch cannot go on: the epoch"):
+            life.go_on()
+        life.end()
+        assert (life.is_draining, life.is_final) == (bool(calls), True)
+        with pytest.raises(TransitionError, match="a window cannot be the last one"):
+            life.end()
+        with pytest.raises(TransitionError, match="rank 0 cannot leave its loop"):
+            life.leave(0)
+        life.go_on()
+    assert [life.has_left(rank) for rank in (0, 1)] == [False, bool(calls)]

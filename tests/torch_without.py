@@ -303,6 +303,28 @@ def finite() -> None:
     assert not all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
 
 
+def losses() -> None:
+    """A loss that is a mean trains; of a sum it is known only with the name."""
+    from elche.errors import ConfigError
+    from elche.runtime.watch.loss_reduction import SumLossWatch
+    from elche.torch_internals import INTERNALS
+
+    model = nn.Linear(2, 2)
+    found = []
+    for reduction in ("mean", "sum"):
+        watch = SumLossWatch(list(model.parameters()))
+        loss = nn.MSELoss(reduction=reduction)(
+            model(torch.ones(3, 2)), torch.ones(3, 2)
+        )
+        try:
+            loss.backward()
+        except ConfigError:
+            found.append(reduction)
+        watch.detach()
+    is_there = any(i.is_there for i in INTERNALS if i.name == REDUCTION)
+    assert found == (["sum"] if is_there else [])
+
+
 def batches() -> None:
     from elche.runtime.data.batch_parts import cut_batch
 
@@ -371,11 +393,13 @@ SPLIT = (
 BACKEND = "torch.distributed.ProcessGroup._get_backend"
 GLOO = "torch.distributed.ProcessGroupGloo._Options"
 TIMEOUT = "torch._C._distributed_c10d.Backend.Options._timeout"
+REDUCTION = "torch._C._functions.NllLossBackward0._saved_reduction"
 CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch.autograd.Variable._execution_engine.queue_callback": [windows],
     "torch._C._current_autograd_node": [windows],
     "torch._C._current_graph_task_id": [windows, wrapper, norm],
     "torch.autograd.graph._engine_run_backward": [split_backward],
+    REDUCTION: [losses],
     **{name: [split_with(name)] for name in SPLIT},
     "torch.Tensor._post_accumulate_grad_hooks": [split_backward, wrapper],
     "torch.Tensor._version": [versions, buffers, split_with("torch.Tensor._version")],

@@ -5,7 +5,9 @@
     ElcheError
     ├── ConfigError            a setting is wrong (also a ValueError)
     ├── MismatchError          ranks disagree about model, data or configuration
-    ├── CommunicationError     a collective or the control channel failed
+    │                          (also a RuntimeError)
+    ├── CommunicationError     a collective or the control channel failed (also a
+    │   │                      RuntimeError, which loops around torch catch)
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
@@ -28,11 +30,11 @@ class ConfigError(ElcheError, ValueError):
     """A setting or an argument is wrong; the message says what to write instead."""
 
 
-class MismatchError(ElcheError):
+class MismatchError(ElcheError, RuntimeError):
     """Ranks disagree about the model, the data or the configuration."""
 
 
-class CommunicationError(ElcheError):
+class CommunicationError(ElcheError, RuntimeError):
     """A collective or the control channel failed."""
 
 

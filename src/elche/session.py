@@ -32,7 +32,11 @@ from elche.runtime.process.shutdown import (
     failure_of,
     watch_process,
 )
-from elche.runtime.rank_settings import check_shared, check_training
+from elche.runtime.rank_settings import (
+    batch_norm_hint,
+    check_shared,
+    check_training,
+)
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
@@ -175,6 +179,8 @@ def set_up(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
+        if hint := batch_norm_hint(model, config.policy):
+            _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
 
 

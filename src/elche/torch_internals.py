@@ -159,6 +159,36 @@ run_backward: Callable[..., Any] = _bind(
 accumulate_grad)``: autograd's engine."""
 
 
+_LOSSES = "sees that a loss is a sum"
+_HAS_REDUCTION = _has(
+    "torch._C._functions.NllLossBackward0._saved_reduction",
+    "2.0",
+    _LOSSES,
+    "losses that are sums train as means unless loss_reduction says so",
+)
+
+
+def saved_reduction(node: Any) -> str:
+    """How a node of autograd's graph that is torch's own loss reduces it, or ""."""
+    saved = getattr(node, "_saved_reduction", None) if _HAS_REDUCTION else None
+    return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
+
+
+def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
+    """What a thread has called `torch.autograd.backward` with; () outside of it.
+
+    Of nested passes the outermost. Devices run hooks in threads of their own, while the
+    one that called waits.
+    """
+    frame = sys._current_frames().get(thread)
+    roots: Any = ()
+    while frame is not None:
+        if frame.f_code is getattr(torch.autograd.backward, "__code__", None):
+            roots = frame.f_locals["tensors"]
+        frame = frame.f_back
+    return (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+
+
 # Split backward passes of pipelines. Where one of these is missing, nothing is split:
 # a full backward pass gives the same gradients.
 
@@ -520,3 +550,7 @@ assertion. Since 2.0."""
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """What a module names that torch's wrapper is to leave alone; elche's reads it too.
 Without it elche's wrapper goes on doing so. Since 2.0."""
+
+STEPPED_IN_BACKWARD = "_in_backward_optimizers"
+"""What torch sets on a parameter that `_apply_optimizer_in_backward` steps, which elche
+refuses. Without it such a parameter would go unseen. Since 2.0."""

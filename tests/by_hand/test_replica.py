@@ -15,7 +15,7 @@ from elche.by_hand.replica import Replica, init_group
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.comm.transport.process_group import gather_texts
 from elche.ddp.wrapper import DistributedDataParallel
-from elche.errors import CommunicationError, ConfigError
+from elche.errors import CommunicationError, ConfigError, MismatchError
 from elche.runtime.manual_run import (
     current_manual_run,
     end_manual_run,
@@ -59,8 +59,10 @@ def test_a_group_of_one_returns_its_input() -> None:
     assert gather_texts(group, "alone", "telling") == ["alone"]
     group.wait_until(lambda: True, "nobody")
     group.close()
-    with pytest.raises(CommunicationError, match="has ended on rank 0"):
-        group.all_reduce(torch.ones(1), "summing")
+    with pytest.raises(RuntimeError, match="has ended on rank 0") as caught:
+        group.all_reduce(torch.ones(1), "summing")  # torch's own is a RuntimeError, too
+    assert isinstance(caught.value, CommunicationError)
+    assert issubclass(MismatchError, RuntimeError)
 
 
 @pytest.mark.usefixtures("no_sockets")

@@ -98,10 +98,11 @@ def test_weights_that_are_set_weigh_in_the_layers_too(ranks2: RankPool) -> None:
 
 def test_what_cannot_work_is_refused_by_name(ranks2: RankPool) -> None:
     for said in ranks2.run(refusals, case_setup=meeting):
-        step, join, weight, group = said
+        step, join, weight, late, group = said
         assert step == join
         assert "run the model on x[:0]" in step
         assert "set_weight() came after a forward pass" in weight
+        assert "BatchNorm layer '2' was converted after the model was wrapped" in late
         assert "would meet in the same group as the gradients" in group
 
 

@@ -53,7 +53,7 @@ def test_freed_between_epochs(ranks2: RankPool, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_freed_inside_an_epoch_is_refused(ranks2: RankPool, policy: str) -> None:
     outcomes = ranks2.run(_expect_refusal, policy, case_setup=serve_in_thread)
-    assert all("frozen, unfrozen or added inside an epoch" in text for text in outcomes)
+    assert all("inside an epoch; do it between epochs" in text for text in outcomes)
 
 
 def _expect_refusal(policy: str) -> str:

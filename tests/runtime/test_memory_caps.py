@@ -141,7 +141,7 @@ def test_a_loop_of_the_users_own_is_told_what_to_do(ranks2: RankPool) -> None:
         expect_failure=True,
     )
     assert "OutOfMemoryError: no room for 8" in str(second.error)
-    assert "8 samples did not fit the device of rank 1" in str(first.error)
+    assert "its share of 8 samples did not fit the device of rank 1" in str(first.error)
     assert "max_samples={1: 4}" in str(first.error)
 
 

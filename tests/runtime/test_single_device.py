@@ -136,10 +136,24 @@ def test_progress_counts_samples() -> None:
 
 
 def test_an_optimizer_of_another_model() -> None:
+    """Once refused on several ranks alone: one device trained nothing."""
     model, _, loader = _parts()
     _, other, _ = _parts()
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        check_shared(model, other, loader, SYNC)
+        elche.setup(model, other, loader)
+
+
+def test_no_epochs() -> None:
+    with pytest.raises(ConfigError, match="expected epochs of at least 1, got 0"):
+        elche.setup(*_parts(), epochs=0)
+
+
+def test_an_optimizer_with_a_quantised_state_is_refused_by_name() -> None:
+    model, _, loader = _parts()
+    space = {"__module__": "bitsandbytes.optim.adamw"}
+    eight_bits = type("AdamW8bit", (torch.optim.AdamW,), space)
+    with pytest.raises(ConfigError, match="AdamW8bit of bitsandbytes quantises its"):
+        check_shared(model, eight_bits(model.parameters()), loader, SYNC)
 
 
 def test_an_optimizer_with_parameters_of_its_own() -> None:

@@ -187,6 +187,13 @@ def run(
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
         )
+    elif config.world_size > 1 and not result.have_met:
+        click.echo(
+            f"elche run: the script ran {config.world_size} times, and no rank met "
+            "another: train through elche.setup, elche.Trainer, elche.init_group or "
+            "torch.distributed",
+            err=True,
+        )
     sys.exit(result.exit_code)
 
 

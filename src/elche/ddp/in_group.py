@@ -32,7 +32,7 @@ from elche.ddp.model_comparison import (
     spread,
     tensors_of,
 )
-from elche.ddp.norms import WrappedNorms
+from elche.ddp.norms import WrappedNorms, plain_norms, refuse_converted
 from elche.ddp.options import DdpOptions, cap_bytes
 from elche.ddp.turns import Turn
 from elche.ddp.weighted_reducer import WeightedReducer
@@ -86,6 +86,7 @@ class ModelInGroup:
         named = kept(wrapped.module.named_parameters(), wrapped.ignored)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._places = places_of(wrapped.module, reducer.parameters)
+        self._plain_norms = plain_norms(wrapped.module, group)
         options = wrapped.options
         self._searches_graph = (
             options.find_unused_parameters and not options.static_graph
@@ -158,14 +159,15 @@ class ModelInGroup:
             dim: along which their samples lie.
 
         Raises:
-            ConfigError: a frozen parameter was unfrozen, a parameter replaced, or a
-                CUDA graph is being captured.
+            ConfigError: a frozen parameter was unfrozen, a parameter replaced, a
+                BatchNorm layer converted, or a CUDA graph is being captured.
             CommunicationError: the backward pass before was broken off.
         """
         self.begin_unreduced()
         self.reducer.begin_forward()
         refuse_capture()
         refuse_replaced(self._places, self._wrapped.module)
+        refuse_converted(self._plain_norms)
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ConfigError(

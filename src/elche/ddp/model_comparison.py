@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 from elche.comm.transport.exchange import may_share
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.ddp.group import TorchGroup
@@ -184,12 +184,8 @@ def _problem(model: nn.Module, ignored: frozenset[str], *, with_buffers: bool) -
             "DistributedDataParallel is not needed when a module doesn't have any "
             "parameter that requires a gradient"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
-            return (
-                f"{name or 'the model'}: sparse gradients cannot be reduced; use "
-                + ("sparse=False")
-            )
+    if fault := unshareable_module(model):
+        return fault
     buffers = kept(model.named_buffers(), ignored) if with_buffers else []
     tensors = [*parameters, *buffers]
     found = (f"{name} {why}" for name, t in tensors if (why := why_unshareable(t)))

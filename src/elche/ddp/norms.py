@@ -8,16 +8,49 @@ after the backward pass.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
 from elche.comm.norm.norm_scope import NormScope
-from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
+from elche.comm.norm.sync_batch_norm import (
+    SyncBatchNorm,
+    bind_sync_batchnorm,
+    sync_batchnorm_layers,
+)
 from elche.comm.transport.process_group import Group
 from elche.ddp.group import TorchGroup
 from elche.ddp.options import DdpOptions
 from elche.errors import ConfigError
+from elche.torch_internals import BatchNormBase, held_modules
+
+
+def plain_norms(model: nn.Module, group: Group) -> list[tuple[dict[str, Any], str]]:
+    """What holds the model's plain BatchNorm layers, and under what key."""
+    return [
+        (held, key)
+        for module in model.modules()
+        for held in [held_modules(module)]
+        for key, layer in held.items()
+        if isinstance(layer, BatchNormBase) and group.world_size > 1
+        if not isinstance(layer, SyncBatchNorm)
+    ]
+
+
+def refuse_converted(places: list[tuple[dict[str, Any], str]]) -> None:
+    """Refuses SyncBatchNorm layers made after wrapping, which would meet nobody.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for held, key in places:
+        layer = held.get(key)
+        if isinstance(layer, SyncBatchNorm) and not layer.has_own_scope:
+            raise ConfigError(
+                f"BatchNorm layer {key!r} was converted after the model was wrapped, "
+                "and does not take part in the group; convert before wrapping, or call "
+                "set_group() on every rank"
+            )
 
 
 @final

@@ -90,8 +90,8 @@ def memory_hint(error: BaseException, rank: int, samples: int) -> str:
     if not isinstance(error, torch.cuda.OutOfMemoryError) or samples < 2:
         return ""
     return (
-        f"{samples} samples did not fit the device of rank {rank}: under policy 'sync' "
-        f"elche.setup(..., max_samples={{{rank}: {samples // 2}}}) keeps its share "
-        "within that and gives the others the rest; elche.Trainer finds the limit for "
-        "itself and runs micro-batches"
+        f"its share of {samples} samples did not fit the device of rank {rank}: under "
+        f"policy 'sync' elche.setup(..., max_samples={{{rank}: {samples // 2}}}) keeps "
+        "it within that and gives the others the rest; elche.Trainer finds the limit "
+        "for itself and runs micro-batches"
     )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elche.comm.norm.sync_batch_norm import SyncBatchNorm, sync_batchnorm_layers
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import Join
@@ -22,6 +22,8 @@ from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
 from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 
+QUANTISED = frozenset({"bitsandbytes", "torchao"})
+"""Packages of optimizers whose state is quantised."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -90,7 +92,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def check_training(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
 ) -> None:
-    """Refuses arguments of the wrong type.
+    """Refuses arguments of the wrong type, and those that train nothing.
 
     Raises:
         ConfigError: says which, and what was expected.
@@ -101,6 +103,12 @@ def check_training(
         raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch.utils.data.DataLoader, got {loader!r}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise ConfigError(
+            "the optimizer holds none of the model's parameters; build it from this "
+            "model's parameters()"
+        )
     try:
         empty = len(loader.dataset) == 0  # type: ignore[arg-type]
     except TypeError:
@@ -138,30 +146,16 @@ def check_shared(
             "the loader has a DistributedSampler, but elche divides the data itself; "
             "give the loader shuffle=True or a plain sampler"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
-            raise ConfigError(
-                f"{name}: sparse gradients cannot be reduced; use sparse=False"
-            )
+    if fault := unshareable_module(model):
+        raise ConfigError(fault)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         fault = why_unshareable(tensor)
         if fault:
             raise ConfigError(f"{name} {fault}")
-    norms = sync_batchnorm_layers(model)
-    if norms and policy != "sync":
-        raise ConfigError(
-            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
-            f"all ranks meet at every batch; under policy {policy!r} they do not: "
-            "choose policy='sync', or leave the BatchNorm layers as they are"
-        )
-    _check_closure(optimizer, config)
+    refuse_sync_norms(model, policy)
+    _check_optimizer(optimizer, config)
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters; build it from this "
-            "model's parameters()"
-        )
     strange = [p for p in held if id(p) not in own]
     if strange:
         raise ConfigError(
@@ -171,12 +165,34 @@ def check_shared(
         )
 
 
-def _check_closure(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
-    """Refuses optimizers that ranks cannot step together: they look at the loss.
+def refuse_sync_norms(model: nn.Module, policy: str) -> None:
+    """Refuses SyncBatchNorm layers where ranks do not step together.
 
     Raises:
-        ConfigError: it is LBFGS, and the policy is not one that leaves steps local.
+        ConfigError: names one.
     """
+    norms = sync_batchnorm_layers(model)
+    if norms and policy != "sync":
+        raise ConfigError(
+            f"{next(iter(norms)) or 'the model'} is a SyncBatchNorm layer, in which "
+            f"all ranks meet at every batch; under policy {policy!r} they do not: "
+            "choose policy='sync', or leave the BatchNorm layers as they are"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
+    """Refuses optimizers that ranks cannot step together.
+
+    Raises:
+        ConfigError: its state is quantised; or it is LBFGS, which looks at the loss,
+            and the policy is not one that leaves steps local.
+    """
+    defined_in = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
+    if quantised := QUANTISED.intersection(defined_in):
+        raise ConfigError(
+            f"{type(optimizer).__name__} of {min(quantised)} quantises its state, "
+            "which ranks cannot hold in common; use an optimizer of torch.optim"
+        )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return
     searches = any(g["line_search_fn"] for g in optimizer.param_groups)
@@ -190,11 +206,29 @@ def _check_closure(optimizer: torch.optim.Optimizer, config: RunConfig) -> None:
 
 def min_share_samples(model: nn.Module) -> int:
     """Least samples that the model can train on: BatchNorm of one rank needs two."""
-    alone = (
-        isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
-        for module in model.modules()
+    return 2 if _plain_norms(model) else 1
+
+
+def batch_norm_hint(model: nn.Module, policy: str) -> str:
+    """What BatchNorm layers do where ranks share each batch, or ""."""
+    trained = [name for name, layer in _plain_norms(model).items() if layer.training]
+    if not trained or policy != "sync":
+        return ""
+    more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
+    return (
+        f"elche: BatchNorm ({trained[0]!r}{more}) takes its statistics from each "
+        "rank's share of a batch; elche.convert_sync_batchnorm(model) before "
+        "elche.setup makes it the whole batch, as on one device"
     )
-    return 2 if any(alone) else 1
+
+
+def _plain_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """BatchNorm layers in which ranks do not meet, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm)
+    }
 
 
 def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -185,8 +186,8 @@ class Run:
 
     @property
     def last_samples(self) -> int:
-        """Samples of the batch that the last epoch ended with, under ``sync``."""
-        return self._epochs.last_samples
+        """Samples of the batch in hand, or that the last epoch ended with."""
+        return self.samples_in_hand or self._epochs.last_samples
 
     @property
     def reports(self) -> list[EndEpoch]:
@@ -260,6 +261,8 @@ class Run:
             self._closed = True
             self._release()
             self.worker.close(last_event)
+            with contextlib.suppress(Exception):  # while there are modules to do it
+                self._epochs.end_iteration()
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

@@ -40,6 +40,7 @@ from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.resume_sync import broadcast_from, rates, take_gradients
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
+from elche.runtime.watch.loss_reduction import SumLossWatch
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.rate_watch import RateWatch
 from elche.runtime.watch.scaler_skips import ScalerSkips
@@ -117,6 +118,7 @@ class RunEpochs:
         self._numbers = NonFiniteRecord()
         self._rates = RateWatch()
         self._late_error: ConfigError | None = None
+        self._sum_loss: SumLossWatch | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.reports: list[EndEpoch] = []
@@ -180,6 +182,8 @@ class RunEpochs:
         """No other epoch follows, and one under way is left as it is."""
         self._is_closed = True
         self._trailing.forget()
+        if self._sum_loss is not None:
+            self._sum_loss.detach()
         self._skips.detach()
         self._optimizers.detach()
         self._batches = None
@@ -204,6 +208,8 @@ class RunEpochs:
         self._worker.name_samples = partial(with_samples, positions=positions)
         run = self._epoch_run(positions, window)
         self.under_way = run
+        if self._epoch == 0:
+            self._watch_loss()
         try:
             yield from self._batches_of(run)
             if isinstance(run, SyncEpoch) and run.switch is not None:
@@ -236,6 +242,14 @@ class RunEpochs:
                 self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
+
+    def _watch_loss(self) -> None:
+        """Refuses a loss that is a sum, where gradients are reduced as of a mean."""
+        config = self._training.config
+        reduces = self._synchroniser.policy == "sync" or config.sums_gradients
+        if reduces and config.loss_reduction == "mean":
+            parameters = self._synchroniser.parameters
+            self._sum_loss = SumLossWatch([p for p in parameters if p.requires_grad])
 
     def _batches_of(self, run: SyncEpoch | WindowEpoch) -> Iterator[Any]:
         if isinstance(run, WindowEpoch):

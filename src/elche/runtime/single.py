@@ -121,7 +121,8 @@ class SingleRun:
                     self._batch_done(began_s, loaded_s, now_s)
                 began_s = now_s
         finally:
-            if number == self._epoch:
+            # None: the interpreter has ended, and taken modules apart before this
+            if number == self._epoch and time is not None:
                 self._end_epoch()
 
     @property

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
+from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 
 
@@ -23,6 +24,9 @@ class SetupConfig:
         samples_per_epoch: of an IterableDataset; None for its ``len()``.
         weight_of: what a batch weighs; None: its samples.
         micro_batches: as in `Training`.
+
+    Raises:
+        ConfigError: there are to be no epochs.
     """
 
     config: RunConfig
@@ -30,6 +34,10 @@ class SetupConfig:
     samples_per_epoch: int | None = None
     weight_of: WeightOf | None = None
     micro_batches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"expected epochs of at least 1, got {self.epochs!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

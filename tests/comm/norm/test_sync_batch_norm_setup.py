@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import elche
+from elche import session
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.comm.norm.cases.sync_batch_norm_cases import train_with_setup
-from tests.distributed.cases.tasks import Task, difference, identical, plain
+from tests.distributed.cases.tasks import Task, build, difference, identical, plain
 from tests.distributed.test_sync import FOUR_TO_ONE
 from tests.harness.rank_pool import RankPool
 
@@ -40,6 +42,35 @@ def test_unequal_shares_equal_one_process(
     assert difference(states[0], plain(task).state) <= bound
 
 
+def test_layers_converted_after_setup_meet_from_the_next_epoch_on(
+    ranks2: RankPool,
+) -> None:
+    task = dataclasses.replace(TASK, options=HINTS)
+    states = ranks2.run(
+        train_with_setup, task, 0, case_setup=serve_in_thread, env=FOUR_TO_ONE
+    )
+    assert identical(states)
+    assert difference(states[0], plain(task).state) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    ("policy", "batches", "says"),
+    [
+        ("sync", 2, "or BatchNorm layers converted, inside an epoch"),
+        ("cadence", 0, "1 is a SyncBatchNorm layer, in which all ranks"),
+    ],
+)
+def test_layers_converted_too_late_are_refused(
+    ranks2: RankPool, policy: str, batches: int, says: str
+) -> None:
+    task = dataclasses.replace(TASK, options={"policy": policy})
+    ends = ranks2.run(
+        train_with_setup, task, batches, case_setup=serve_in_thread, expect_failure=True
+    )
+    for end in ends:
+        assert says in str(end.error)
+
+
 def test_ranks_without_samples_count_nowhere(ranks3: RankPool) -> None:
     task = dataclasses.replace(TASK, samples=40, batch_size=2)
     shared = dataclasses.replace(task, options={"policy": "sync"})
@@ -59,6 +90,41 @@ def test_policies_in_which_ranks_do_not_meet_refuse(
     for outcome in ended:
         assert outcome.error is not None
         assert "1 is a SyncBatchNorm layer, in which all ranks" in outcome.error.text
+
+
+def _said_at_setup(policy: str, prepare: str) -> list[str]:
+    """What a rank writes to stderr at set-up of a model with a BatchNorm layer."""
+    model, optimizer, loader = build(TASK)
+    if prepare == "convert":
+        elche.convert_sync_batchnorm(model)
+    model.train(prepare != "freeze")
+    lines: list[str] = []
+    with mock.patch.object(session, "_write_stderr", lines.append):
+        elche.setup(model, optimizer, loader, policy=policy)
+        elche.shutdown()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("policy", "prepare", "said"),
+    [
+        ("sync", "", 2),
+        ("sync", "convert", 1),
+        ("sync", "freeze", 1),
+        ("cadence", "", 1),
+    ],
+)
+def test_plain_layers_are_said_at_setup(
+    ranks2: RankPool, policy: str, prepare: str, said: int
+) -> None:
+    first, second = ranks2.run(
+        _said_at_setup, policy, prepare, case_setup=serve_in_thread
+    )
+    assert second == []
+    assert len(first) == said
+    if said == 2:
+        assert first[1].startswith("elche: BatchNorm ('1') takes its statistics from")
+        assert "elche.convert_sync_batchnorm(model)" in first[1]
 
 
 def _by_hand_then_setup() -> list[float]:

@@ -1,4 +1,4 @@
-"""Tensors that no rank can hand to another, told at set-up."""
+"""Models and tensors that no rank can hand to another, refused at set-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from elche.comm.tensors.unshareable import why_unshareable
+from elche.comm.tensors.unshareable import unshareable_module, why_unshareable
 
 
 @pytest.fixture
@@ -31,6 +31,36 @@ def test_a_distributed_tensor_is_refused() -> None:
     made = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     for tensor in (made, nn.Parameter(made)):
         assert why_unshareable(tensor) == "is a DTensor, which is already distributed"
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_models_that_torch_shards_or_reduces_are_refused() -> None:
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    assert unshareable_module(plain()) == ""
+    cpu = torch.device("cpu")
+    flat = fsdp.FullyShardedDataParallel(plain(), device_id=cpu)
+    assert unshareable_module(flat).startswith("the model is sharded by FSDP")
+    inner = plain()
+    fsdp.fully_shard(inner.get_submodule("1"), mesh=init_device_mesh("cpu", (1,)))
+    assert unshareable_module(inner).startswith("1 is sharded by FSDP")
+    wrapped = nn.parallel.DistributedDataParallel(plain())
+    assert "the model is reduced by torch's D" in unshareable_module(wrapped)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parameters_stepped_inside_backward_are_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    weight = nn.Parameter(torch.ones(2))
+    assert why_unshareable(weight) == ""
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.1})
+    assert why_unshareable(weight).startswith("is stepped inside the backward pass")
 
 
 @pytest.mark.parametrize(

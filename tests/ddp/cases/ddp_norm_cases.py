@@ -88,6 +88,12 @@ def refusals() -> list[str]:
         out = ddp(torch.ones(2, 6, dtype=torch.float64) * this_place().rank)
         note(lambda: ddp.set_weight(3.0))
         out.sum().backward()
+        late = DistributedDataParallel(build("cnn"))
+        elche.convert_sync_batchnorm(late)
+        note(lambda: late(torch.ones(2, 6, dtype=torch.float64)))
+        late.set_group()
+        late(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        assert all(each.spans_ranks for each in sync_batchnorm_layers(late).values())
     with elche_group((0, 1)) as group:
         note(lambda: DistributedDataParallel(converted(), process_group=group))
     return said

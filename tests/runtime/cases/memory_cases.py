@@ -173,7 +173,8 @@ def looped(options: Mapping[str, Any], most: int = 0) -> Seen:
     with session.failing_together():  # as the hook of an uncaught exception does
         for _ in range(2):
             positions: list[int] = []
-            for x, y, index, _ in loader:
+            batches = iter(loader)  # held: an error does not end it
+            for x, y, index, _ in batches:
                 run = session.current_run()
                 if run is None or run.samples_in_hand:
                     positions += index.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,17 @@ def test_the_coordinators_word_that_time_is_up_is_completed() -> None:
     says = "300 s; gradients; ranks that did not arrive: 1"
     with pytest.raises(DeadlineError, match=says):
         group.wait_until(lambda: False, "gradients", lambda: [1])
+
+
+def test_an_error_that_a_work_has_explained_is_not_explained_again() -> None:
+    """It is a RuntimeError as torch's are, of which the coordinator is asked."""
+
+    def wait() -> None:
+        raise DeadlineError("rank 1 did not come")
+
+    group = Group(None, 0, 2, 100.0)
+    with pytest.raises(DeadlineError, match=r"^rank 1 did not come$"):
+        group.wait(SimpleNamespace(wait=wait), "gradients")
 
 
 def test_who_comes_at_the_moment_of_the_deadline_has_come() -> None:

@@ -36,6 +36,8 @@ PATIENT = (
     "from elche.cli.main import main; main()"
 )
 
+ELCHE = ("-m", "elche")
+
 
 class Started:
     """`elche run` in a session of its own, without a terminal."""
@@ -235,6 +237,24 @@ def test_groups_of_elche_do_not_meet_in_the_store_of_torch(
     assert result.exit_code == 0
     assert sorted(lines) == [(0, "done 0 of 2"), (1, "done 1 of 2")]
     assert served == []
+    assert result.have_met
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_script_whose_ranks_never_meet_is_said_at_its_end(
+    tmp_path: Path, meets: bool
+) -> None:
+    """It ran twice without a word. One of torch.distributed alone is all right."""
+    script = tmp_path / "script.py"
+    meeting = 'from torch import distributed as d; d.init_process_group("gloo"); '
+    leaving = "d.barrier(); d.destroy_process_group()"
+    script.write_text(meeting + leaving if meets else "print('trained')")
+    with started(tmp_path, "--nproc", "2", str(script), entry=ELCHE) as run:
+        assert run.end() == 0
+        said = (
+            "elche run: the script ran 2 times, and no rank met another" in run.output
+        )
+    assert said != meets
 
 
 def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ def test_sys_exit_in_the_loop_of_one_rank_ends_all_as_it_says(policy: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("policy", "case"), [("", "half-way"), ("sync", "half-way, raise")]
+)
+def test_an_iterator_left_half_way_is_silent_at_exit(policy: str, case: str) -> None:
+    command = [*ELCHE, "run", "--nproc", "2"] if policy else [sys.executable]
+    ended = _run(*command, SCRIPT, case, policy or "sync")
+    assert ended.returncode == int(case != "half-way")
+    assert ("ValueError: a fault in user code" in ended.stderr) == ended.returncode
+    assert "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize(
     "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
 )
 def test_torchrun(policy: str) -> None:

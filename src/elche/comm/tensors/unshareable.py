@@ -1,9 +1,34 @@
-"""Tensors that cannot be made equal on all ranks, by reason."""
+"""Models and tensors that cannot be trained by several ranks in common, by reason."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
+
+from elche.torch_internals import STEPPED_IN_BACKWARD
+
+WRAPPERS = {
+    "torch.distributed.fsdp": "is sharded by FSDP",
+    "torch.nn.parallel.distributed": "is reduced by torch's DistributedDataParallel",
+}
+"""Modules of torch, and what a model that has a class of theirs in it is."""
+
+
+def unshareable_module(model: nn.Module) -> str:
+    """The first module that cannot be trained in common, and why; "" if there is none.
+
+    By the module that defines its class, so that nothing is imported for it.
+    """
+    for path, module in model.named_modules():
+        name = path or "the model"
+        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
+            return f"{name}: sparse gradients cannot be reduced; use sparse=False"
+        for kind in type(module).__mro__:
+            for prefix, is_what in WRAPPERS.items():
+                if kind.__module__.startswith(prefix):
+                    return f"{name} {is_what}; give elche the plain model"
+    return ""
 
 
 def why_unshareable(tensor: torch.Tensor) -> str:
@@ -16,6 +41,11 @@ def why_unshareable(tensor: torch.Tensor) -> str:
         return "is lazy and has no shape yet; run one batch through the model first"
     if type(tensor.data).__name__ == "DTensor":
         return "is a DTensor, which is already distributed"
+    if hasattr(tensor, STEPPED_IN_BACKWARD):
+        return (
+            "is stepped inside the backward pass (_apply_optimizer_in_backward), where "
+            "its gradient is not reduced yet; step an optimizer after it"
+        )
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}; expected a dense tensor"
     if tensor.is_meta:

@@ -160,6 +160,8 @@ class Group:
         store = _ControlStore(channel, f"generation/{generation}/", timeout_s)
         try:
             made = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except CommunicationError:  # of the control channel: says more than gloo
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank}: the process group did not form: {error}"
@@ -190,10 +192,12 @@ class Group:
         Raises:
             CommunicationError: it failed; the error names the failed rank if known.
         """
+        if isinstance(work, dist.Work):
+            self._poll(work)
         try:
-            if isinstance(work, dist.Work):
-                self._poll(work)
             work.wait()
+        except CommunicationError:  # a device's work has asked for the reason itself
+            raise
         except RuntimeError as error:
             said = f"{what} failed on rank {self.rank}: {error}"
             raise self.on_failure(said, ()) from error

@@ -114,6 +114,8 @@ def _find_under_torchrun(
         told = store.get("coordinator").decode()
         if local == placement.world_size:
             told = _read_hidden(told)
+    except CommunicationError:  # the coordinator's own, which is a RuntimeError too
+        raise
     except (RuntimeError, OSError) as error:
         raise CommunicationError(
             f"rank {placement.rank}: the rendezvous at {name} failed: {error}"

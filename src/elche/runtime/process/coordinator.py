@@ -64,6 +64,7 @@ class CoordinatorServer:
         self._end: Abort | None = None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.dropped = 0
+        self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -130,6 +131,7 @@ class CoordinatorServer:
             return False
         self._strangers.pop(connection, None)
         self._connections[rank] = connection
+        self.has_admitted = True
         if self._end is not None:
             self._deliver(rank, [replace(self._end, rank=rank)])
         return True

@@ -111,6 +111,7 @@ class LaunchResult:
         terminated: ranks that had to be ended here.
         failed_first: the rank that failed first, and not because of another.
         signal: what the launcher was sent to end the run; 0 if it was not.
+        have_met: a rank came to the coordinator, or to torch's store.
     """
 
     exit_codes: tuple[int, ...]
@@ -118,6 +119,7 @@ class LaunchResult:
     terminated: tuple[int, ...]
     failed_first: int | None
     signal: int = 0
+    have_met: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -186,6 +188,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
+        server.has_admitted or (store is not None and store.is_used),
     )
 
 

@@ -22,9 +22,13 @@ class TorchStore:
     """A store for torch's process groups, on loopback, open to every process there.
 
     elche's own groups meet at the coordinator instead.
+
+    Attributes:
+        is_used: somebody has connected.
     """
 
     def __init__(self) -> None:
+        self.is_used = False
         self._listener = socket.create_server((HOST, 0))
         self._port = int(self._listener.getsockname()[1])
         self._serving: asyncio.Task[Any] | None = None
@@ -48,6 +52,7 @@ class TorchStore:
             self._serving = None  # with it goes the store
 
     def _serve(self) -> None:
+        self.is_used = True
         asyncio.get_running_loop().remove_reader(self._listener)
         self._serving = asyncio.ensure_future(
             asyncio.to_thread(_store_on, self._listener.detach(), self._port)

@@ -23,6 +23,7 @@ from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
+from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
@@ -98,6 +99,7 @@ class Synchroniser:
 
     def build(self, policy: str | None = None) -> None:
         """Builds what a policy needs, together with all ranks; None keeps it."""
+        refuse_sync_norms(self._model, self._config.policy)
         self.detach()
         if self.windows is not None:
             self.windows.retire()
@@ -151,8 +153,8 @@ class Synchroniser:
         """
         if not self._watch.is_same and self.is_changed:
             raise ConfigError(
-                "parameters were frozen, unfrozen or added inside an epoch; do it "
-                "between epochs, on every rank"
+                "parameters were frozen, unfrozen or added, or BatchNorm layers "
+                "converted, inside an epoch; do it between epochs, on every rank"
             )
 
     def parameter_norm(self) -> float:
@@ -195,11 +197,18 @@ class Synchroniser:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def _current_signature(self) -> list[tuple[int, bool, torch.dtype | None]]:
-        """Of a converted model buckets are made anew, averages are not."""
+        """Of a model of another dtype buckets are made anew, averages are not.
+
+        SyncBatchNorm layers that were made since the last epoch join the others.
+        """
         is_sync = self.policy == "sync"
+        converted = sync_batchnorm_layers(self._model).values()
         return [
-            (id(p), p.requires_grad, p.dtype if is_sync else None)
-            for p in self._model.parameters()
+            *((id(layer), True, None) for layer in converted),
+            *(
+                (id(p), p.requires_grad, p.dtype if is_sync else None)
+                for p in self._model.parameters()
+            ),
         ]
 
 

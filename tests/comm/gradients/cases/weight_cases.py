@@ -247,6 +247,6 @@ def weigh_by(kind: str, options: dict[str, Any]) -> None:
     )
     with session.failing_together():
         for batch in loader:
-            token_sum(model, batch).backward()
+            masked_mean(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -131,15 +131,23 @@ def _state(model: nn.Module) -> State:
     return state
 
 
-def train_with_setup(task: Task) -> State:
-    """A task in which `elche.setup` divides the batches, on converted layers."""
+def train_with_setup(task: Task, convert_at: int | None = None) -> State:
+    """A task in which `elche.setup` divides the batches, on converted layers.
+
+    They are before, or after so many batches.
+    """
     model, optimizer, loader = build_task(task)
-    convert_sync_batchnorm(model)
+    if convert_at is None:
+        convert_sync_batchnorm(model)
     options = {"policy": "sync", **task.options}
     model, optimizer, loader = elche.setup(model, optimizer, loader, **nested(options))
+    if convert_at == 0:
+        convert_sync_batchnorm(model)
     for _ in range(task.epochs):
-        for x, y, *_ in loader:
+        for number, (x, y, *_) in enumerate(loader, 1):
             F.cross_entropy(model(x), y).backward()
+            if convert_at == number:
+                convert_sync_batchnorm(model)
             optimizer.step()
             optimizer.zero_grad()
     elche.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -112,6 +113,26 @@ def _set_up(policy: str, **options: Any) -> tuple[Any, Any, Any]:
     return elche.setup(model, optimizer, loader, policy=policy, **options)
 
 
+def _half_way(case: str, policy: str) -> None:
+    """Ends inside an epoch; its iterator outlives the modules that it runs in.
+
+    The interpreter lets go of what a thread holds for itself last of all.
+    """
+    data = TensorDataset(torch.randn(256, 4))
+    model = nn.Linear(4, 2)
+    model, _, loader = elche.setup(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(data, batch_size=8),
+        policy=policy,
+    )
+    torch._C.held = held = threading.local()  # type: ignore[attr-defined]
+    held.batches, held.modules = iter(loader), list(sys.modules.values())
+    next(held.batches)
+    if case == "half-way, raise":
+        raise ValueError("a fault in user code")
+
+
 def _stop_after_report() -> None:
     """The coordinator grants more, and the others wait for this rank meanwhile."""
     send = ControlChannel.send
@@ -167,5 +188,7 @@ if __name__ == "__main__":
         "idle": _idle,
         "by hand": _idle,
         "hang": _hang,
+        "half-way": _half_way,
+        "half-way, raise": _half_way,
     }
     runs.get(wanted, _train)(wanted, chosen)

@@ -1,0 +1,206 @@
+"""Losses that are sums, seen in autograd's graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import elche
+from elche.errors import ConfigError
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.watch.loss_reduction import SumLossWatch
+from tests.distributed.cases.tasks import Task, build
+from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of what a model returns of a batch (rows of three), and its labels."""
+ce = F.cross_entropy
+anchor = nn.Parameter(torch.ones(5, 3))
+"""A parameter that regularisers are about."""
+
+
+def one_hot(labels: torch.Tensor) -> torch.Tensor:
+    return F.one_hot(labels, 3).float()
+
+
+def vae(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As in pytorch/examples: reconstruction and divergence, both summed."""
+    lost = F.binary_cross_entropy(out.sigmoid(), one_hot(y), reduction="sum")
+    return lost - 0.5 * torch.sum(1 + out - out.pow(2) - out.exp())
+
+
+class Custom(torch.autograd.Function):
+    """A loss of the user's own: a sum, and no word of it."""
+
+    @staticmethod
+    def forward(ctx: object, out: torch.Tensor) -> torch.Tensor:
+        return out.sum()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.expand(5, 3)
+
+
+SUMS: dict[str, Loss] = {
+    "cross entropy": lambda out, y: ce(out, y, reduction="sum"),
+    "none, then sum": lambda out, y: ce(out, y, reduction="none").sum(),
+    "squares": lambda out, y: ((out - one_hot(y)) ** 2).sum(),
+    "target first": lambda out, y: F.mse_loss(one_hot(y), out, reduction="sum"),
+    "absolute": lambda out, y: F.l1_loss(out, one_hot(y), reduction="sum"),
+    "vae": vae,
+    "double precision": lambda out, y: ce(out, y, reduction="sum").double(),
+    "time steps": lambda out, y: sum(
+        (ce(out, y, reduction="sum") for _ in range(2000)), torch.zeros(())
+    ),
+    "two heads": lambda out, y: (
+        ce(out, y, reduction="sum") + F.mse_loss(out, one_hot(y), reduction="sum")
+    ),
+    "regularised": lambda out, y: (
+        ce(out, y, reduction="sum") + 0.1 * anchor.pow(2).sum()
+    ),
+}
+OTHERS: dict[str, Loss] = {
+    "cross entropy": lambda out, y: ce(out, y),
+    "of one element": lambda out, y: ce(out, y).sum(),
+    "multiplied": lambda out, y: 3 * ce(out, y),
+    "accumulated": lambda out, y: ce(out, y) / 4,
+    "scaled": lambda out, y: torch.amp.GradScaler("cpu").scale(ce(out, y)),
+    "two heads": lambda out, y: ce(out, y) + F.mse_loss(out, one_hot(y)),
+    "stacked means": lambda out, y: torch.stack([ce(out, y), ce(-out, y)]).sum(),
+    "regularised": lambda out, y: ce(out, y) + anchor.pow(2).sum(),
+    "drawn to a point": lambda out, y: ce(out, y) + (anchor - 2).pow(2).sum(),
+    "regulariser alone": lambda out, y: F.mse_loss(
+        anchor, torch.ones(5, 3), reduction="sum"
+    ),
+    "weights drawn to a point": lambda out, y: ((anchor - 2) ** 2).sum(),
+    "divided by hand": lambda out, y: ce(out, y, reduction="sum") / len(y),
+    "multiplied by hand": lambda out, y: ce(out, y, reduction="sum") * (1 / len(y)),
+    "masked mean": lambda out, y: (
+        (ce(out, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()
+    ),
+    "normalised weights": lambda out, y: (
+        torch.full((len(y),), 1 / len(y)) * ce(out, y, reduction="none")
+    ).sum(),
+    "mean, then sum": lambda out, y: ((out - one_hot(y)) ** 2).mean(0).sum(),
+    "sum, then mean": lambda out, y: ((out - one_hot(y)) ** 2).sum(1).mean(),
+    "batchmean": lambda out, y: F.kl_div(
+        out.log_softmax(1), one_hot(y), reduction="batchmean"
+    ),
+    "by hand, and a regulariser": lambda out, y: (
+        ce(out, y, reduction="sum") / len(y)
+        + F.mse_loss(anchor, torch.ones(5, 3), reduction="sum")
+    ),
+    "custom": lambda out, y: Custom.apply(out),  # type: ignore[no-untyped-call]
+    "checkpointed": lambda out, y: checkpoint(
+        lambda out: ce(out, y, reduction="sum") / len(y), out, use_reentrant=True
+    ),
+}
+
+
+def backward(loss: Loss) -> None:
+    """A batch of five forward and backward, its first backward pass watched."""
+    model = nn.Linear(4, 3)
+    watch = SumLossWatch([*model.parameters(), anchor])
+    try:
+        loss(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
+    finally:
+        watch.detach()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"give elche\.setup.* loss_reduction='sum'"):
+        backward(SUMS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_of_what_may_be_a_mean_nothing_is_said(name: str) -> None:
+    backward(OTHERS[name])
+
+
+def test_only_the_first_backward_pass_is_looked_at() -> None:
+    """One of `torch.autograd.grad` is none: its gradients are not reduced."""
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    watch = SumLossWatch(list(model.parameters()))
+    target = torch.zeros(5, 3)
+    torch.autograd.grad(F.mse_loss(model(x), target, reduction="sum"), model.weight)
+    model(x).mean().backward()
+    F.mse_loss(model(x), target, reduction="sum").backward()
+    assert watch._handle is None
+
+
+def test_devices_that_run_hooks_in_their_own_threads() -> None:
+    """As CUDA's do, while the thread that called backward waits."""
+    model = nn.Linear(4, 3)
+    watch = SumLossWatch(list(model.parameters()))
+    watch.detach()
+    found: list[str] = []
+
+    def look() -> None:
+        try:
+            watch._look(torch.ones(()))
+        except ConfigError as error:
+            found.append(str(error))
+
+    def hook(gradient: torch.Tensor) -> None:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+
+    model.weight.register_hook(hook)
+    F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3), reduction="sum").backward()
+    assert len(found) == 1
+
+
+def _trained(task: Task, reduction: str) -> int:
+    """Batches of two epochs with this loss."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
+    batches = 0
+    for _ in range(2):
+        for x, y, _, _ in loader:
+            ce(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batches += 1
+    elche.shutdown()
+    return batches
+
+
+GRADIENT_WINDOWS = {"policy": "cadence", "update": "gradients"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, GRADIENT_WINDOWS], ids=["sync", "windows"])
+def test_a_sum_is_an_error_where_means_are_reduced(
+    ranks2: RankPool, options: dict[str, str]
+) -> None:
+    task = Task(samples=64, batch_size=8, options=options)
+    ends = ranks2.run(
+        _trained, task, "sum", case_setup=serve_in_thread, expect_failure=True
+    )
+    for end in ends:
+        assert "the loss is a sum over the batch, but gradients" in str(end.error)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "reduction"),
+    [({"loss_reduction": "sum"}, "sum"), ({}, "mean"), ({"policy": "cadence"}, "sum")],
+    ids=["said", "mean", "parameters are averaged"],
+)
+def test_other_losses_train(
+    ranks2: RankPool, options: dict[str, str], reduction: str
+) -> None:
+    task = Task(samples=64, batch_size=8, options=options)
+    ends = ranks2.run(_trained, task, reduction, case_setup=serve_in_thread)
+    assert sum(ends) >= 16

@@ -26,7 +26,12 @@ from elche.runtime.loader import RunLoader
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
-from elche.runtime.process.shutdown import failure_of, watch_process
+from elche.runtime.process.launcher_watch import watch_launcher
+from elche.runtime.process.shutdown import (
+    exit_watch,
+    failure_of,
+    watch_process,
+)
 from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
@@ -129,6 +134,7 @@ def set_up(
     shutdown()
     placement = read_placement()
     process.placement = placement
+    watch_launcher(placement.rank)
     weights = (
         None
         if asked.weight_of is None
@@ -311,6 +317,7 @@ def _watch_process() -> None:
     if process.hooked:
         return
     process.hooked = True
+    exit_watch.attach()
     watch_process(_tell_failure, shutdown)
 
 

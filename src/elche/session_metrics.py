@@ -70,8 +70,7 @@ def epoch_metrics(
 
     At once if the epoch has ended. Another thread than the one that trains waits for
     its end, as long as the run lives. Of an epoch that was left by ``break`` they tell
-    of the part that was run; under ``sync`` the call then waits for the other ranks to
-    leave it as well.
+    of the part that was run.
 
     The same on every rank. But in a run of more than 64 ranks only rank 0 is told what
     each of them did: on the others, tuples of numbers hold a single one for all ranks
@@ -87,8 +86,7 @@ def epoch_metrics(
             epoch is so old that its metrics are forgotten.
         RemoteRankError: another rank failed meanwhile.
         CommunicationError: the run ended before the epoch did.
-        DeadlineError: the epoch did not end within ``timeout_s``, or some rank did not
-            leave one that this rank has left.
+        DeadlineError: the epoch did not end within ``timeout_s``.
     """
     if process.metrics is None:
         raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")

@@ -18,6 +18,7 @@ from elche.coordination.protocol.events import (
     Failed,
     Join,
     Left,
+    PassBegun,
     StepsDone,
     Tick,
     WindowClosed,
@@ -32,8 +33,10 @@ from elche.coordination.protocol.instructions import (
     GrantBatches,
     GrantSteps,
     Instruction,
+    JoinPasses,
     MetricsReported,
     OpenWindow,
+    RankLeft,
     Welcome,
 )
 from elche.coordination.protocol.messages import PROTOCOL_VERSION
@@ -462,8 +465,9 @@ def test_a_broken_epoch_of_sync_is_told_when_all_have_left_it() -> None:
         left = EpochLeft(rank=rank, epoch=0, step=2, samples=4, busy_s=0.5)
         told = core.handle(left, 2.0)
         core.check()
-        assert len(told) == 3 * rank
-    of_window, *of_epoch = told
+        assert len(told) == (1, 5)[rank]
+    of_window, *of_epoch = told[:3]
+    assert [type(message) for message in told[3:]] == [EndEpoch] * 2
     assert isinstance(of_window, MetricsReported)
     window = WindowMetrics.from_json(of_window.values)
     assert (window.window, window.synchronisations) == (1, 1)
@@ -472,6 +476,34 @@ def test_a_broken_epoch_of_sync_is_told_when_all_have_left_it() -> None:
         metrics = EpochMetrics.from_json(message.values)
         assert (metrics.rank_samples, metrics.synchronisations) == ((8, 8), 2)
         assert metrics.busy_s == (0.6, 0.6)
+
+
+def test_a_rank_that_left_joins_what_all_others_have_begun() -> None:
+    core, _ = opened(plan_of("sync", 3))
+    told = core.handle(EpochLeft(rank=1, epoch=0, step=0, passes=7), 1.0)
+    gone = [RankLeft(rank=r, epoch=0, gone=1, passes=7) for r in (0, 2)]
+    assert told == gone
+    begun = PassBegun(rank=0, epoch=0, step=1, passes=8, gone=1)
+    assert core.handle(begun, 2.0) == []
+    assert core.handle(replace(begun, rank=2, passes=7), 2.0) == [
+        JoinPasses(rank=1, epoch=0, step=1, passes=8)
+    ]
+    # What rank 0 said before it knew of the second one says nothing about that.
+    told = core.handle(EpochLeft(rank=2, epoch=0, step=0, passes=7), 3.0)
+    assert told == [RankLeft(rank=0, epoch=0, gone=2, passes=7)]
+    assert core.handle(begun, 3.0) == []
+    told = core.handle(replace(begun, gone=2), 3.0)
+    assert [m.rank for m in told if isinstance(m, JoinPasses)] == [1, 2]
+
+
+def test_who_cannot_join_the_others_must_leave_with_them() -> None:
+    core, _ = opened(plan_of("sync"))
+    left = EpochLeft(rank=1, epoch=0, step=0, passes=7, apart="a layer needs it")
+    core.handle(left, 1.0)
+    told = core.handle(PassBegun(rank=0, epoch=0, step=1, passes=7, gone=1), 2.0)
+    assert "rank 1 left epoch 0 after step 0, and rank 0 did not; a layer needs it" in (
+        reason_of(told, 2)
+    )
 
 
 def drained() -> Coordinator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -58,3 +59,33 @@ def test_a_record_needs_its_folder(tmp_path: Path) -> None:
     path = str(tmp_path / "none" / "plan.json")
     with pytest.raises(ConfigError, match="there is no folder"):
         PlanFile.for_rank(RunConfig(debug=DebugConfig(record=path)), 0)
+
+
+def test_a_full_disk_is_a_warning_and_keeps_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Once: the run ended, with a torn file.
+    path = tmp_path / "plan.json"
+    plans = PlanFile.for_rank(RunConfig(debug=DebugConfig(record=str(path))), 0)
+    plans.keep('{"a": 1}')
+
+    def fill(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode()[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", fill)
+        plans.keep('{"b": 2}')
+    assert "No space left on device" in caplog.text
+    assert json.loads(path.read_text()) == [{"a": 1}]
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+    plans.keep('{"c": 3}')
+    assert json.loads(path.read_text()) == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
+def test_a_device_is_written_to_and_stays_one(caplog: pytest.LogCaptureFixture) -> None:
+    plans = PlanFile.for_rank(RunConfig(debug=DebugConfig(record="/dev/full")), 0)
+    plans.keep('{"a": 1}')
+    assert "cannot record to /dev/full" in caplog.text
+    assert Path("/dev/full").is_char_device()

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elche.coordination.gathering import WELL_AFTER_S
 from elche.coordination.protocol.events import EpochOpened, Left, Tick
 from elche.coordination.protocol.instructions import Abort
 from elche.coordination.state import Coordinator
-from elche.coordination.sync.sync_policy import BREAK_PATIENCE_S
 from elche.sim.cluster import Break, Cluster, Device, Fault, Link, SimulatedRun
 from elche.sim.rank import join_of
 from elche.sim.simulation import TICK_S, Simulation, Watch
@@ -60,31 +60,58 @@ def test_ranks_may_end_right_after_a_common_break(seed: int) -> None:
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_break_on_one_rank_ends_sync_within_the_patience(leaver: int) -> None:
+def test_a_break_of_one_rank_ends_the_epoch_for_all(leaver: int) -> None:
+    # Once: it stalled for 60 s, and ended the run.
     cluster = Cluster(
-        run=SimulatedRun(policy="sync", samples=160, batch_size=8, pause_s=1e4),
+        run=SimulatedRun(
+            policy="sync", samples=160, batch_size=8, pause_s=0.01, epochs=2
+        ),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         breaks=(Break(rank=leaver, epoch=0, batches=5),),
     )
     history = simulate(cluster, ticks=True).history
-    other = 1 - leaver
-    broke_s = max(end for _, _, end in history.busy)
-    assert history.aborted_s[other] <= broke_s + BREAK_PATIENCE_S + 2 * TICK_S
-    abort = history.aborts[other]
-    assert abort.kind == "deadline"
-    assert f"ranks [{other}] to leave epoch 0" in abort.reason
-    assert f"ranks [{leaver}] did after step 5" in abort.reason
+    assert not history.aborts
+    assert history.ended[0, 0] == history.ended[0, 1] == {0, 1}
+    assert trained_positions(history, 0, 1) == positions(cluster.run.sizes)
+    trained = [
+        {batch for who, batch, *_ in history.trained[0, 0] if who == rank}
+        for rank in (leaver, 1 - leaver)
+    ]
+    assert trained[0] == set(range(5))
+    assert set(range(5)) < trained[1] <= set(range(15)), "what was granted"
 
 
-def test_breaks_at_different_steps_of_sync_are_told_apart() -> None:
+def test_who_breaks_and_works_on_by_itself_is_not_waited_for() -> None:
+    cluster = Cluster(
+        run=SimulatedRun(
+            policy="sync", samples=160, batch_size=8, epochs=1, pause_s=1e4
+        ),
+        devices=(Device(seconds_per_sample=0.01, count=2),),
+        breaks=(Break(rank=0, epoch=0, batches=5),),
+    )
+    ended_s: list[float] = []
+
+    class Timed(Simulation):
+        def epoch_ended(self, run: int, epoch: int, rank: int) -> None:
+            super().epoch_ended(run, epoch, rank)
+            ended_s.append(self.engine.now_s)
+
+    Timed(cluster, Watch(ticks=True, checks=True, details=True)).run()
+    first_s, second_s = ended_s
+    assert first_s < 1.0
+    assert WELL_AFTER_S <= second_s - first_s <= WELL_AFTER_S + 2 * TICK_S
+
+
+def test_breaks_at_different_steps_of_sync_end_at_the_last_one() -> None:
     cluster = Cluster(
         run=SimulatedRun(policy="sync", samples=40, batch_size=8),
         devices=(Device(seconds_per_sample=0.01, count=2),),
-        breaks=tuple(Break(rank=r, epoch=0, batches=5 - r) for r in range(2)),
+        breaks=tuple(Break(rank=r, epoch=0, batches=4 - r) for r in range(2)),
     )
     history = simulate(cluster, ticks=True).history
-    (reason,) = {abort.reason for abort in history.aborts.values()}
-    assert "ranks [0] to leave epoch 0, as ranks [1] did after step 4" in reason
+    assert not history.aborts
+    trained = {(who, batch) for who, batch, *_ in history.trained[0, 0]}
+    assert trained == {(0, b) for b in range(4)} | {(1, b) for b in range(3)}
 
 
 @st.composite

@@ -15,6 +15,7 @@ from elche.coordination.story import STORY_ENTRIES
 from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
+from elche.runtime.files import replace_file
 from elche.sim.cluster import Cluster
 from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError
@@ -95,7 +96,7 @@ def run_simulate(config: SimulateConfig) -> int:
         }
         facts = {"simulated": True, "policy": report.policy}
         trace = to_chrome_trace(history.spans, names, facts)
-        config.trace_path.write_text(json.dumps(trace), encoding="utf-8")
+        replace_file(config.trace_path, json.dumps(trace))
     if config.json_path != "-":
         print(summary(report, took_s))
         for wanted in config.stories:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from elche.coordination.protocol.events import (
     EpochOpened,
     Event,
     Join,
+    PassBegun,
     WindowClosed,
 )
 from elche.coordination.protocol.instructions import BeginEpoch, Instruction
@@ -130,7 +130,7 @@ class Epochs:
             ProtocolError: there is no epoch that it could belong to.
         """
         if not self.is_under_way:
-            if isinstance(event, EpochLeft):
+            if isinstance(event, (EpochLeft, PassBegun)):
                 return []
             if isinstance(event, WindowClosed) and event.epoch == self.number:
                 return []  # overlapped: an empty window begun before the last was over
@@ -144,7 +144,7 @@ class Epochs:
             self.is_under_way = False
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
-            return self._ending.end(outcome.instructions, left, ranks)
+            return self._ending.end(outcome.instructions, left, ranks, now_s)
         return outcome.instructions
 
     def heard(self, event: Event) -> list[Instruction]:
@@ -178,9 +178,9 @@ class Epochs:
         """Whether the epoch under way cannot end without a rank."""
         return self.is_under_way and self._policy.owes(rank)
 
-    def patience_s(self) -> float:
-        """How long the run may be silent now."""
-        return self._policy.patience_s() if self.is_under_way else math.inf
+    def release(self, now_s: float) -> list[Instruction]:
+        """What was held back for ranks that have left, and is long enough."""
+        return self._ending.release(now_s)
 
     def waiting_to_open(self) -> str:
         """Who is missing to begin the next epoch, in words."""

@@ -7,6 +7,9 @@ from collections.abc import Set
 from elche.coordination.protocol.events import BarrierReached, EpochOpened, Event, Left
 from elche.coordination.protocol.instructions import BarrierPassed, Instruction
 
+WELL_AFTER_S = 1.0
+"""An uncaught exception is heard of within milliseconds of its loop's end."""
+
 
 class Barriers:
     """Who waits at which barrier."""
@@ -48,10 +51,11 @@ class EpochEnding:
     """Ends an epoch on ranks that did not leave it only when the others are well.
 
     A loop that breaks and a loop that raises look alike at first; the next that is
-    heard of the rank tells.
+    heard of the rank tells, or that it has not failed for ``WELL_AFTER_S``.
     """
 
     def __init__(self) -> None:
+        self._since_s = 0.0
         self._unconfirmed: set[int] = set()
         self._held: list[Instruction] = []
 
@@ -61,12 +65,12 @@ class EpochEnding:
         return bool(self._held)
 
     def end(
-        self, told: list[Instruction], left: set[int], members: Set[int]
+        self, told: list[Instruction], left: set[int], members: Set[int], now_s: float
     ) -> list[Instruction]:
         """The end of an epoch that the ranks ``left`` have left; what is said now."""
         if not left or left == members:
             return told
-        self._unconfirmed = left
+        self._unconfirmed, self._since_s = left, now_s
         self._held = [one for one in told if one.rank not in left]
         return [one for one in told if one.rank in left]
 
@@ -75,6 +79,13 @@ class EpochEnding:
         if self._held and isinstance(event, (EpochOpened, BarrierReached, Left)):
             return self.confirm(event.rank)
         return []
+
+    def release(self, now_s: float) -> list[Instruction]:
+        """What was held back, once that is long ago."""
+        if not self._held or now_s - self._since_s < WELL_AFTER_S:
+            return []
+        self._unconfirmed = set()
+        return self.confirm(-1)
 
     def confirm(self, rank: int) -> list[Instruction]:
         """A rank is well, or gone; what was held back if it was the last."""

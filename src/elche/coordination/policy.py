@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,10 +215,6 @@ class Policy(ABC):
     def regrouped(self, reduced: Mapping[int, int], now_s: float) -> Outcome:
         """All members have formed their group; says who holds which result."""
         raise TransitionError(f"{type(self).__name__} has one membership", [])
-
-    def patience_s(self) -> float:
-        """How long the run may be silent now; shorter once ranks have fallen apart."""
-        return math.inf
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""

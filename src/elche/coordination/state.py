@@ -202,8 +202,12 @@ class Coordinator:
         return self._barriers.passed(self._membership.ranks)
 
     def _failed(self, event: Failed, now_s: float) -> list[Instruction]:
+        how = "failed:" if event.exit_code is None else "called"
         return self._abort(
-            f"rank {event.rank} failed: {event.error}", event.rank, event.traceback
+            f"rank {event.rank} {how} {event.error}",
+            event.rank,
+            event.traceback,
+            exit_code=event.exit_code,
         )
 
     def _interrupted(self, event: Interrupted, now_s: float) -> list[Instruction]:
@@ -282,13 +286,10 @@ class Coordinator:
         if self._waiting_since_s is None or not self._is_waiting():
             self._waiting_since_s = now_s
             return []
-        patience_s = self._timeout_s
-        if self._epochs is not None:
-            patience_s = min(patience_s, self._epochs.patience_s())
-        if now_s - self._waiting_since_s < patience_s:
-            return []
+        if now_s - self._waiting_since_s < self._timeout_s:
+            return [] if self._epochs is None else self._epochs.release(now_s)
         return self._abort(
-            f"nothing came for {patience_s:g} s while the run was "
+            f"nothing came for {self._timeout_s:g} s while the run was "
             f"{self._doing()}; raise timeout_s if a batch really takes so long",
             kind="deadline",
         )
@@ -322,6 +323,7 @@ class Coordinator:
         kind: str = "remote",
         batches: tuple[Range, ...] = (),
         part: tuple[int, ...] = (),
+        exit_code: int | None = None,
     ) -> list[Instruction]:
         self.aborted = reason
         self._abort_message = Abort(
@@ -332,6 +334,7 @@ class Coordinator:
             kind=kind,
             batches=batches,
             part=part,
+            exit_code=exit_code,
         )
         waiting = {join.rank for join in self._membership.roster.take_newcomers()}
         told = sorted(self._membership.ranks | waiting)

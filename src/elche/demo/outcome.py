@@ -16,6 +16,7 @@ from elche.errors import ConfigError
 from elche.monitor.plots import LossCurve, PlotText, plot_loss_curves
 from elche.monitor.table import ContenderResult, contenders_to_json, time_to_loss
 from elche.monitor.trace import to_chrome_trace
+from elche.runtime.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class DemoOutcome:
         run = self._runs[TRACED]
         names = {rank: f"rank {rank}: {name}" for rank, name in enumerate(run.devices)}
         facts = {"contender": run.name, "emulated": self._devices.emulated}
-        path.write_text(json.dumps(to_chrome_trace(run.spans, names, facts)))
+        replace_file(path, json.dumps(to_chrome_trace(run.spans, names, facts)))
         return path
 
 

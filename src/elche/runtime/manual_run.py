@@ -20,6 +20,7 @@ from elche.coordination.protocol.messages import PROTOCOL_VERSION
 from elche.errors import ElcheError
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement, read_placement
+from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.shutdown import failure_of, watch_process
 from elche.runtime.process.worker import Worker
 
@@ -122,6 +123,7 @@ def begin_manual_run(config: RunConfig) -> ManualRun:
     """The run of this process; joins it if there is none yet."""
     if _process.run is None:
         placement = read_placement()
+        watch_launcher(placement.rank)
         if placement.world_size > 1:
             _watch_process()
         _process.run = ManualRun.start(placement, config)

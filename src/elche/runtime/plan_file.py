@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.files import replace_file
+
+logger = logging.getLogger(__name__)
 
 
 class PlanFile:
@@ -80,9 +84,16 @@ class PlanFile:
         return plan
 
     def keep(self, plan: str) -> None:
-        """Writes down the next epoch; "" for one that was left before its end."""
+        """Writes down the next epoch; "" for one that was left before its end.
+
+        What cannot be written is logged: the run goes on, and so does the next epoch's
+        attempt to write all of them.
+        """
         if self._record is None:
             return
         self._kept.append(plan or "null")
         text = "[" + ",\n".join(self._kept) + "]\n"
-        self._record.write_text(text, encoding="utf-8")
+        try:
+            replace_file(self._record, text)
+        except OSError as error:
+            logger.warning("cannot record to %s: %s", self._record, error)

@@ -79,6 +79,25 @@ def broadcast_from(
         _take_state(group, optimizer, source)
 
 
+def take_gradients(
+    group: Group, parameters: Sequence[nn.Parameter], source: int
+) -> None:
+    """Copies one rank's ``p.grad`` to all, also that there is none.
+
+    Raises:
+        CommunicationError: a rank did not arrive in time.
+    """
+    flags = "".join(str(int(p.grad is not None)) for p in parameters)
+    held = gather_texts(group, flags, WHAT)[source]
+    for parameter, flag in zip(parameters, held, strict=True):
+        if flag == "0":
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        _take(group, parameter.grad, source, parameter.grad.dtype)
+
+
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
     texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
     described = [json.loads(text) for text in texts]

@@ -174,11 +174,6 @@ class Run:
         """What this rank does about a batch that is run in micro-batches."""
         return RankHost(self._synchroniser, self.worker)
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        """Waits for an epoch's metrics, if it was left early and they are to come."""
-        if not self._closed:
-            self._epochs.fetch_metrics(epoch, timeout_s)
-
     @property
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand that count for this rank."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import logging
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,21 +16,28 @@ from elche.cadence.throughput import CostEstimate
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.probe import probe_reduction_s
+from elche.comm.transport.process_group import gather_texts
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.coordination.protocol.events import EpochOpened
-from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
+from elche.coordination.protocol.events import EpochOpened, Failed
+from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
-from elche.errors import CommunicationError, ElcheError, NonFiniteError
+from elche.errors import (
+    CommunicationError,
+    ConfigError,
+    ElcheError,
+    NonFiniteError,
+)
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.notifications import RunNotifications, with_samples
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
+from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum, min_share_samples
-from elche.runtime.resume_sync import broadcast_from, rates
+from elche.runtime.resume_sync import broadcast_from, rates, take_gradients
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
 from elche.runtime.watch.loss_reduction import SumLossWatch
@@ -41,6 +48,8 @@ from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.synchroniser import Synchroniser
+
+logger = logging.getLogger(__name__)
 
 STEPS_WITHOUT_BACKWARD = 3
 """Steps of ``sync`` without a backward pass after which no skipping is assumed."""
@@ -106,9 +115,9 @@ class RunEpochs:
         self._pending_error: ElcheError | None = None
         self._trailing = TrailingSteps(training.model)
         self._skips, self._optimizers = watch.skips, watch.optimizers
-        self._left_epoch: int | None = None
         self._numbers = NonFiniteRecord()
         self._rates = RateWatch()
+        self._late_error: ConfigError | None = None
         self._sum_loss: SumLossWatch | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -128,8 +137,7 @@ class RunEpochs:
         config, loader = self._training.config, self._training.loader
         self._skips.attach()
         self._synchroniser.build()
-        if config.policy != "sync":
-            self._optimizers.attach()
+        self._optimizers.attach()
         if config.policy == "auto":
             numel = self._synchroniser.num_parameters
             self._probe_s = probe_reduction_s(self._worker.group, numel)
@@ -164,33 +172,11 @@ class RunEpochs:
             raise CommunicationError("this run has ended; call elche.setup again")
         self.end_iteration()
         self.check()
+        if self._late_error is not None:
+            raise self._late_error
         iteration = self._run_epoch()
         self._iteration = weakref.ref(iteration)
         return iteration
-
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        """Waits for an epoch's metrics, if it was left early and they are to come.
-
-        Under ``sync`` a loop that breaks off waits for nobody; the metrics come when
-        all ranks have left the epoch. None: of the last epoch.
-
-        Raises:
-            DeadlineError: they have not within ``timeout_s``; the run goes on.
-        """
-        left = self._left_epoch
-        if left is None or epoch not in (None, left):
-            return
-        notifications, what = (
-            self._notifications.epoch_metrics,
-            f"all ranks to leave epoch {left}",
-        )
-        began_s = time.monotonic()
-        self._worker.take_all(_pass_over)
-        while not notifications or notifications[-1].epoch < left:
-            left_s = None
-            if timeout_s is not None:
-                left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-            self._worker.receive(_pass_over, what, left_s)
 
     def close(self) -> None:
         """No other epoch follows, and one under way is left as it is."""
@@ -215,7 +201,6 @@ class RunEpochs:
 
     def _run_epoch(self) -> Generator[Any, None, None]:
         self._trailing.forget()
-        self._left_epoch = None
         positions, window = self._open_epoch()
         batches = self._batches
         assert batches is not None
@@ -230,6 +215,11 @@ class RunEpochs:
             if isinstance(run, SyncEpoch) and run.switch is not None:
                 run = self.under_way = self._switched(run, positions)
                 yield from self._batches_of(run)
+        except GeneratorExit:
+            if isinstance(run, SyncEpoch) and run.switch is not None and not run.end:
+                run = self.under_way = self._switched(run, positions)
+                run.leave(is_known=True)
+            raise
         except NonFiniteError as error:
             self._pending_error = named = with_samples(error, positions)
             raise named from None
@@ -249,9 +239,6 @@ class RunEpochs:
                     self._trailing.watch(self._synchroniser.policy)
                 if run.end is not None:
                     self.samples_before += sum(run.end.samples)
-                elif isinstance(run, SyncEpoch):
-                    self.samples_before += run.samples_done
-                    self._left_epoch = self._epoch if run.has_left else None
                 self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
@@ -269,8 +256,21 @@ class RunEpochs:
             self._synchroniser.refuse_nan(self._epoch)
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
-                yield batch
+                exit_watch.forget()
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._end_by_exit()
+                    raise
                 self._skips.settle()
+
+    def _end_by_exit(self) -> None:
+        """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
+        code = exit_watch.code
+        if code is not None:
+            rank, said = self._worker.rank, f"sys.exit({code}) inside the loop"
+            ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
+            self._worker.close(ended)
 
     def _open_epoch(self) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""
@@ -358,7 +358,35 @@ class RunEpochs:
             self._drain_scalars,
             self._synchroniser.parameter_norm,
             self._numbers,
+            self._adopt,
         )
+
+    def _adopt(self, source: int) -> None:
+        """Takes over what one rank trains, where ranks left an epoch apart."""
+        optimizers, worker = self._optimizers.all(), self._worker
+        counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"ranks left epoch {self._epoch} after different steps, when "
+                f"{counts} optimizers had stepped; leave it when all of them have"
+            )
+        before = _rates(optimizers)
+        broadcast_from(worker.group, self._training.model, optimizers, source)
+        take_gradients(worker.group, self._synchroniser.parameters, source)
+        if worker.rank == source:
+            logger.info(
+                "ranks left epoch %d after different steps: all hold the model and the "
+                "optimizer of rank %d now; what elche does not see (a scheduler, a "
+                "GradScaler, an average of weights) has not moved along",
+                *(self._epoch, source),
+            )
+        if before != _rates(optimizers):
+            self._late_error = ConfigError(
+                f"rank {worker.rank} left epoch {self._epoch} earlier than rank "
+                f"{source}, and a learning rate moved in between: its scheduler is "
+                "behind; leave an epoch after the same step on every rank if another "
+                "follows, or step schedulers between epochs"
+            )
 
     def _drain_scalars(self, final: bool) -> Scalars:
         self._skips.settle()
@@ -381,5 +409,6 @@ class RunEpochs:
         self._pending_error = error
 
 
-def _pass_over(instruction: Instruction) -> None:
-    """Grants of an epoch that the loop has left."""
+def _rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [float(group["lr"]) for group in groups]

@@ -101,9 +101,6 @@ class SingleRun:
             return float(self.samples_in_hand)
         return self._weight
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        """Waits for nothing: whatever has ended is there."""
-
     def epoch(self) -> Iterator[Any]:
         """Begins the next epoch and hands out its batches."""
         number = self._begin_epoch()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
-from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer, Lost
 from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (
+    Adopt,
     EndEpoch,
     GrantSteps,
     Instruction,
+    JoinPasses,
+    RankLeft,
     SwitchPolicy,
 )
 from elche.coordination.sync.step_reports import StepReports
-from elche.errors import CommunicationError, ProtocolError
+from elche.errors import CommunicationError, ElcheError, ProtocolError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
@@ -75,13 +78,18 @@ class SyncEpoch:
         self._numbers = NonFiniteWatch(reducer.parameters, numbers)
         reducer.look_before(self._numbers.look)
         self._granted_until = 0
+        self._shares: dict[int, tuple[int, ...]] = {}  # of granted steps not done
+        self._step = -1
+        self._gone: dict[int, int] = {}
+        self._announced: PassBegun | None = None
+        self._is_leaving = False
+        self._joins: JoinPasses | None = None
         self.end: EndEpoch | None = None
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
         self.samples_done = 0
         self.samples_in_hand = 0
         self.weight_in_hand = 0.0
-        self.has_left = False
         self._began_s = self._ready_s = self._transfer_s = 0.0
 
     def refill(self) -> None:
@@ -91,13 +99,20 @@ class SyncEpoch:
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
+        self._worker.on_rank_left = self._rank_left
         try:
             for in_hand, data in self._steps():
                 self.samples_in_hand = in_hand.samples
                 self.weight_in_hand = self._weight_of(in_hand)
                 yield data
         except GeneratorExit:
-            self._leave(in_hand)
+            try:
+                self._leave(in_hand)
+            except ElcheError as error:
+                self._hooks.on_error(error)
+        finally:
+            self._reducer.correct_by(None)
+            self._worker.on_rank_left = None
 
     def _weight_of(self, step: Step) -> float:
         """What the step that was taken last weighs on this rank."""
@@ -105,18 +120,72 @@ class SyncEpoch:
         return float(step.samples) if weight is None or not step.samples else weight
 
     def _leave(self, in_hand: Step | None) -> None:
-        """The loop has broken off in this step, or before the first."""
-        with contextlib.suppress(CommunicationError):
+        """The loop has broken off in this step, or before the first.
+
+        What the others were granted they run: this rank takes part in it with nothing,
+        and takes their model over if it has missed steps.
+        """
+        if self._worker.is_closed or self.end is not None:
+            return
+        self._is_leaving = True
+        broken, apart = None, ""
+        if not self._reducer.is_joinable:
+            apart = "SyncBatchNorm layers need every rank's forward pass"
+        try:
             self._reducer.end_step()
+        except CommunicationError as error:
+            broken, apart = error, str(error)
         self._report()
         handed_out, cost = 0, None
         if in_hand is not None:
             handed_out, cost = in_hand.step + 1, self._cost(in_hand)
             self.samples_done += self._positions.samples_of(in_hand.step)
-        self.has_left = True
         self._numbers.report(final=True)
+        passes = self._reducer.backward_passes
         scalars = self._hooks.scalars(True)
-        self._worker.send(self._reports.left(handed_out, cost, scalars))
+        left = self._reports.left(handed_out, cost, scalars, passes=passes, apart=apart)
+        self._worker.send(left)
+        if broken is not None:
+            raise broken  # most likely this rank fails; others do not wait for it
+        while self.end is None and self.switch is None:
+            self._worker.receive(self.handle, "the other ranks to end the epoch")
+            self._join_passes()
+
+    def _join_passes(self) -> None:
+        """Takes part with nothing in what the others have begun."""
+        joins, rank = self._joins, self._worker.rank
+        while joins is not None and self._reducer.backward_passes < joins.passes:
+            shares = self._shares[joins.step - 1]
+            active = sum(share > 0 for share in shares)
+            self._reducer.join_pass(active, is_active=shares[rank] > 0)
+
+    def _rank_left(self, gone: RankLeft) -> None:
+        """Another rank's loop has left the epoch; may be called again and again."""
+        if not self._is_leaving and gone.epoch == self._positions.epoch:
+            self._gone[gone.gone] = gone.passes
+            self._reducer.correct_by(self._lost)
+            self._announce()
+
+    def _announce(self) -> None:
+        """Says how far this rank is, for those that have left to join it."""
+        begun = PassBegun(
+            rank=self._worker.rank,
+            epoch=self._positions.epoch,
+            step=self._step + 1,
+            passes=self._reducer.backward_passes,
+            gone=len(self._gone),
+        )
+        if begun != self._announced:
+            self._announced = begun
+            self._worker.send(begun)
+
+    def _lost(self, number: int) -> Lost:
+        """What ranks that have left do not bring to a pass of the step in hand."""
+        shares = self._shares[self._step]
+        lost = [shares[rank] for rank, passes in self._gone.items() if passes < number]
+        ranks = sum(share > 0 for share in lost)
+        active = sum(share > 0 for share in shares)
+        return Lost(sum(lost) / sum(shares), ranks / active)
 
     def _steps(self) -> Iterator[tuple[Step, Any]]:
         self._began_s = time.monotonic()
@@ -128,6 +197,10 @@ class SyncEpoch:
             self._ready_s = time.monotonic()
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
+            self._step = number
+            self._shares.pop(number - 1, None)
+            if self._gone:
+                self._reducer.run_beneath(self._report_beneath)
             self._numbers.begin_step(step.part)
             self._reducer.begin_step(step.scale, step.active_ranks, self._leased.weight)
             yield step, data
@@ -153,8 +226,11 @@ class SyncEpoch:
         )
 
     def _next(self, number: int) -> tuple[Step, Any] | None:
-        """The next batch; waits only if its grant has not come. None: see `switch`."""
-        while self.switch is None or number < self.switch.step:
+        """The next batch; waits only if its grant has not come.
+
+        None: see `switch`, or the epoch ends here because a rank has left it.
+        """
+        while self.end is None and (self.switch is None or number < self.switch.step):
             got = self._leased.take()
             if got is not None:
                 if got[0].step != number:
@@ -162,7 +238,8 @@ class SyncEpoch:
                 return got
             self._report()
             waits = self._granted_until <= number and not self._leased.has_work
-            if waits and self.switch is None:  # drawing may have brought it
+            is_over = self.end is not None or self.switch is not None
+            if waits and not is_over:  # drawing may have brought it
                 self._worker.receive(self.handle, f"the grant of step {number}")
         self._report()
         return None
@@ -178,6 +255,15 @@ class SyncEpoch:
         if isinstance(instruction, EndEpoch):
             self.end = instruction
             return
+        if isinstance(instruction, RankLeft):
+            self._rank_left(instruction)
+            return
+        if isinstance(instruction, JoinPasses):
+            self._joins = instruction
+            return
+        if isinstance(instruction, Adopt):
+            self._adopt(instruction)
+            return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
         self._reports.granted(instruction)
@@ -186,6 +272,7 @@ class SyncEpoch:
         total = sum(shares)
         active = sum(share > 0 for share in shares)
         for number in range(instruction.start, instruction.stop):
+            self._shares[number] = shares
             own = (self._positions.epoch, number, start, start + samples)
             part = own if samples else ()
             step = Step(number, samples, samples / total, active, part)
@@ -199,6 +286,23 @@ class SyncEpoch:
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
 
+    def _adopt(self, adopt: Adopt) -> None:
+        """Takes over the model of a rank that has run all steps, with all ranks."""
+        assert self._hooks.adopt is not None
+        began_s = time.monotonic()
+        self._hooks.adopt(adopt.source)
+        self._worker.send(
+            WindowReduced(
+                rank=self._worker.rank,
+                epoch=adopt.epoch,
+                window=adopt.window,
+                sync_s=time.monotonic() - began_s,
+                wait_s=0.0,
+                divergence=0.0,
+                adopted_at=0,
+            )
+        )
+
     def _report(self) -> None:
         """Sends what is still to be said."""
         event = self._reports.take()
@@ -210,6 +314,8 @@ class SyncEpoch:
         """The same inside a backward pass; reads what came since the last report."""
         self._report()
         self.refill()
+        if self._gone:
+            self._announce()
 
     def _account(self, number: int, cost: BatchCost) -> None:
         """A step is done; what is to be said of its grant waits for the next one."""

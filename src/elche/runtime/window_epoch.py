@@ -50,6 +50,7 @@ class EpochHooks:
         parameter_norm: the L2 norm of what is trained; waits for the device.
         numbers: whether this rank's own gradients were numbers, in this epoch and
             before.
+        adopt: takes model and optimizers of one rank, with all ranks.
     """
 
     on_error: Callable[[ElcheError], None]
@@ -57,6 +58,7 @@ class EpochHooks:
     scalars: Callable[[bool], Scalars]
     parameter_norm: Callable[[], float]
     numbers: NonFiniteRecord = field(default_factory=NonFiniteRecord)
+    adopt: Callable[[int], None] | None = None
 
 
 class WindowEpoch:
@@ -127,10 +129,14 @@ class WindowEpoch:
         try:
             yield from self._train()
         except GeneratorExit:
-            try:
-                self._leave()
-            except ElcheError as error:
-                self._hooks.on_error(error)
+            self.leave()
+
+    def leave(self, *, is_known: bool = False) -> None:
+        """The loop broke off, or had before this began, which ``is_known``."""
+        try:
+            self._leave(is_known)
+        except ElcheError as error:
+            self._hooks.on_error(error)
 
     def _train(self) -> Iterator[Any]:
         began_s = time.monotonic()
@@ -309,9 +315,9 @@ class WindowEpoch:
         self._reports.void()
         self._not_begun = 0
 
-    def _leave(self) -> None:
+    def _leave(self, is_known: bool) -> None:
         """The loop broke off: commit what was trained, and end the epoch for all."""
-        if self.end is not None:
+        if self.end is not None or self._worker.is_closed:
             return
         self._is_leaving = True
         self._batch_done()
@@ -327,8 +333,8 @@ class WindowEpoch:
             self._not_begun,
         )
         self._discard()
-        self._worker.send(
-            EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
-        )
+        left = EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
+        if not is_known:
+            self._worker.send(left)
         while (action := self._next()).do is not Do.STOP:
             self._carry_out(action)

@@ -20,8 +20,10 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantSteps,
     Instruction,
+    JoinPasses,
     MetricsReported,
     PolicyChosen,
+    RankLeft,
     Regroup,
     SwitchPolicy,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 FORWARD_PART = 1.0 / 3.0
 BYTES_PER_MIB = 2**20
+NOTHING = BatchCost(samples=0, busy_s=0.0, data_wait_s=0.0)
 
 
 class SimulatedSyncEpoch:
@@ -83,13 +86,39 @@ class SimulatedSyncEpoch:
                 item, cost = done
                 self._trained(item)
                 if item.number + 1 == break_at:
-                    self._report()
-                    self._sim.send(self._reports.left(break_at, cost, ()))
-                    return
+                    yield from self._leave(break_at, cost)
+                    break
                 self._account(item.number, cost)
         if rank.is_back:
             rank.goes_on()
         self._sim.epoch_ended(rank.run, self._epoch, rank.rank)
+
+    def _leave(self, step: int, cost: BatchCost) -> Script:
+        """The loop has broken off; takes part with nothing in what is granted.
+
+        A real rank does so only in what the others have begun; here nobody waits for
+        an arrival that is for nothing.
+        """
+        self._report()
+        left = self._reports.left(step, cost, (), passes=step)
+        self._sim.send(left)
+        self._pass_over(step - 1)
+        while self._end is None:
+            if self._adopt is not None:
+                yield from self._take_over(self._adopt)
+                continue
+            while self._loader.has_work:
+                item = self._loader.take(self._rank.now_s)
+                self._arrive(item, self._rank.now_s)
+                self._pass_over(item.number)
+            yield Receive("the other ranks to end the epoch")
+            self._rank.take_all(self._handle)
+
+    def _pass_over(self, number: int) -> None:
+        """A step is over that this rank does not report."""
+        if self._reports.step_done(number, NOTHING):
+            self._reports.close(backward_passes=0)
+            self._reports.take()
 
     def _trained(self, item: Loaded) -> None:
         """Notes this rank's part of a step."""
@@ -155,13 +184,7 @@ class SimulatedSyncEpoch:
     def _reduce(self, item: Loaded, ready_s: float) -> Generator[Any, Any, bool]:
         """The step's reduction; False: a rank is gone, and it has failed."""
         rank, ended_s = self._rank, self._rank.now_s
-        collective = rank.engine.arrive_ready(
-            ("step", rank.run, rank.generation, self._epoch, item.number),
-            rank.rank,
-            self._new,
-            ready_s,
-        )
-        collective.value[rank.rank] = self._start(), item.counted
+        collective = self._arrive(item, ready_s)
         if not (yield collective):
             return False
         if self._sim.books is not None:
@@ -176,6 +199,17 @@ class SimulatedSyncEpoch:
         rank.history.wait(rank.rank, WINDOW_END, ended_s, last_s)
         rank.history.wait(rank.rank, REDUCTION, last_s, rank.now_s)
         return True
+
+    def _arrive(self, item: Loaded, ready_s: float) -> Collective:
+        rank = self._rank
+        collective = rank.engine.arrive_ready(
+            ("step", rank.run, rank.generation, self._epoch, item.number),
+            rank.rank,
+            self._new,
+            ready_s,
+        )
+        collective.value[rank.rank] = self._start(), item.counted
+        return collective
 
     def _await_regroup(self) -> Script:
         """A rank is gone; the coordinator says who goes on, or ends the run."""
@@ -254,7 +288,9 @@ class SimulatedSyncEpoch:
         if isinstance(instruction, Adopt):
             self._adopt = instruction
             return
-        if isinstance(instruction, (MetricsReported, PolicyChosen)):
+        if isinstance(
+            instruction, (MetricsReported, PolicyChosen, RankLeft, JoinPasses)
+        ):
             return
         assert isinstance(instruction, GrantSteps), instruction
         self._reports.granted(instruction)

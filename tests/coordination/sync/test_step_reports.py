@@ -136,6 +136,8 @@ class Shell:
         while self.inbox:
             handle(self.inbox.popleft())
 
+    def correct_by(self, lost: None) -> None: ...
+
     def look_before(self, look: Callable[[], None]) -> None: ...
 
     def receive(self, handle: Callable[[Instruction], None], why: str) -> None:

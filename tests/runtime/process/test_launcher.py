@@ -134,8 +134,9 @@ def test_a_signal_to_the_launcher_alone_is_told_to_ranks_that_train(
         assert run.end() == code
         reason = f"interrupted: the launcher was sent {number.name}"
         assert f"ended with codes [1, 1]: {reason}" in run.output
-        # From each rank too; their tracebacks are written in pieces, at one time.
-        assert run.output.count(reason) == 3, run.output
+        # From each rank too, at one time; each traceback stays together.
+        whole = r"Traceback \(most recent call last\):\n(?:  .*\n)+elche\.errors\.\w+: "
+        assert len(re.findall(whole + reason, run.output)) == 2, run.output
 
 
 @SIGNALS
@@ -266,3 +267,29 @@ def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> 
         os.kill(pids[2], signal.SIGKILL)
         assert run.end() == -signal.SIGKILL
         until(lambda: all(map(_has_ended, pids)))
+
+
+@pytest.mark.parametrize("case", ["idle", "by hand"])
+def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
+    tmp_path: Path, case: str
+) -> None:
+    # Once: an evaluating rank lived to the end of its evaluation, one of init_group
+    # to that of its script.
+    with started(tmp_path, "--nproc", "2", TRAINING, case) as run:
+        pids = [int(p) for p in run.wait_for(r"is process (\d+)", 2)]
+        run.process.kill()
+        run.process.wait()
+        until(lambda: all(_has_ended(pid) for pid in pids))
+        ends = r"rank \d ends, since its launcher has ended or was killed\n"
+        assert len(re.findall(ends, run.output)) == 2
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
+    tmp_path: Path, policy: str
+) -> None:
+    # Once: then 10 s more began, with the first rank that ended, and 5 s after that.
+    with started(tmp_path, "--nproc", "2", TRAINING, "hang", policy) as run:
+        run.wait_for(r"rank 1 is process", 1)
+        assert run.end() in (1, 137)
+        assert "codes [1, 137 (SIGKILL)]: nothing came for 5 s" in run.output

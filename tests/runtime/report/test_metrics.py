@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
-from elche.errors import ConfigError, DeadlineError
+from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, build
-from tests.distributed.patience import all_here
 from tests.harness.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -249,39 +247,6 @@ def _ask_after_break(policy: str, last: int) -> Part:
     part = Part(metrics, elche.metrics(), elche.progress_samples())
     elche.shutdown()
     return part
-
-
-def _ask_too_early(folder: str) -> list[int]:
-    """Rank 0 has left the epoch and asks while rank 1 is still in it; then again."""
-    model, optimizer, loader = build(Task(samples=64, batch_size=8))
-    model, optimizer, loader = elche.setup(model, optimizer, loader, policy="sync")
-    for x, y, _, _ in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if elche.rank() == 1:
-            all_here(folder)
-        break
-    if elche.rank() == 0:
-        for timeout_s in (0.0, 0.1):
-            with pytest.raises(DeadlineError, match=r"for all ranks to leave epoch 0"):
-                elche.epoch_metrics(timeout_s=timeout_s)
-        all_here(folder)
-    samples = elche.epoch_metrics(timeout_s=60.0).samples
-    for x, y, _, _ in loader:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    samples_after = elche.epoch_metrics().samples
-    elche.shutdown()
-    return [samples, samples_after]
-
-
-def test_the_wait_for_metrics_of_a_broken_epoch_has_the_callers_deadline(
-    ranks2: RankPool, tmp_path: Path
-) -> None:
-    found = ranks2.run(_ask_too_early, str(tmp_path), case_setup=serve_in_thread)
-    assert found == [[8, 64]] * 2
 
 
 @pytest.mark.parametrize(

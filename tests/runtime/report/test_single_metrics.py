@@ -68,9 +68,6 @@ class Source:
         for number in range(epochs):
             self.notifications.add(epoch(number))
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        pass
-
 
 def epoch(number: int) -> EpochMetrics:
     return EpochMetrics(epoch=number, **_row())

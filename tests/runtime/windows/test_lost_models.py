@@ -11,7 +11,6 @@ from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import Task, label_sum
 from tests.harness.rank_pool import RankPool
 from tests.runtime.windows.cases.lost_cases import (
-    leave_at_unequal_steps,
     train_several_passes,
     train_to_the_end,
 )
@@ -110,13 +109,3 @@ def test_a_rank_without_samples_is_not_blamed(ranks3: RankPool) -> None:
         assert batches == ((BAD // 2, BAD // 2 + 1),)
         assert f"rank {rank}'s own" in said
         assert f"samples [{BAD}" in said or f"{BAD}]" in said
-
-
-def test_a_break_of_one_rank_is_said_of_the_policy_that_was_set(
-    ranks2: RankPool,
-) -> None:
-    task = with_options(policy="auto")
-    ends = ranks2.run(leave_at_unequal_steps, task, case_setup=serve_in_thread)
-    for said in ends:
-        assert "under policy 'auto', which trains in common steps" in said
-        assert "under policy 'sync'" not in said

@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from elche.comm.control.frames import GREETING_BYTES, FrameCodec, nonce_of
 from elche.coordination.protocol.events import Event
@@ -31,6 +31,7 @@ from elche.errors import (
 _CHUNK_BYTES = 1 << 16
 _LONGEST_POLL_S = 86400.0  # the system takes no more than 24 days, in milliseconds
 _NOTHING: Iterator[Instruction] = iter(())
+Waiting = TypeVar("Waiting")
 
 
 class ControlChannel:
@@ -135,6 +136,10 @@ class ControlChannel:
         if abort is None and self._failure is not None:
             raise self._failure
         return abort
+
+    def waiting(self, kind: type[Waiting]) -> list[Waiting]:
+        """Instructions of one kind among what has come; all stays in line."""
+        return [message for message in self._inbox if isinstance(message, kind)]
 
     def wait_readable(self, timeout_s: float) -> None:
         """Sleeps until an instruction is there, at most ``timeout_s``."""

@@ -98,6 +98,11 @@ class BucketPass:
         return self._is_open
 
     @property
+    def is_broken(self) -> bool:
+        """Whether a reduction has failed: there can be no other."""
+        return bool(self._broken)
+
+    @property
     def is_ordered(self) -> bool:
         """Whether buckets follow an observed order."""
         return self._observed is None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,18 @@ from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
+
+
+class Lost(NamedTuple):
+    """What of a backward pass is missing: ranks whose loop has left send zeros.
+
+    Attributes:
+        samples: part of the samples.
+        ranks: part of the ranks that have samples.
+    """
+
+    samples: float = 0.0
+    ranks: float = 0.0
 
 
 class GradientReducer:
@@ -65,6 +78,8 @@ class GradientReducer:
         self._weights: StepWeights | None = None
         self._active_ranks = 0
         self._holds = False
+        self._lost: Callable[[int], Lost] | None = None
+        self._keeps_buffers = False
         self._passes_before = 0
         self._sends = False
         self._beneath: Callable[[], None] | None = None
@@ -197,6 +212,38 @@ class GradientReducer:
         """
         self._look = look
 
+    @property
+    def is_joinable(self) -> bool:
+        """Whether :meth:`join_pass` can do without a forward pass."""
+        return self._norms is None
+
+    def correct_by(self, lost: Callable[[int], Lost] | None) -> None:
+        """Makes means of what is there where ranks have left the epoch.
+
+        Args:
+            lost: says what is missing in a pass, by its number; asked when all ranks'
+                contributions are there. None: nothing any more.
+        """
+        self._lost = lost
+
+    def join_pass(self, active_ranks: int, *, is_active: bool) -> None:
+        """Takes part in a pass of the others, outside of a step, with nothing.
+
+        Args:
+            active_ranks: ranks that have samples in the others' step.
+            is_active: whether this is one of them: its buffers count as they are.
+
+        Raises:
+            CommunicationError: it failed, or a rank did not arrive in time.
+        """
+        self.begin_step(0.0, active_ranks, 0.0)
+        self._keeps_buffers = is_active
+        try:
+            self._pass.run_without_backward()
+        finally:
+            self._keeps_buffers = False
+            self.end_step()
+
     def hold(self, holds: bool) -> None:
         """Keeps gradients for a later backward pass of the step, which sends them all.
 
@@ -222,7 +269,7 @@ class GradientReducer:
         self._pass.rewind()
 
     def _refuse_broken_backward(self) -> None:
-        if self._pass.abandon():
+        if self._pass.abandon() or self._pass.is_broken:
             raise CommunicationError(
                 "a backward pass was broken off by an error that the loop caught; its "
                 "reduction cannot be completed, so the run cannot go on"
@@ -246,7 +293,13 @@ class GradientReducer:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
         if self._look is not None and self._sends:
             self._look(self._pass.came)
-        factor = 1.0 if self._weights is None else self._weights.close_pass()
+        factor = 1.0
+        if self._weights is not None:
+            factor = self._weights.close_pass()
+        elif self._lost is not None:
+            samples = self._lost(self._pass.passes).samples
+            factor = 1.0 / (1.0 - samples) if samples < 1.0 else 1.0
         if self._buffers is not None:
-            self._buffers.average(self._active_ranks, mine=self._scale != 0.0)
+            mine = self._keeps_buffers or self._scale != 0.0
+            self._buffers.average(self._active_ranks, mine=mine)
         return Closed(factor=factor)

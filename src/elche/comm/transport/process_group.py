@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
-from elche.comm.transport.exchange import wait_until
+from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals import gloo_options
 
@@ -192,6 +192,8 @@ class Group:
         Raises:
             CommunicationError: it failed; the error names the failed rank if known.
         """
+        if isinstance(work, dist.Work):
+            self._poll(work)
         try:
             work.wait()
         except CommunicationError:  # a device's work has asked for the reason itself
@@ -199,6 +201,19 @@ class Group:
         except RuntimeError as error:
             said = f"{what} failed on rank {self.rank}: {error}"
             raise self.on_failure(said, ()) from error
+
+    def _poll(self, work: dist.Work) -> None:
+        """Sleeps until gloo is through, and looks now and then whether to go on.
+
+        gloo ends a collective at its own deadline alone.
+        """
+        pause = timedelta(seconds=CHECK_EVERY_S)
+        while not work.is_completed():
+            try:
+                work.wait(pause)
+            except RuntimeError:
+                if not work.is_completed():
+                    self.check()
 
     def wait_until(
         self,

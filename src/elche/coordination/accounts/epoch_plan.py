@@ -88,10 +88,41 @@ class EpochPlan:
                 f"{plan.sizes}, this one has {list(sizes.runs)}; replay needs the same "
                 "dataset length, batch_size and drop_last"
             )
-        for window in plan.windows:
-            window.parts = [[(a, b) for a, b in part] for part in window.parts]
-        plan.steps = [(a, b, list(shares)) for a, b, shares in plan.steps]
+        try:
+            for window in plan.windows:
+                window.parts = [[(a, b) for a, b in part] for part in window.parts]
+            plan.steps = [(a, b, list(shares)) for a, b, shares in plan.steps]
+            problem = plan._problem()
+        except (ValueError, TypeError) as error:
+            problem = repr(error)
+        if problem:
+            raise ConfigError(
+                f"this record is no division of its epoch: {problem}; replay a file "
+                "as a run with record= wrote it"
+            )
         return plan
+
+    def _problem(self) -> str:
+        """What of the epoch is given out twice, to nobody, or to no such rank."""
+        sizes, at = BatchSizes(tuple(self.sizes)), 0
+        for start, stop, shares in self.steps:
+            if not at == start < stop <= sizes.num_batches:
+                return f"steps {start}..{stop - 1} after {at} of {sizes.num_batches}"
+            (samples, end), at = sizes.run_of(start), stop
+            is_split = len(shares) == self.world_size and min(shares) >= 0
+            if not is_split or sum(shares) != samples or stop > end:
+                return f"steps {start}..{stop - 1} of {samples} samples as {shares}"
+        if self.policy == "sync" and at != sizes.num_batches:
+            return f"{at} steps of {sizes.num_batches}"
+        ranges = sorted(r for w in self.windows for part in w.parts for r in part)
+        ends = [0, *(stop for _, stop in ranges)]
+        for (start, stop), end in zip(ranges, ends, strict=False):
+            if not end <= start < stop <= sizes.num_batches:
+                return f"batches {start}..{stop - 1} after {end} of {sizes.num_batches}"
+        for window in self.windows:
+            if not len(window.parts) == len(window.adopt_at) == self.world_size:
+                return f"a window of {len(window.parts)} ranks"
+        return ""
 
 
 class WindowSource(ABC):

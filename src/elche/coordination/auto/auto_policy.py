@@ -134,10 +134,6 @@ class AutoPolicy(Policy):
         """Asserts the invariants of the policy in force."""
         self._current.check()
 
-    def patience_s(self) -> float:
-        """How long the run may be silent under the policy in force."""
-        return self._current.patience_s()
-
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""
         return self._current.has_left(rank)

@@ -160,7 +160,9 @@ class Regrouped:
 class EpochLeft:
     """A rank's loop left the epoch early, with ``step`` steps of it run.
 
-    Under ``sync`` also what it did since its last report; see `StepsDone`.
+    Under ``sync`` also what it did since its last report; see `StepsDone`. It has taken
+    part in ``passes`` backward passes of the run, and takes part in later ones of the
+    others with nothing, unless ``apart`` says why it cannot.
     """
 
     rank: int
@@ -174,6 +176,22 @@ class EpochLeft:
     scalars: Scalars = ()
     is_finite: bool = True
     broken: OwnPart = ()
+    passes: int = 0
+    apart: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBegun:
+    """``sync``: how far a rank is that knows of ``gone`` ranks which left the epoch.
+
+    It has begun ``step`` steps of the epoch, and ``passes`` backward passes of the run.
+    """
+
+    rank: int
+    epoch: int
+    step: int
+    passes: int
+    gone: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +204,12 @@ class BarrierReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A rank ends with an error."""
+    """A rank ends with an error, or by ``sys.exit(exit_code)`` inside an epoch."""
 
     rank: int
     error: str
     traceback: str
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +250,7 @@ Event = (
     | WindowReduced
     | Regrouped
     | EpochLeft
+    | PassBegun
     | BarrierReached
     | Failed
     | Left

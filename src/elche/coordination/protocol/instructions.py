@@ -65,6 +65,29 @@ class GrantSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankLeft:
+    """``sync``: rank ``gone`` has left the epoch, and sends nothing after ``passes``.
+
+    The steps that are granted are run all the same; the answers are `PassBegun`.
+    """
+
+    rank: int
+    epoch: int
+    gone: int
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPasses:
+    """To a rank that has left: the others are in pass ``passes``, of step ``step``."""
+
+    rank: int
+    epoch: int
+    step: int
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrantBatches:
     """Windows: a lease of the batches ``start <= batch < stop``."""
 
@@ -219,7 +242,8 @@ class Abort:
     """The run ends: ``reason``, and the failed rank's traceback if one failed.
 
     ``batches`` (start, stop) are those that it ends for, if it is about data; ``part``
-    (start, stop) the samples of the batch, where only some of it are meant.
+    (start, stop) the samples of the batch, where only some of it are meant. With an
+    ``exit_code`` every rank ends with it, as the failed one does by ``sys.exit``.
     """
 
     rank: int
@@ -229,6 +253,7 @@ class Abort:
     kind: str = "remote"
     batches: Runs = ()
     part: tuple[int, ...] = ()
+    exit_code: int | None = None
 
 
 Instruction = (
@@ -237,6 +262,8 @@ Instruction = (
     | PolicyChosen
     | SwitchPolicy
     | GrantSteps
+    | RankLeft
+    | JoinPasses
     | GrantBatches
     | OpenWindow
     | Permit

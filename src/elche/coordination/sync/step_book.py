@@ -23,6 +23,7 @@ class Granted:
         missing: members that have not reported them.
         reports: of the others.
         is_settled: ranks of an earlier group hold their result; no more reports come.
+        left: ranks whose loop has left the epoch before the end of these steps.
     """
 
     start: int
@@ -31,6 +32,7 @@ class Granted:
     missing: int
     reports: dict[int, StepsDone] = field(default_factory=dict)
     is_settled: bool = False
+    left: set[int] = field(default_factory=set)
 
     @property
     def steps(self) -> int:
@@ -43,7 +45,7 @@ class Granted:
         for rank, share in enumerate(self.shares):
             report = self.reports.get(rank)
             if report is None:
-                if share:
+                if share and rank not in self.left:
                     done.append(RankReport(rank=rank, samples=share * self.steps))
             else:
                 done.append(report_of(report))
@@ -105,6 +107,13 @@ class StepBook:
         for grant in self._grants:
             grant.missing -= _owes(grant, rank)
 
+    def leave(self, rank: int) -> None:
+        """A rank's loop has left the epoch: it reports no more, and trains no more."""
+        for grant in self._grants:
+            if _owes(grant, rank):
+                grant.missing -= 1
+                grant.left.add(rank)
+
     def settle(self, done: int) -> None:
         """The group has changed: steps before ``done`` are done, later ones void."""
         kept: deque[Granted] = deque()
@@ -161,4 +170,5 @@ def report_of(event: StepsDone | EpochLeft) -> RankReport:
 
 
 def _owes(grant: Granted, rank: int) -> bool:
-    return not grant.is_settled and rank not in grant.reports
+    settled = grant.is_settled or rank in grant.left
+    return not settled and rank not in grant.reports

@@ -1,25 +1,41 @@
-"""Early exits from an epoch of ``sync``: at the same step on every rank. Pure."""
+"""Early exits from an epoch of ``sync``. Pure.
+
+Steps that are granted when a loop breaks off are run by the others to their end. The
+rank that has left takes part in their reductions with zeros, but only in backward
+passes that all the others have begun: it learns of them here. So all know that it is
+gone before such a pass ends, and leave its share out of the mean. Whoever took other
+steps than the rest takes over the model before the epoch ends:
+
+    no rank left ── EpochLeft ──► leaving ── granted steps done, or all have left ──►
+        over, where all left after the same step; else taking over the model ──► over
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import final
 
-from elche.coordination.protocol.events import EpochLeft
+from elche.coordination.protocol.events import EpochLeft, PassBegun
+from elche.coordination.protocol.instructions import Instruction, JoinPasses, RankLeft
 from elche.errors import ProtocolError
 
 
 @final
 class EarlyEnd:
-    """Who has left the epoch under way, and after which step.
+    """Who has left the epoch under way, and where.
 
     Args:
         policy: as the user has set it.
+
+    Attributes:
+        is_settled: all hold one model, or were told to take it over.
     """
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
-        self._left: dict[int, int] = {}
+        self._left: dict[int, EpochLeft] = {}
+        self._begun: dict[int, PassBegun] = {}
+        self.is_settled = False
 
     def __bool__(self) -> bool:
         """Whether anybody has left."""
@@ -39,33 +55,65 @@ class EarlyEnd:
             )
         return f"under policy {self._policy!r}"
 
+    @property
+    def step(self) -> int:
+        """Steps that the rank which left last has run."""
+        return max(event.step for event in self._left.values())
+
     def clear(self) -> None:
         """Begins an epoch."""
         self._left.clear()
+        self._begun.clear()
+        self.is_settled = False
 
-    def has_all(self, members: Iterable[int]) -> bool:
-        """Whether all of them have left."""
-        return self._left.keys() >= set(members)
+    def staying(self, members: Iterable[int]) -> list[int]:
+        """Members that have not left."""
+        return sorted(set(members) - self._left.keys())
 
-    def take(self, event: EpochLeft) -> None:
-        """A rank leaves.
+    def take(self, event: EpochLeft, members: Iterable[int]) -> list[Instruction]:
+        """A rank leaves; the others are told, and answer how far they are."""
+        self._left[event.rank] = event
+        self._begun.clear()
+        return [
+            RankLeft(rank=r, epoch=event.epoch, gone=event.rank, passes=event.passes)
+            for r in self.staying(members)
+        ]
+
+    def begun(self, event: PassBegun, members: Iterable[int]) -> list[Instruction]:
+        """How far a rank is that stays; lets the others join when all have said so.
 
         Raises:
-            ProtocolError: another one has left after another step.
+            ProtocolError: it went on where another has left that cannot join it.
         """
-        self._left[event.rank] = event.step
-        if len(set(self._left.values())) > 1:
-            raise ProtocolError(
-                f"{self.under} a loop may only be left at the same step on every rank, "
-                f"but the ranks left after steps {self._left}; decide the break from "
-                "values that all ranks share"
-            )
+        if event.rank in self._left or event.gone != len(self._left):
+            return []
+        for rank, left in self._left.items():
+            is_ahead = event.step > left.step or event.passes > left.passes
+            if left.apart and is_ahead:
+                raise ProtocolError(
+                    f"rank {rank} left epoch {event.epoch} after step {left.step}, and "
+                    f"rank {event.rank} did not; {left.apart}; leave it after the same "
+                    "step on every rank"
+                )
+        self._begun[event.rank] = event
+        if self._begun.keys() < set(self.staying(members)):
+            return []
+        last = max(self._begun.values(), key=lambda begun: begun.passes)
+        return [
+            JoinPasses(rank=r, epoch=last.epoch, step=last.step, passes=last.passes)
+            for r, left in sorted(self._left.items())
+            if left.passes < last.passes
+        ]
 
-    def waiting_for(self, members: Iterable[int], epoch: int) -> str:
-        """Who has not left, in words."""
-        others = sorted(set(members) - self._left.keys())
-        return (
-            f"ranks {others} to leave epoch {epoch}, as ranks {sorted(self._left)} did "
-            f"after step {min(self._left.values())}; {self.under} a loop must be left "
-            "at the same step on every rank"
-        )
+    def source(self, members: Iterable[int]) -> int | None:
+        """Whose model all take over when granted steps are done; None: all are equal.
+
+        It is that of a rank that has run all of them, or has left last.
+        """
+        if staying := self.staying(members):
+            return staying[0]
+        places = {r: (left.step, left.passes) for r, left in self._left.items()}
+        if len(set(places.values())) == 1:
+            return None
+        last = max(places.values())
+        return min(rank for rank, place in places.items() if place == last)

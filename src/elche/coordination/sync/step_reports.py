@@ -92,13 +92,23 @@ class StepReports:
         due, self._due = self._due, None
         return due
 
-    def left(self, step: int, cost: BatchCost | None, scalars: Scalars) -> EpochLeft:
+    def left(
+        self,
+        step: int,
+        cost: BatchCost | None,
+        scalars: Scalars,
+        *,
+        passes: int,
+        apart: str = "",
+    ) -> EpochLeft:
         """The loop has broken off after so many steps: what was not said of them.
 
         Args:
             step: how many.
             cost: of the last one, None if there was none.
             scalars: what was logged since the last report.
+            passes: backward passes of the run so far.
+            apart: why this rank cannot take part in later ones, if it cannot.
         """
         if cost is not None:
             self._times.add(cost)
@@ -115,6 +125,8 @@ class StepReports:
             scalars=scalars,
             is_finite=self._numbers.is_finite,
             broken=self._numbers.broken,
+            passes=passes,
+            apart=apart,
         )
 
     def void(self) -> None:

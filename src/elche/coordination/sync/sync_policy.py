@@ -28,6 +28,7 @@ from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     EpochLeft,
     Event,
+    PassBegun,
     StepsDone,
     WindowReduced,
 )
@@ -45,7 +46,6 @@ from elche.errors import ProtocolError, TransitionError
 
 GRANT_S = 0.1
 MAX_GRANT_STEPS = 64
-BREAK_PATIENCE_S = 60.0
 ALL_RANKS = -1
 FIRST_STEPS = 2
 """One that is not timed (compilation), and one that is."""
@@ -131,6 +131,9 @@ class SyncPolicy(Policy):
             self._adopted(event)
         elif isinstance(event, StepsDone):
             self._take(event)
+        elif isinstance(event, PassBegun):
+            is_late = event.epoch != self._epoch
+            return Outcome([] if is_late else self._left.begun(event, self._members))
         else:
             raise ProtocolError(f"sync: unexpected {type(event).__name__}")
         return Outcome() if self._is_paused else self._go_on(now_s)
@@ -141,7 +144,7 @@ class SyncPolicy(Policy):
         while (oldest := self._grants.oldest) and self._is_complete(oldest):
             outcome.instructions.append(self._complete(self._grants.pop(), now_s))
         if self._left:
-            return outcome
+            return self._end_early(outcome, now_s)
         outcome.instructions += self._top_up()
         if self._ledger.is_done:
             self._numbers.check(self._epoch, self._members, is_last=True)
@@ -227,12 +230,8 @@ class SyncPolicy(Policy):
         told: list[Instruction] = []
         self._adopting.clear()
         if self._joining or min(held.values()) < last:
-            self._adopting.update(self._members)
             source = min(rank for rank, step in held.items() if step == last)
-            told = [
-                Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
-                for rank in sorted(self._members)
-            ]
+            told = self._hand_over(source, last)
         outcome = self._go_on(now_s)
         outcome.instructions[:0] = told
         return outcome
@@ -245,6 +244,14 @@ class SyncPolicy(Policy):
             self._ledger.lease_range(ALL_RANKS, self._committed_until, done)
         self._granted_until = done
         self._record = self._planned = None  # of another membership
+
+    def _hand_over(self, source: int, last: int) -> list[Instruction]:
+        """All take the model after the step ``last`` from one rank."""
+        self._adopting.update(self._members)
+        return [
+            Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
+            for rank in sorted(self._members)
+        ]
 
     def _adopted(self, event: WindowReduced) -> None:
         if event.rank not in self._adopting or event.epoch != self._epoch:
@@ -268,24 +275,14 @@ class SyncPolicy(Policy):
             silent = self._grants.silent(self._members)
             assert oldest.is_settled or len(silent) == oldest.missing, oldest
 
-    def patience_s(self) -> float:
-        """Ranks that left the epoch wait for the others only so long."""
-        return BREAK_PATIENCE_S if self._left else math.inf
-
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""
         return rank in self._left
-
-    def owes(self, rank: int) -> bool:
-        """A break owes nothing: there is no drift to commit."""
-        return rank not in self._left
 
     def waiting_for(self) -> str:
         """Ranks that have not reported the oldest grant, or not left the epoch."""
         if self._is_paused:
             return "the ranks that stay to form their new group"
-        if self._left:
-            return self._left.waiting_for(self._members, self._epoch)
         if self._adopting:
             return f"ranks {sorted(self._adopting)} to take over the model"
         silent = self._grants.silent(self._members)
@@ -300,7 +297,9 @@ class SyncPolicy(Policy):
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
-        return not (self._adopting if grant.is_settled else grant.missing)
+        if grant.is_settled:
+            return not self._adopting
+        return not grant.missing and bool(grant.reports)
 
     def _complete(self, grant: Granted, now_s: float) -> MetricsReported:
         """All ranks have run the oldest grant: measure and commit it."""
@@ -313,7 +312,7 @@ class SyncPolicy(Policy):
             self._totals.add(grant.stop - 1, work)
         self._guesses &= grant.stop < FIRST_STEPS
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
-        if not grant.is_settled:
+        if not (grant.is_settled or grant.left):
             self._measure(grant, reports)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
         reader = min(self._members)
@@ -382,32 +381,38 @@ class SyncPolicy(Policy):
         return start, stop, trial or self._shares.of(samples, self._world_size)
 
     def _leave(self, event: EpochLeft, now_s: float) -> Outcome:
-        """A loop's early end; it must come at the same step on every rank.
-
-        Nobody waits for that. What the part of the epoch brought is told when all have
-        left it.
-        """
+        """A loop's early end: granted steps are run, and no others are granted."""
         if event.epoch != self._epoch:
             raise ProtocolError(f"rank {event.rank} leaves epoch {event.epoch}")
         if self._is_paused or self._adopting:
             raise ProtocolError(
                 f"rank {event.rank} left epoch {event.epoch} while the group changed"
             )
-        self._left.take(event)
         self._grants.check_part(event)
+        told = self._left.take(event, self._members)
+        self._grants.leave(event.rank)
         self._numbers.take(event)
         self._totals.add(max(0, event.step - 1), report_of(event))
-        if not self._left.has_all(self._members):
-            return Outcome()
-        self._numbers.check(event.epoch, self._members, is_last=True)
-        return Outcome(self._tell_part(event.step, now_s), epoch_over=True)
+        outcome = self._go_on(now_s)
+        outcome.instructions[:0] = told
+        return outcome
 
-    def _tell_part(self, done: int, now_s: float) -> list[Instruction]:
-        """The metrics of an epoch of which so many steps were run."""
-        told: list[Instruction] = []
-        steps = done - self._committed_until
+    def _end_early(self, outcome: Outcome, now_s: float) -> Outcome:
+        """Ends the epoch when whoever stayed has run what was granted."""
+        staying = self._left.staying(self._members)
+        if (staying and self._grants) or self._adopting:
+            return outcome
+        done = self._granted_until if staying else self._left.step
+        source = None if self._left.is_settled else self._left.source(self._members)
+        self._left.is_settled = True
+        if source is not None:
+            outcome.instructions += self._hand_over(source, done - 1)
+            return outcome
+        self._numbers.check(self._epoch, self._members, is_last=True)
+        ranks, steps = sorted(self._members), done - self._committed_until
         if steps > 0:
-            reader = min(self._members)
-            told.append(self._totals.close_window(done - 1, now_s, reader, 0.0, steps))
-        ended = self._totals.end_epoch(sorted(self._members), now_s, anchor=1, plan="")
-        return told + [one for one in ended if isinstance(one, MetricsReported)]
+            part = self._totals.close_window(done - 1, now_s, ranks[0], 0.0, steps)
+            outcome.instructions.append(part)
+        outcome.instructions += self._totals.end_epoch(ranks, now_s, anchor=1, plan="")
+        outcome.epoch_over = True
+        return outcome

@@ -8,8 +8,10 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 from torch import distributed as dist
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _started: list[subprocess.Popen[str]] = []
 _hosted: list[dist.TCPStore] = []
+_hidden: list[Path] = []
 _found: dict[str, tuple[tuple[str, int], bytes]] = {}
 
 
@@ -58,6 +61,8 @@ def stop_coordinator() -> None:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+    while _hidden:
+        _hidden.pop().unlink(missing_ok=True)
     _found.clear()
     _hosted.clear()
 
@@ -65,7 +70,10 @@ def stop_coordinator() -> None:
 def _find_under_torchrun(
     placement: Placement, timeout_s: float
 ) -> tuple[tuple[str, int], bytes]:
-    """Rank 0 starts the coordinator and tells the others through torchrun's store."""
+    """Rank 0 starts the coordinator and tells the others through torchrun's store.
+
+    On one host it tells them the name of a file, which holds the key.
+    """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise ConfigError(
@@ -99,8 +107,13 @@ def _find_under_torchrun(
         store = dist.PrefixStore(f"elche/{restart}", base)
         if placement.rank == 0:
             address, key = _start_beside(placement)
-            store.set("coordinator", f"{address[0]}:{address[1]}/{key.hex()}")
+            told = f"{address[0]}:{address[1]}/{key.hex()}"
+            if local == placement.world_size:
+                told = _hide(told)
+            store.set("coordinator", told)
         told = store.get("coordinator").decode()
+        if local == placement.world_size:
+            told = _read_hidden(told)
     except CommunicationError:  # the coordinator's own, which is a RuntimeError too
         raise
     except (RuntimeError, OSError) as error:
@@ -111,6 +124,30 @@ def _find_under_torchrun(
     found_host, _, found_port = where.rpartition(":")
     _found[name] = (found_host, int(found_port)), bytes.fromhex(secret)
     return _found[name]
+
+
+def _hide(text: str) -> str:
+    """Writes a file that only this user can read; returns its path.
+
+    torchrun's store gives every entry to whoever asks.
+    """
+    descriptor, path = tempfile.mkstemp(prefix="elche-")
+    _hidden.append(Path(path))
+    with open(descriptor, "w") as file:
+        file.write(text)
+    return path
+
+
+def _read_hidden(path: str) -> str:
+    """Reads such a file, if it is this user's: anybody may name one in the store."""
+    with open(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise CommunicationError(
+                f"{path} is not a file of this user alone; something else than rank 0 "
+                "has written to torchrun's store"
+            )
+        return file.read()
 
 
 def _number(name: str, default: int) -> int:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
 from elche.coordination.state import Coordinator
 from elche.errors import ProtocolError
+from elche.runtime.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
+
+    Attributes:
+        on_end: called once with the kind of `Abort` that ends the run.
     """
 
     def __init__(self, world_size: int, key: bytes) -> None:
@@ -58,6 +62,7 @@ class CoordinatorServer:
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
+        self.on_end: Callable[[str], None] = lambda kind: None
         self.dropped = 0
         self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
@@ -101,6 +106,8 @@ class CoordinatorServer:
         for event in events:
             for instruction in self.core.handle(event, now_s):
                 if isinstance(instruction, Abort) and self.core.aborted is not None:
+                    if self._end is None:
+                        self.on_end(instruction.kind)
                     self._end = instruction
                 told[instruction.rank].append(instruction)
         for rank, instructions in told.items():
@@ -163,7 +170,7 @@ class CoordinatorServer:
         """
         text = "".join(f"{line}\n" for line in self.core.story())
         try:
-            path.write_text(text, encoding="utf-8")
+            replace_file(path, text)
         except OSError as error:
             logger.warning("cannot write the story of the run to %s: %s", path, error)
 

@@ -23,6 +23,7 @@ from elche.runtime.process.coordinator import (
     CoordinatorServer,
     rank_environments,
 )
+from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_processes import RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 
@@ -151,14 +152,18 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     processes = RankProcesses(server)
     processes.handle_signals()
     readers: list[asyncio.Future[None]] = []
+    watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
             process = await asyncio.create_subprocess_exec(
                 *(() if network is None else network.command(rank)),
                 *config.command,
                 env=_environment(
-                    config, rank, own | (store.environment() if store else {})
+                    config,
+                    rank,
+                    own | (store.environment() if store else {}) | {PIPE: str(watched)},
                 ),
+                pass_fds=(watched,),
                 stdout=asyncio.subprocess.PIPE if config.on_line else None,
                 limit=LINE_BYTES,
             )
@@ -170,6 +175,8 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         await asyncio.gather(*readers)
     finally:
         await processes.close()
+        os.close(watched)
+        os.close(held)
         await server.stop()
         if config.story_path is not None:
             server.write_story(config.story_path)

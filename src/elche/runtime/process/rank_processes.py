@@ -18,11 +18,12 @@ from elche.runtime.process.coordinator import CoordinatorServer
 
 GRACE_S = 10.0
 """For the others after a rank has failed, and for all after Ctrl-C in a terminal."""
+LATE_S = (3.0, 4.0)
+"""After a deadline, for ranks that do not answer: until SIGTERM, and until SIGKILL."""
 HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_INTERRUPTED: Final = -1
 
 
 @final
@@ -42,8 +43,8 @@ class RankProcesses:
         self._server = server
         self._processes: list[asyncio.subprocess.Process] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._news: asyncio.Queue[int] = asyncio.Queue()
-        self._heed_s = GRACE_S
+        self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
+        server.on_end = self._run_ended
         self.signal: signal.Signals | None = None
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
@@ -70,14 +71,27 @@ class RankProcesses:
         if self.signal is not None:
             self._kill()
             return
-        self.signal = number
+        self.signal, heed_s = number, GRACE_S
         self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
-            self._heed_s = HEED_S
+            heed_s = HEED_S
             for rank, process in enumerate(self._processes):
                 if not self._server.is_connected(rank):
                     _send(process, number)
-        self._news.put_nowait(_INTERRUPTED)
+        self._waits_s.put_nowait((None, heed_s))
+
+    def _run_ended(self, kind: str) -> None:
+        self._waits_s.put_nowait((None, GRACE_S))
+        if kind == "deadline":
+            ends = zip(LATE_S, (signal.SIGTERM, signal.SIGKILL), strict=True)
+            for after_s, number in ends:
+                asyncio.get_running_loop().call_later(after_s, self._end_late, number)
+
+    def _end_late(self, number: signal.Signals) -> None:
+        """Who has heard that the deadline is over has ended its connection."""
+        for rank, process in enumerate(self._processes):
+            if self._server.is_connected(rank):
+                _send(process, number)
 
     async def wait(self) -> None:
         """Waits for all ranks; after a failure or a signal only for a while."""
@@ -85,13 +99,10 @@ class RankProcesses:
         while len(self.ended) < len(self._processes):
             left_s = None if math.isinf(deadline_s) else deadline_s - time.monotonic()
             try:
-                rank = await asyncio.wait_for(self._news.get(), left_s)
+                rank, patience_s = await asyncio.wait_for(self._waits_s.get(), left_s)
             except asyncio.TimeoutError:
                 break
-            patience_s = math.inf
-            if rank == _INTERRUPTED:
-                patience_s = self._heed_s
-            else:
+            if rank is not None:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
@@ -140,7 +151,7 @@ class RankProcesses:
 
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
         await process.wait()
-        self._news.put_nowait(rank)
+        self._waits_s.put_nowait((rank, math.inf))
 
 
 def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

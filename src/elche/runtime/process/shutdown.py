@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import os
+import select
+import stat
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, NoReturn
 
 from elche.coordination.protocol.events import Failed
 from elche.runtime.process.connect import stop_coordinator
@@ -20,6 +25,63 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
         error=f"{summary}; {hint}" if hint else summary,
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def write_whole(text: str) -> None:
+    """Writes lines to standard error, none torn by those of other processes.
+
+    At once, so that a traceback stays together; in a pipe, which promises that of
+    ``PIPE_BUF`` bytes only, as many lines at once as it takes.
+    """
+    try:
+        sys.stderr.flush()
+        descriptor = sys.stderr.fileno()
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except (OSError, ValueError, AttributeError):  # replaced by the user
+        sys.stderr.write(text)
+        return
+    piece = b""
+    for line in text.encode(errors="backslashreplace").splitlines(keepends=True):
+        if is_pipe and piece and len(piece) + len(line) > select.PIPE_BUF:
+            os.write(descriptor, piece)
+            piece = b""
+        piece += line
+    os.write(descriptor, piece)
+
+
+class ExitWatch:
+    """Notes calls of ``sys.exit`` in the main thread of this process.
+
+    A generator that is closed does not see whether its loop was left by ``break`` or
+    by an exception on its way out.
+
+    Attributes:
+        code: of the last call since :meth:`forget`, None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._pid = 0
+
+    def attach(self) -> None:
+        """Begins to note them; for the rest of the process."""
+        self._pid, leave = os.getpid(), sys.exit
+
+        def note_and_exit(status: Any = None) -> NoReturn:
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and os.getpid() == self._pid:  # not in a forked worker
+                is_number = isinstance(status, int)
+                self.code = status if is_number else int(status is not None)
+            leave(status)
+
+        sys.exit = note_and_exit
+
+    def forget(self) -> None:
+        """The loop goes on: who has called it has caught the exception."""
+        self.code = None
+
+
+exit_watch = ExitWatch()
 
 
 def watch_process(
@@ -39,7 +101,10 @@ def watch_process(
         trace: TracebackType | None,
     ) -> None:
         on_failure(error)
-        previous(kind, error, trace)
+        if previous is sys.__excepthook__:
+            write_whole("".join(traceback.format_exception(error)))
+        else:
+            previous(kind, error, trace)
 
     sys.excepthook = on_exception
     atexit.register(stop_coordinator)

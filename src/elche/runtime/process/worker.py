@@ -7,6 +7,7 @@ waits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
     PolicyChosen,
+    RankLeft,
     Welcome,
 )
 from elche.errors import (
@@ -40,6 +42,8 @@ from elche.errors import (
 )
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 ABORT_WAIT_S = 5.0
 ROLL_CALL_S = 2.0
@@ -61,6 +65,8 @@ class Worker:
     Attributes:
         is_cold: the batch in hand is not timed.
         max_samples: what the device turned out to hold at once; 0: no limit was met.
+        on_rank_left: called while this rank waits inside a step, perhaps again and
+            again, where another has left the epoch.
         name_samples: adds to an error what its batches are, in the epoch under way.
         timeline: what this rank did.
     """
@@ -75,6 +81,7 @@ class Worker:
         self.is_cold = True
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
+        self.on_rank_left: Callable[[RankLeft], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
         self.timeline = Timeline(self.rank)
         self._channel = channel
@@ -90,6 +97,11 @@ class Worker:
         if self._group is None:
             raise CommunicationError("the run has ended on this rank")
         return self._group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has no part in the run any more."""
+        return self._group is None or self._aborted is not None
 
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
@@ -206,6 +218,9 @@ class Worker:
         abort = self._channel.find_abort()
         if abort is not None:
             self._raise_if_abort(abort)
+        if self.on_rank_left is not None:
+            for each in self._channel.waiting(RankLeft):
+                self.on_rank_left(each)
 
     def _is_notification(self, instruction: Instruction) -> bool:
         """Dispatches notifications; raises if the run was aborted."""
@@ -217,12 +232,18 @@ class Worker:
 
     def _raise_if_abort(self, instruction: Instruction) -> None:
         if isinstance(instruction, Abort):
-            self._aborted = self._error_of(instruction)
-            raise self._aborted
+            raise self._aborted_by(instruction)
 
-    def _error_of(self, abort: Abort) -> ElcheError:
+    def _aborted_by(self, abort: Abort) -> ElcheError:
+        """The error that ends this rank; raises SystemExit where all end by it."""
         error = _error_of(abort)
-        return self.name_samples(error) if isinstance(error, NonFiniteError) else error
+        if isinstance(error, NonFiniteError):
+            error = self.name_samples(error)
+        self._aborted = error
+        if abort.exit_code is not None:
+            logger.warning("%s; rank %d ends with it", abort.reason, self.rank)
+            raise SystemExit(abort.exit_code)
+        return error
 
     def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
         """A collective failed: the coordinator knows who is gone, in a moment.
@@ -238,7 +259,7 @@ class Worker:
             except (DeadlineError, CommunicationError):
                 break
             if isinstance(instruction, Abort):
-                self._aborted = self._error_of(instruction)
+                self._aborted_by(instruction)
                 break
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted

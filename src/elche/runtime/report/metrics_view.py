@@ -36,9 +36,6 @@ class MetricsSource(Protocol):
     def weight_in_hand(self) -> float:
         """What it weighs in means, 0 outside the loop."""
 
-    def fetch_metrics(self, epoch: int | None, timeout_s: float | None) -> None:
-        """Waits for what is to come of an epoch (the last one) that was left early."""
-
 
 class MetricsView:
     """Logs scalars and hands out metrics; made in the training thread.
@@ -115,8 +112,6 @@ class MetricsView:
         what = "an epoch" if epoch is None else f"epoch {epoch}"
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         is_training = threading.current_thread() is self._training
-        if is_training and self._source is not None:
-            self._source.fetch_metrics(epoch, timeout_s)
         while True:
             is_over = self._ended.is_set() or not self._training.is_alive()
             found = self._find(epoch)

@@ -16,7 +16,7 @@ from typing import final
 from torch import nn
 
 from elche.comm.gradients.gradient_factor import GradientFactor
-from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer, Lost
 
 
 @final
@@ -96,6 +96,22 @@ class SummedReducer:
     def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
         """Passes on what looks at gradients before they are reduced."""
         self._reducer.look_before(look)
+
+    @property
+    def is_joinable(self) -> bool:
+        """See :meth:`GradientReducer.is_joinable`."""
+        return self._reducer.is_joinable
+
+    def correct_by(self, lost: Callable[[int], Lost] | None) -> None:
+        """See :meth:`GradientReducer.correct_by`; the mean is one over ranks."""
+        by_ranks = None
+        if lost is not None:
+            by_ranks = lambda passes: Lost(lost(passes).ranks)  # noqa: E731
+        self._reducer.correct_by(by_ranks)
+
+    def join_pass(self, active_ranks: int, *, is_active: bool) -> None:
+        """See :meth:`GradientReducer.join_pass`."""
+        self._reducer.join_pass(active_ranks, is_active=is_active)
 
     def hold(self, holds: bool) -> None:
         """Passes on whether gradients are kept for a later pass through the batch."""

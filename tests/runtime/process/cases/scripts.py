@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
@@ -42,7 +44,20 @@ def _train(case: str, policy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         elche.barrier()
+    if case == "key":
+        _show_key()
     print(f"done {elche.rank()} of {elche.world_size()}", flush=True)
+
+
+def _show_key() -> None:
+    """What torchrun's store tells anybody who asks."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    path = PrefixStore(f"elche/{restart}", store).get("coordinator").decode()
+    mode = os.stat(path).st_mode & 0o777
+    print(f"rank {elche.rank()} found {path} of mode {mode:o}", flush=True)
+    elche.barrier()
 
 
 def _endless(case: str, policy: str) -> None:
@@ -66,6 +81,36 @@ def _endless(case: str, policy: str) -> None:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _idle(case: str, policy: str) -> None:
+    """Joins a run, and then does what looks at no connection: an evaluation, say."""
+    if case == "by hand":
+        elche.init_group()
+    else:
+        _set_up(policy)
+    print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
+    while True:
+        signal.pause()
+
+
+def _hang(case: str, policy: str) -> None:
+    """The last rank hangs in a step, and hears no signal but SIGKILL."""
+    model, optimizer, loader = _set_up(policy, timeout_s=5.0)
+    for number, (x,) in enumerate(loader):
+        if number == 5 and elche.rank() == elche.world_size() - 1:
+            print(f"rank {elche.rank()} is process {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _set_up(policy: str, **options: Any) -> tuple[Any, Any, Any]:
+    model = nn.Linear(4, 2)
+    loader = DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return elche.setup(model, optimizer, loader, policy=policy, **options)
 
 
 def _half_way(case: str, policy: str) -> None:
@@ -107,6 +152,8 @@ def _fail(case: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "exit":
         sys.exit(7)
+    if case == "exit 0":
+        sys.exit()
     if case == "quit":
         os._exit(7)
 
@@ -138,6 +185,9 @@ if __name__ == "__main__":
         "loss": _trainer,
         "endless": _endless,
         "stop": _endless,
+        "idle": _idle,
+        "by hand": _idle,
+        "hang": _hang,
         "half-way": _half_way,
         "half-way, raise": _half_way,
     }

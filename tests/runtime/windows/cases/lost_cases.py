@@ -102,29 +102,6 @@ def train_to_the_end(task: Task, bad: int, loop: str) -> Ended:
     return (*ended, steps)
 
 
-def leave_at_unequal_steps(task: Task) -> str:
-    """Rank 1 leaves after its second batch, rank 0 when it gets the third."""
-    model, optimizer, loader = build(task)
-    model, optimizer, loader = elche.setup(
-        model, optimizer, loader, **nested(task.options)
-    )
-    said = ""
-    try:
-        for step, (x, y, *_) in enumerate(loader):
-            if step == 2:
-                break
-            F.cross_entropy(model(x), y).backward()
-            if step == 1 and os.environ["RANK"] == "1":
-                break
-            optimizer.step()
-            optimizer.zero_grad()
-        elche.barrier()
-    except elche.ElcheError as error:
-        said = str(error)
-    elche.shutdown()
-    return said
-
-
 class _Lines(logging.Handler):
     """Keeps what is logged."""
 

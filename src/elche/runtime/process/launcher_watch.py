@@ -1,0 +1,47 @@
+"""End of a rank's process when its launcher is gone.
+
+A training thread sees that where it looks at its connection: not while it evaluates,
+loads, or reduces by hand. The launcher holds the other end of a pipe that a thread of
+each rank reads; the system closes it however the launcher ends.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+
+PIPE = "ELCHE_LAUNCHER_PIPE"
+END_AFTER_S = 5.0
+"""Within which a training thread that sees it as well may end by an error."""
+
+
+def watch_launcher(rank: int) -> None:
+    """Begins to watch, where the launcher has handed a pipe to this process."""
+    descriptor = int(os.environ.pop(PIPE, "-1"))
+    if descriptor < 0 or not _is_pipe(descriptor):
+        return  # started by a rank, which keeps its pipe for itself
+    os.set_inheritable(descriptor, False)
+    threading.Thread(
+        target=_end_with_launcher,
+        args=(descriptor, rank),
+        name="elche-launcher-watch",
+        daemon=True,
+    ).start()
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
+
+
+def _end_with_launcher(descriptor: int, rank: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    time.sleep(END_AFTER_S)
+    text = f"elche: rank {rank} ends, since its launcher has ended or was killed\n"
+    os.write(2, text.encode())
+    os._exit(1)

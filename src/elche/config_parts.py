@@ -184,10 +184,12 @@ def part_of(name: str, kind: type[_Part], given: object) -> _Part:
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
+        known = ", ".join(item.name for item in fields(kind))
         raise ConfigError(
-            f"expected {name} to be an elche.{kind.__name__}, got {given!r}"
+            f"expected {name} to be an elche.{kind.__name__} (with {known}), got "
+            f"{given!r}"
         )
-    check_known(given, {item.name for item in fields(kind)}, f" of {name}")
+    check_known(map(str, given), {item.name for item in fields(kind)}, f" of {name}")
     return kind(**given)
 
 

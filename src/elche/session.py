@@ -273,12 +273,16 @@ def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
     """The settings, from one value or from options; arguments beat the environment.
 
     Raises:
-        ConfigError: an option is unknown or wrong, or both forms were given.
+        ConfigError: an option or a form is unknown or wrong, or both were given.
     """
     if config is not None:
         if options:
             raise ConfigError(
                 f"expected config= or options, got both ({', '.join(sorted(options))})"
+            )
+        if not isinstance(config, RunConfig):
+            raise ConfigError(
+                f"expected config to be an elche.RunConfig, got {config!r}"
             )
         return config
     if "policy" not in options and "ELCHE_POLICY" in os.environ:

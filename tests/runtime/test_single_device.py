@@ -110,6 +110,7 @@ def test_a_step_adds_a_handful_of_calls() -> None:
         ({"model": "m"}, "expected model to be a torch.nn.Module"),
         ({"optimizer": 3}, "expected a torch.optim.Optimizer"),
         ({"loader": [1]}, "expected a torch.utils.data.DataLoader"),
+        ({"config": {"seed": 1}}, r"expected config to be an elche\.RunConfig, got \{"),
     ],
 )
 def test_wrong_arguments(change: dict[str, Any], says: str) -> None:

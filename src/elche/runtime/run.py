@@ -154,6 +154,8 @@ class Run:
         """
         windows, averaging = self._synchroniser.windows, state["averaging"]
         if windows is not None:
+            # Who left the last epoch early is awaited in it until it is heard of.
+            self.barrier("load_state_dict")
             windows.load_state_dict(averaging)
         elif self.config.policy == "auto":
             if averaging is not None:

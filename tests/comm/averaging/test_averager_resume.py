@@ -101,6 +101,30 @@ def test_a_saved_run_goes_on_to_the_same_bits(ranks2: RankPool, name: str) -> No
     assert not identical([without[0][0], through[0][0]])
 
 
+def _after_a_break() -> int:
+    """Rank 0 leaves an epoch early and loads a state; its samples of the run."""
+    options = {**nested(TASK.options), "timeout_s": 20.0}
+    model, optimizer, loader = elche.setup(*build(TASK), **options)
+    for x, y, _, _ in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if elche.rank() == 0:
+            break
+    state = session_state.state_dict()
+    session_state.load_state_dict(state)
+    elche.shutdown()
+    return int(state["samples"])
+
+
+def test_a_state_is_loaded_after_some_ranks_left_an_epoch_early(
+    ranks2: RankPool,
+) -> None:
+    """The others learn that it has ended when those that left it are heard of."""
+    found = ranks2.run(_after_a_break, case_setup=serve_in_thread)
+    assert found[0] == found[1] > 0
+
+
 def _misuse(case: str) -> str:
     """What is said of a state that is asked for, or given, where it cannot be."""
     options = dict(TASK.options)

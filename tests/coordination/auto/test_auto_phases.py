@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,11 @@ from elche.coordination.agreement import Settings
 from elche.coordination.auto import auto_policy
 from elche.coordination.auto.auto_policy import AutoPolicy, _Phase
 from elche.coordination.policy import Member
-from elche.coordination.protocol.events import EpochLeft, StepsDone
+from elche.coordination.protocol.events import (
+    EpochLeft,
+    StepsDone,
+    WindowReduced,
+)
 from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
@@ -95,7 +100,11 @@ def test_windows_do_not_take_over_an_epoch_that_a_loop_has_left(
     chosen = policy.handle(done(first, 1), 1.0)
     assert policy._phase is _Phase.LEAVING
     assert not any(isinstance(each, SwitchPolicy) for each in chosen.instructions)
-    assert policy.handle(EpochLeft(rank=1, epoch=0, step=1), 1.0).epoch_over
+    taken = WindowReduced(
+        rank=0, epoch=0, window=0, sync_s=0.1, wait_s=0.0, divergence=0.0, adopted_at=0
+    )
+    assert not policy.handle(taken, 1.0).epoch_over
+    assert policy.handle(replace(taken, rank=1), 1.0).epoch_over
     assert not begin(policy, 1, sync_s=0.5)
     assert (policy.name, policy._phase) == ("async", _Phase.WINDOWS)
 

@@ -74,7 +74,7 @@ def endless(loader):
 torch.manual_seed(1337)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
-loader = DataLoader(Text(), batch_size=12, shuffle=True, drop_last=True)
+loader = DataLoader(Text(), batch_size=12, shuffle=True)
 # elche: model, optimizer, loader = elche.setup(model, optimizer, loader)
 
 samples = 0

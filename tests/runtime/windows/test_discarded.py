@@ -200,7 +200,8 @@ def test_a_second_optimizer_begins_anew_as_the_first_one_does(
     ranks = run(ranks2, {17}, "two optimizers", **options)
     assert 17 in discarded(ranks)
     assert is_finite(ranks)
-    assert any(name.startswith("1 ") for name in ranks[0].values)
+    # Who got no batch after the discarded update holds no state.
+    assert any(name.startswith("1 ") for rank in ranks for name in rank.values)
 
 
 @pytest.mark.parametrize("non_finite", ["stop", "leave_out"])

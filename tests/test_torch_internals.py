@@ -27,7 +27,7 @@ HOME = SRC / "torch_internals.py"
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
-    "demo/pipeline_contender.py": {"_get_init_p2p_neighbors_ops"},  # torch's own side
+    "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }
 
 

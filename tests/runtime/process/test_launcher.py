@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elche.ddp.group import _has_ended
-from elche.runtime.process import torch_store
+from elche.runtime.process import rank_processes, torch_store
 from elche.runtime.process.launch import (
     LaunchConfig,
     LaunchResult,
@@ -293,3 +293,14 @@ def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
         run.wait_for(r"rank 1 is process", 1)
         assert run.end() in (1, 137)
         assert "codes [1, 137 (SIGKILL)]: nothing came for 5 s" in run.output
+
+
+def test_ranks_that_never_meet_end_when_they_like(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As two solo runs side by side: who is done first does not end the other."""
+    monkeypatch.setattr(rank_processes, "GRACE_S", 0.2)
+    script = tmp_path / "apart.py"
+    script.write_text("import os, time\ntime.sleep(3 * int(os.environ['RANK']))\n")
+    result, _ = launched(str(script))
+    assert result.exit_codes == (0, 0)

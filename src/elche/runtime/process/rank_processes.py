@@ -81,11 +81,17 @@ class RankProcesses:
         self._waits_s.put_nowait((None, heed_s))
 
     def _run_ended(self, kind: str) -> None:
+        """Where ranks are late; a failure shows in an exit code.
+
+        Ranks that never meet, as those of a plain script, end when they like.
+        """
+        if kind != "deadline":
+            return
         self._waits_s.put_nowait((None, GRACE_S))
-        if kind == "deadline":
-            ends = zip(LATE_S, (signal.SIGTERM, signal.SIGKILL), strict=True)
-            for after_s, number in ends:
-                asyncio.get_running_loop().call_later(after_s, self._end_late, number)
+        for after_s, number in zip(
+            LATE_S, (signal.SIGTERM, signal.SIGKILL), strict=True
+        ):
+            asyncio.get_running_loop().call_later(after_s, self._end_late, number)
 
     def _end_late(self, number: signal.Signals) -> None:
         """Who has heard that the deadline is over has ended its connection."""

@@ -33,7 +33,8 @@ def goodput(found: dict[str, Any], policy: str, seed: int) -> dict[str, Any]:
     effective = "sync" if effective == "auto" else effective
     batches, late = 1.0, 0.0
     if effective != "sync":
-        batches = per_seed["window_samples"][seed] / found["batch_size"]
+        local = found["batch_size"] / len(speeds)
+        batches = per_seed["window_samples"][seed] / local
     if effective == "async":
         late = per_seed["late_batches"][seed][speeds.index(max(speeds))]
     alone = effective not in ("sync", "cadence", "async")

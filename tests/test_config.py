@@ -80,5 +80,15 @@ def test_a_misspelt_option_is_answered_with_the_nearest() -> None:
         RunConfig.from_options({"zzz": 3})
 
 
+@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+def test_fixed_shares_are_refused_under_windows(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{policy}' hands every rank batches of"):
+        RunConfig(policy=policy, shares="fixed")
+    with pytest.raises(
+        ConfigError, match="unknown shares 'equal'; expected one of: auto"
+    ):
+        RunConfig(shares="equal")
+
+
 def test_settings_show_in_the_signature() -> None:
     assert "policy" in inspect.signature(RunConfig).parameters

@@ -63,8 +63,8 @@ class Declared(NamedTuple):
 
 CORPUS = {
     "activation_checkpointing": Declared("E", "A"),
-    "bf16_amp": Declared("R", "D lr"),
-    "char_rnn": Declared("E", "A"),
+    "bf16_amp": Declared("R", "A"),
+    "char_rnn": Declared("E", "N no column stays on a rank"),
     "checkpoint_restore": Declared("E", "A"),
     "compiled": Declared("E", "A"),
     "dcgan": Declared("S", "N is a SyncBatchNorm layer"),
@@ -74,13 +74,13 @@ CORPUS = {
     "image_classifier": Declared("S", "N is a SyncBatchNorm layer"),
     "lbfgs": Declared("E", "A"),
     "lora": Declared("E", "A"),
-    "metric_learning": Declared("D parameters", "A"),
-    "nanogpt": Declared("D parameters", "N modified by an inplace operation"),
+    "metric_learning": Declared("E", "N elche.all_gather inside the loop"),
+    "nanogpt": Declared("E", "N swap the two lines, loss.backward.. first"),
     "reinforce": Declared("E", "A"),
-    "seq2seq_ema": Declared("E", "D lr ranks"),
-    "several_optimizers": Declared("E", "D lr"),
+    "seq2seq_ema": Declared("E", "A"),
+    "several_optimizers": Declared("E", "A"),
     "stream": Declared("E", "A"),
-    "token_lm": Declared("E", "D lr"),
+    "token_lm": Declared("E", "A"),
     "vae": Declared("S", "A"),
 }
 

@@ -245,14 +245,20 @@ def config(**options: Any) -> TrainerConfig:
         ("none", "sync", 1.0),
         ("none", "cadence", 1.0),
         ("linear", "sync", 1.0),
-        ("linear", "cadence", 3.0),
-        ("linear", "async", 3.0),
+        ("linear", "cadence", 1.0),
+        ("linear", "async", 1.0),
         (0.25, "cadence", 0.25),
         (2, "auto", 2.0),
     ],
 )
 def test_scaling_factors(scale: str | float, policy: str, factor: float) -> None:
     assert config(lr_scale=scale, policy=policy).lr_factor(3) == factor
+
+
+def test_linear_scaling_goes_by_the_samples_of_an_update() -> None:
+    given = {"batch_size": 12, "lr_scale": "linear", "policy": "async"}
+    for local, factor in ((12, 4.0), (6, 2.0), (3, 1.0)):
+        assert config(**given, local_batch_size=local).lr_factor(4) == factor
 
 
 def test_linear_scaling_on_one_device_changes_nothing() -> None:

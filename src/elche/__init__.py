@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
     from elche.learning_rate import ProgressLR as ProgressLR
+    from elche.learning_rate import follow as follow
     from elche.pipeline.pipeline import Pipeline as Pipeline
     from elche.pipeline.pipeline_config import PipelineConfig as PipelineConfig
     from elche.session import barrier as barrier
@@ -47,12 +48,14 @@ if TYPE_CHECKING:
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
+    from elche.session_gather import all_gather as all_gather
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
     from elche.session_metrics import metrics as metrics
     from elche.session_state import load_state_dict as load_state_dict
     from elche.session_state import progress_samples as progress_samples
+    from elche.session_state import progress_steps as progress_steps
     from elche.session_state import state_dict as state_dict
     from elche.trainer import Trainer as Trainer
     from elche.trainer_config import EpochRecord as EpochRecord
@@ -86,7 +89,7 @@ _HOMES = {
         "RemoteRankError",
         "TransitionError",
     ),
-    "elche.learning_rate": ("ProgressLR",),
+    "elche.learning_rate": ("ProgressLR", "follow"),
     "elche.pipeline.pipeline_config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.by_hand.replica": ("Replica", "init_group"),
@@ -99,13 +102,19 @@ _HOMES = {
         "shutdown",
         "world_size",
     ),
+    "elche.session_gather": ("all_gather",),
     "elche.session_metrics": (
         "batch_weight",
         "epoch_metrics",
         "log_scalar",
         "metrics",
     ),
-    "elche.session_state": ("load_state_dict", "progress_samples", "state_dict"),
+    "elche.session_state": (
+        "load_state_dict",
+        "progress_samples",
+        "progress_steps",
+        "state_dict",
+    ),
     "elche.trainer": ("Trainer",),
     "elche.trainer_config": (
         "EpochRecord",

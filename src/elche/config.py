@@ -29,6 +29,7 @@ POLICIES = ("sync", "cadence", "async", "auto")
 NON_FINITE = ("stop", "leave_out")
 LOSS_REDUCTIONS = ("mean", "sum")
 CODECS = ("auto", "fp32", "bf16", "int8", "int4")
+SHARES = ("auto", "fixed")
 
 
 def _answers_former(cls: type[RunConfig]) -> type[RunConfig]:
@@ -70,6 +71,12 @@ class RunConfig:
             share is larger; a loop of the `Trainer` runs larger ones in micro-batches,
             and learns of limits by itself. Kept as a tuple of one value per rank.
         speed_hints: relative speeds per rank until the first measurement.
+        shares: of a batch under ``sync``: ``"auto"`` by delivered speed; ``"fixed"``
+            keeps those of the first step (by ``speed_hints``, else equal), so that each
+            column of every batch is on one rank, as state carried over batches needs.
+            Of a smaller batch the columns that are left stay on their rank, but for the
+            last ones where a rank would have none; smaller than the world, it is
+            divided anew.
         codec: how averaged parameters travel: ``"fp32"`` as they are, ``"bf16"``,
             ``"int8"`` or ``"int4"`` in fewer bytes, with error feedback; ``"auto"``
             measures the link and encodes, down to int8, where that makes a reduction
@@ -85,6 +92,11 @@ class RunConfig:
             after parameters have become NaN, and names the rank and samples whose
             gradient was none first. Windows end on such parameters, too, and do not
             begin on them. One device does nothing of this.
+        leave_out: under ``sync`` a rank without which steps are predicted to be shorter
+            gets no batch, from an epoch's start or its calibration on, and is tried
+            again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
+            ``loader.steps(n)``), since a loop that counts steps itself would count too
+            few on such a rank.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
@@ -97,9 +109,11 @@ class RunConfig:
     max_grad_norm: float | None = None
     max_samples: Mapping[int, int] | Sequence[int | None] = ()
     speed_hints: tuple[float, ...] | None = None
+    shares: str = "auto"
     codec: str = "fp32"
     timeout_s: float = 300.0
     non_finite: str = "stop"
+    leave_out: bool = True
     guard: bool = True
     windows: WindowConfig = field(default_factory=WindowConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -110,12 +124,14 @@ class RunConfig:
         check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         check_choice("non_finite", self.non_finite, NON_FINITE)
         check_choice("codec", self.codec, CODECS)
+        check_choice("shares", self.shares, SHARES)
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
         check_positive("timeout_s", self.timeout_s)
         if self.max_grad_norm is not None:
             check_positive("max_grad_norm", self.max_grad_norm)
         check_bool("guard", self.guard)
+        check_bool("leave_out", self.leave_out)
         normal = {
             "max_samples": caps_of(self.max_samples),
             "speed_hints": hints_of(self.speed_hints),
@@ -129,8 +145,14 @@ class RunConfig:
         self._check_planned()
 
     def _check_windows(self) -> None:
-        """Windows and codecs need a policy that has them."""
+        """Windows, codecs and shares need a policy that has them."""
         windows = self.windows
+        if self.shares == "fixed" and self.policy != "sync":
+            raise ConfigError(
+                f"policy {self.policy!r} hands every rank batches of its own, of which "
+                "no column stays on a rank; leave shares='fixed' out, or choose policy "
+                "'sync'"
+            )
         if self.policy == "sync" and windows != WindowConfig():
             raise ConfigError(
                 "policy 'sync' reduces gradients at every batch and has no windows; "

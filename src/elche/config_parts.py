@@ -66,6 +66,8 @@ class WindowConfig:
     """Windows of ``cadence``, ``async`` and ``auto``: length, and what they reduce.
 
     Attributes:
+        local_batch_size: samples of a local step at most, of which there are as few in
+            a batch as fit; None cuts every batch into as many as there are ranks.
         update: what a window of ``cadence`` reduces: ``"parameters"``, or
             ``"gradients"`` (summed over the window, one common optimizer step at
             its end). ``"auto"`` is what the policy usually does.
@@ -87,6 +89,7 @@ class WindowConfig:
         outer: the outer optimizer, an `elche.OuterConfig`.
     """
 
+    local_batch_size: int | None = None
     update: str = "auto"
     anchor: int = 1
     min_anchor: int = 1
@@ -102,6 +105,8 @@ class WindowConfig:
         check_choice("update", self.update, UPDATES)
         check_choice("drift_weights", self.drift_weights, DRIFT_WEIGHTS)
         check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        if self.local_batch_size is not None:
+            check_whole("local_batch_size", self.local_batch_size, 1)
         check_whole("anchor", self.anchor, 1)
         check_whole("min_anchor", self.min_anchor, 1)
         check_whole("max_anchor", self.max_anchor, 0)

@@ -4,13 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from elche import session_state
 from elche.errors import ConfigError
+from elche.process import process
+from elche.runtime.run import Run
+from elche.runtime.watch.followed_schedulers import check_scheduler
 from elche.runtime.watch.rate_watch import follows_progress
+
+Scheduler = TypeVar("Scheduler", bound=LRScheduler)
+
+
+def follow(scheduler: Scheduler) -> Scheduler:
+    """Lets a scheduler of torch's follow the run's progress, equally on every rank.
+
+    The loop's own ``scheduler.step()`` stays where it is. In windows (``cadence``,
+    ``async``, ``auto``) it only tells after how many batches the schedule moves; elche
+    steps it as often as one device would have by the samples that all ranks have
+    trained on, and brings it to where one device ends when the epoch does, so that its
+    ``state_dict()`` is that of one device. Between epochs the call is torch's own, with
+    the mean over ranks of what ReduceLROnPlateau is told. Under ``sync`` and on one
+    device nothing changes. ::
+
+        model, optimizer, loader = elche.setup(model, optimizer, loader)
+        scheduler = elche.follow(CosineAnnealingLR(optimizer, epochs * len(loader)))
+
+    Args:
+        scheduler: of torch.optim.lr_scheduler, its optimizer that of `setup` or
+            another; or give it to `setup` as one of ``schedulers=``. The same ones on
+            every rank.
+
+    Returns:
+        The scheduler.
+
+    Raises:
+        ConfigError: it is no scheduler of torch's, there is no run yet, or this is the
+            inside of a loop. Calls inside a loop of windows raise it too where they
+            have an argument, or come twice in a batch.
+    """
+    check_scheduler(scheduler)
+    if process.run is None:
+        raise ConfigError("elche.follow() needs a run: call elche.setup first")
+    if isinstance(process.run, Run):
+        process.run.follow(scheduler)
+    return scheduler
 
 
 class ProgressLR:

@@ -9,13 +9,15 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
@@ -41,6 +43,7 @@ from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import SetupConfig, Training
+from elche.runtime.windows.model_copies import check_copies
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +60,16 @@ def setup(
     epochs: int | None = None,
     samples_per_epoch: int | None = None,
     weight_of: WeightOf | None = None,
+    schedulers: Sequence[LRScheduler] = (),
+    copies: Sequence[nn.Module] = (),
     **options: Any,
 ) -> tuple[Model, Optimizer, Any]:
     """Shares the training of ``model`` among the ranks of this run.
 
     The loop below it stays plain PyTorch; the loss is the mean over the batch (or with
     ``loss_reduction="sum"`` the sum), and its backward runs before the next batch is
-    asked for. On one device nothing changes but
+    asked for, or under ``sync`` after that, once for each batch. On one device nothing
+    changes but
     the placement: the model is moved to the device, the loader moves batches there. On
     several, parameters and buffers are broadcast from rank 0, and the loader hands out
     this rank's share of the data: each sample once, on one rank. Only of a batch with
@@ -73,10 +79,11 @@ def setup(
     Args:
         model: the model; the same on every rank.
         optimizer: its optimizer.
-        loader: a DataLoader. Its ``batch_size`` is the global batch under
-            ``policy="sync"``, a local step's batch under ``"cadence"``. On several
-            ranks every process that loads (each rank, or each of its workers) reads
-            all of an IterableDataset and keeps its part. That is exact, every sample
+        loader: a DataLoader. Its ``batch_size`` is the global batch under every
+            policy: a local step of a window takes its part by the number of ranks
+            (or ``local_batch_size``). Every process of several ranks that loads (each
+            rank, or each of its workers) reads all of an
+            IterableDataset and keeps its part. That is exact, every sample
             once per epoch, as long as the stream yields the same samples in the same
             order in every process. It does if it draws from Python's, torch's or
             numpy's global generators, which are seeded at every sample; its own
@@ -98,6 +105,13 @@ def setup(
             root, and what is logged are weighted by it. Samples stay what is counted,
             shared out and scheduled by. With ``loss_reduction="sum"`` gradients are
             sums, of which it only leaves out what weighs 0.
+        schedulers: learning rate schedulers; see `elche.follow`.
+        copies: of the model, which the loop updates (EMA). They matter under windows,
+            where each rank's loop sees other batches. A `torch.optim.swa_utils.
+            AveragedModel` is recognised by itself, and needs this only where ``auto``
+            may leave its rank out; its updates follow the run's global batches, and are
+            made when a window is committed. Another module becomes its mean over the
+            ranks at each epoch's end.
         **options: fields of `elche.RunConfig`, such as ``policy="cadence"``.
 
     Returns:
@@ -121,6 +135,9 @@ def setup(
         epochs=epochs,
         samples_per_epoch=samples_per_epoch,
         weight_of=weight_of,
+        schedulers=schedulers,
+        copies=tuple(copies),
+        is_default=names_no_policy(config, options),
     )
     return set_up(model, optimizer, loader, asked)
 
@@ -131,6 +148,7 @@ def set_up(
     """What :func:`setup` does, with its arguments as one value."""
     config = asked.config
     check_training(model, optimizer, loader)
+    check_copies(asked.copies, model)
     shutdown()
     placement = read_placement()
     process.placement = placement
@@ -162,6 +180,9 @@ def set_up(
         loader=positions,
         weights=weights,
         micro_batches=asked.micro_batches,
+        copies=asked.copies,
+        is_default=asked.is_default and not sync_batchnorm_layers(model),
+        epochs=asked.epochs,
     )
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
@@ -173,6 +194,8 @@ def set_up(
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
+    for scheduler in asked.schedulers:
+        run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
         positions.dataset.join(run.worker.group, seed)
@@ -288,6 +311,11 @@ def run_config(config: RunConfig | None, options: dict[str, Any]) -> RunConfig:
     if "policy" not in options and "ELCHE_POLICY" in os.environ:
         options = {**options, "policy": os.environ["ELCHE_POLICY"]}
     return RunConfig.from_options(options)
+
+
+def names_no_policy(config: RunConfig | None, options: dict[str, Any]) -> bool:
+    """Whether the policy of :func:`run_config` is the default's, named nowhere."""
+    return config is None and not ("policy" in options or "ELCHE_POLICY" in os.environ)
 
 
 def _placement() -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from elche.errors import ConfigError
@@ -9,8 +10,8 @@ from elche.process import process
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
-STATE_VERSION = 1
-STATE_KEYS = {"version", "samples", "averaging"}
+STATE_VERSION = 2
+STATE_KEYS = {"version", "samples", "steps", "averaging"}
 
 
 def progress_samples() -> float:
@@ -20,6 +21,16 @@ def progress_samples() -> float:
     learning rate should follow. The batch in hand does not count yet.
     """
     return 0.0 if process.run is None else float(process.run.progress_samples)
+
+
+def progress_steps() -> float:
+    """Steps that the run has taken: global batches of the loader, whatever the policy.
+
+    The same function of the run's progress on every rank: what a hand-written
+    ``get_lr(step)`` should follow. Under ``sync`` and on one device it is the number of
+    batches that the loop has come back from; in windows it grows by parts of a step.
+    """
+    return 0.0 if process.run is None else float(process.run.progress_steps)
 
 
 def state_dict() -> dict[str, Any]:
@@ -70,6 +81,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
     samples = state["samples"]
     if not isinstance(samples, int) or samples < 0:
         raise ConfigError(f"expected samples from 0 on in the state, got {samples!r}")
+    steps = state["steps"]
+    if not isinstance(steps, float) or not 0.0 <= steps < math.inf:
+        raise ConfigError(f"expected steps from 0.0 on in the state, got {steps!r}")
     run.load_state_dict(state)
 
 

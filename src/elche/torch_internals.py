@@ -189,6 +189,20 @@ def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
     return (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
 
 
+_HAS_NUMBER = _has(
+    "torch.autograd.graph.Node._sequence_nr",
+    "2.0",
+    "tells that a graph is older than the batch in hand",
+    "a backward pass after the next batch was asked for is not refused where forward "
+    "passes are not seen",
+)
+
+
+def node_number(node: Any) -> int:
+    """Counts the nodes of autograd's graph on the thread that made this one."""
+    return int(node._sequence_nr()) if _HAS_NUMBER else 0
+
+
 # Split backward passes of pipelines. Where one of these is missing, nothing is split:
 # a full backward pass gives the same gradients.
 
@@ -259,8 +273,22 @@ def catch_gradient(output: torch.Tensor, call: Callable[[torch.Tensor], Any]) ->
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    """Whether ``torch.compile`` made a module, or ``module.compile()`` was called."""
+    is_made = type(module).__name__ == "OptimizedModule"
+    return is_made or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def mark_dynamic(tensor: torch.Tensor) -> None:
+    """Tells Dynamo that a tensor's first dimension varies, if it is imported.
+
+    Dynamo compiles for any size at once then, and not first for the one it sees. A mark
+    that it cannot follow is no error. Where torch has no such function any more, Dynamo
+    compiles once more when the size first changes.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    mark = getattr(dynamo, "maybe_mark_dynamic", None)
+    if mark is not None and tensor.dim():
+        mark(tensor, 0)
 
 
 # What tensors and modules hold.

@@ -75,6 +75,8 @@ class Trainer:
         self._loss_fn = loss_fn
         self._takes_model = _first_parameter(loss_fn) == "model"
         self.config = trainer_config(options)
+        config = options.get("config")
+        self.names_no_policy = session.names_no_policy(config, options)
 
     def fit(self) -> TrainResult:
         """Trains for all epochs; every rank must call it.
@@ -159,6 +161,7 @@ class _Fitting:
             samples_per_epoch=self._config.samples_per_epoch,
             weight_of=self._config.weight_of,
             micro_batches=not meets_in_batches(model),
+            is_default=trainer.names_no_policy,
         )
         self._model, self._optimizer, self._loader = session.set_up(
             model, optimizer, loader, asked

@@ -13,6 +13,7 @@ from elche import session
 from elche.config import RunConfig
 from elche.config_checks import check_known
 from elche.config_parts import refuse_former
+from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
@@ -25,7 +26,7 @@ class TrainerConfig:
     Attributes:
         dataset: items are ``(input, target)`` unless ``loss_fn`` takes the batch
             itself. An IterableDataset is divided as `elche.setup` says.
-        batch_size: samples of a global batch (``sync``) or of a local step.
+        batch_size: samples of a global batch, whatever the policy; see `elche.setup`.
         epochs: passes over the dataset.
         samples_per_epoch: length of an epoch of an IterableDataset; None for its
             ``len()``.
@@ -44,8 +45,9 @@ class TrainerConfig:
             0 to 1; the same on every rank, whatever its speed.
         lr_scale: constant factor on top of it. ``"linear"`` is the linear scaling rule
             (Goyal et al., 2017), the batches whose samples go into one common update:
-            1 under ``sync``, where ``batch_size`` is already the global batch, and the
-            world size under ``cadence`` and ``async``. Or a number. ``"none"`` is 1.
+            1, as ``batch_size`` is already the global batch, but with a larger
+            ``local_batch_size`` under ``cadence`` and ``async``: up to the world size.
+            Or a number. ``"none"`` is 1.
         on_window_end: called on rank 0 with the `WindowMetrics` of every window, in the
             training thread between two batches. What it raises ends the run on every
             rank and leaves `Trainer.fit`, as from a loop that the user owns: a way to
@@ -142,7 +144,10 @@ class TrainerConfig:
     def lr_factor(self, world_size: int) -> float:
         """The number that ``lr_scale`` stands for."""
         if self.lr_scale == "linear":
-            return 1.0 if self.run.policy == "sync" else float(world_size)
+            if self.run.policy == "sync":
+                return 1.0
+            cut = local_cut(self.run.windows, world_size, 1)
+            return world_size / cut.parts_of(self.batch_size)
         return 1.0 if self.lr_scale == "none" else float(self.lr_scale)
 
     def _check_scale(self) -> None:

@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def measured(policy: str, late: list[float]) -> dict[str, Any]:
     per_seed = {
         "choices": [[]],
-        "window_samples": [14.0 * 32],
+        "window_samples": [14.0 * 16],
         "late_batches": [late],
         "efficiency": [0.95],
     }

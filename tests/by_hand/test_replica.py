@@ -152,8 +152,11 @@ def test_what_cannot_be_reduced_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"expected model to be a torch\.nn\.Module"):
         Replica.wrap("model")  # type: ignore[arg-type]
     sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    with pytest.raises(ConfigError, match="words: 0 has sparse gradients"):
+    with pytest.raises(ConfigError, match="words: 0: sparse gradients cannot be"):
         Replica.wrap(sparse, name="words")
+    sharded = type("FSDPLinear", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
+    with pytest.raises(ConfigError, match="model: 0 is sharded by FSDP; give elche"):
+        Replica.wrap(nn.Sequential(sharded(2, 2)))
     lazy = nn.Sequential(nn.LazyLinear(2))
     with pytest.raises(ConfigError, match=r"0\.weight is lazy and has no shape yet"):
         Replica.wrap(lazy)

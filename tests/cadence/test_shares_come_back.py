@@ -142,11 +142,15 @@ def test_trials_cost_little(fleet: Fleet) -> None:
 
 def test_a_trial_costs_little_of_the_steps_since_the_last() -> None:
     """One sample took 40 instead of 63, so more may take 40 each, if none is fixed."""
-    ranks = Balancer(BalancerConfig(world_size=2))
-    for _ in range(3):
-        ranks.report([63, 1], [63.0, 40.0])
-    assert ranks.sizes(64) == (63, 1)
-    tried = {steps: ranks.trial(64, steps) for steps in (0, 31, 32, 70, 100, 10_000)}
+
+    def trial(steps: int) -> tuple[int, ...] | None:
+        ranks = Balancer(BalancerConfig(world_size=2))
+        for _ in range(3):
+            ranks.report([63, 1], [63.0, 40.0])
+        assert ranks.sizes(64) == (63, 1)
+        return ranks.trial(64, steps)
+
+    tried = {steps: trial(steps) for steps in (0, 31, 32, 70, 100, 10_000)}
     assert list(tried.values()) == [None, None, (62, 2), (61, 3), (60, 4), (60, 4)]
     for steps, sizes in tried.items():
         assert sizes is None or 40 * sizes[1] <= 63 * (1.0 + 0.02 * steps)

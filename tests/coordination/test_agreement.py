@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "guard": False,
     "non_finite": "leave_out",
     "seed": 3,
+    "local_batch_size": 8,
     "anchor": 2,
     "min_anchor": 2,
     "max_anchor": 3,
@@ -40,7 +41,9 @@ OTHER: dict[str, Any] = {
     "bucket_cap_mb": 2.0,
     "transport": "gloo",
     "codec": "int4",
+    "shares": "fixed",
     "timeout_s": 30.0,
+    "leave_out": False,
 }
 NAMES = {
     "outer": "windows.outer.optimizer",
@@ -84,7 +87,10 @@ def test_every_setting_is_compared_here() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_differs_is_named(name: str) -> None:
-    said = disagreement([join_of(0), join_of(1, **{name: OTHER[name]})])
+    usual = {"policy": "sync"} if name == "shares" else {}
+    said = disagreement(
+        [join_of(0, **usual), join_of(1, **usual | {name: OTHER[name]})]
+    )
     assert said.startswith("configuration differs between ranks: ")
     assert f"config.{NAMES.get(name, name)}: rank 0 has " in said
     assert disagreement([join_of(0), join_of(1)]) == ""

@@ -48,6 +48,8 @@ from tests.harness.settings import nested
 
 def plan_of(policy: str, world_size: int = 2, **options: Any) -> Cluster:
     device = Device(seconds_per_sample=0.01, count=world_size, prefetch=0)
+    if policy != "sync":
+        options = {"local_batch_size": 8, **options}
     run = SimulatedRun(policy=policy, options=nested(options), batch_sizes=((8, 20),))
     return Cluster(run=run, devices=(device,))
 

@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.nn.utils import prune
 
+from elche.comm.tensors.nested import outputs_in, tensors_in
 from elche.ddp.forward import (
     on_backward,
-    outputs_in,
     places_of,
     refuse_replaced,
     samples_in,
-    tensors_in,
     unused_of,
 )
 from elche.errors import ConfigError

@@ -8,8 +8,10 @@ import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
-from tests.distributed.cases.user_loop_cases import BATCH, SAMPLES, Job, alone, on_ranks
+from tests.distributed.cases.user_loop_cases import SAMPLES, Job, alone, on_ranks
 from tests.harness.rank_pool import RankPool
+
+SWAP = r"swap the two lines, loss\.backward\(\) first and then the next batch"
 
 pytestmark = pytest.mark.distributed
 
@@ -40,6 +42,12 @@ pytestmark = pytest.mark.distributed
         Job("sync", model="shared"),
         Job("sync", model="shared", bucket_cap_mb=1e-5),
         Job("sync", model="shared, varying", bucket_cap_mb=1e-5),
+        Job("sync", "fetched ahead", batch_size=5),
+        Job("sync", "fetched ahead, endless", batch_size=5),
+        Job("sync", "fetched ahead", model="reentrant", batch_size=5),
+        Job("sync", "fetched ahead", model="normalised", batch_size=7),
+        Job("sync, sums", "fetched ahead", batch_size=5),
+        Job("sync, weighed", "fetched ahead, endless", batch_size=5),
     ],
     ids=str,
 )
@@ -50,8 +58,9 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
     assert identical([each.state for each in found])
     bound = 1e-6 if job.loop == "converted" else 1e-13
     assert difference(found[0].state, alone(job).state) <= bound
-    if job.policy == "sync" and job.loop != "converted":  # one reduction in a step
-        assert [each.passes for each in found] == [2 * SAMPLES // BATCH] * 2
+    if "sync" in job.policy and job.loop != "converted":  # one reduction in a step
+        steps = 2 * -(-SAMPLES // job.batch_size)
+        assert [each.passes for each in found] == [steps] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,17 @@ def test_it_ends_as_in_one_process(ranks2: RankPool, job: Job) -> None:
             Job("sync", model="shared later", bucket_cap_mb=1e-5),
             r"layer\.0\.\w+ got 2 gradients in this backward pass and at most",
         ),
+        (
+            Job("sync", "losses summed"),
+            r"one backward pass goes through the forward passes of batches 2 and 3",
+        ),
+        (
+            Job("sync", "fetched ahead", model="called otherwise"),
+            r"through a forward pass that elche has not seen",
+        ),
+        (Job("gradients", "fetched ahead"), SWAP),
+        (Job("cadence", "fetched ahead"), SWAP),
+        (Job("async", "fetched ahead"), SWAP),
     ],
     ids=str,
 )
@@ -90,3 +110,13 @@ def test_what_would_go_wrong_unseen_is_refused(
 ) -> None:
     for each in ranks2.run(on_ranks, job, case_setup=serve_in_thread):
         assert re.search(says, each.error), each.error
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_window_waits_for_a_backward_pass(ranks2: RankPool, policy: str) -> None:
+    """One for four batches, where a window would end after each."""
+    job = Job(policy, "losses summed")
+    found = ranks2.run(on_ranks, job, case_setup=serve_in_thread)
+    assert [each.error for each in found] == ["", ""]
+    assert identical([each.state for each in found])
+    assert all(each.steps for each in found)

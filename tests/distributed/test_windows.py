@@ -51,7 +51,7 @@ def test_async_trains_on_every_position_once(ranks3: RankPool, task: Task) -> No
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_async_over_each_transport(ranks2: RankPool, transport: str) -> None:
     task = Task(samples=3200, batch_size=8, epochs=1, model="norm", optimizer="adamw")
-    task = _with(task, policy="async", transport=transport)
+    task = _with(task, policy="async", transport=transport, local_batch_size=8)
     traces = ranks2.run(shared, task, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     assert identical([trace.state for trace in traces])
     assert int(traces[0].state["1.num_batches_tracked"]) == 400
@@ -83,6 +83,7 @@ def test_a_gradient_window_is_a_step_on_the_union(
             "update": "gradients",
             "deterministic": True,
             "speed_hints": (1.0, 0.5),
+            "local_batch_size": 16,
         },
     )
     reference = plain(dataclasses.replace(task, batch_size=48, options={}))
@@ -92,6 +93,7 @@ def test_a_gradient_window_is_a_step_on_the_union(
 
 
 def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
+    """Windows of three local batches, of eight samples on two ranks."""
     task = Task(
         samples=16 * 3 * 4,
         shuffle=False,
@@ -104,7 +106,7 @@ def test_gradient_windows_clip_after_the_reduction(ranks2: RankPool) -> None:
             "max_grad_norm": 0.1,
         },
     )
-    clipped = dataclasses.replace(task, batch_size=48, loop="clip", options={})
+    clipped = dataclasses.replace(task, batch_size=24, loop="clip", options={})
     traces = ranks2.run(shared, task, case_setup=serve_in_thread)
     assert difference(traces[0].state, plain(clipped).state) <= 1e-13
     free = plain(dataclasses.replace(clipped, loop="plain"))
@@ -200,7 +202,7 @@ def test_slowmo_is_averaging_until_it_has_momentum(
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_throttled_rank_stays_with_the_slowest(ranks2: RankPool, policy: str) -> None:
     task = Task(samples=480, batch_size=8, epochs=1)
-    task = _with(task, policy=policy, max_batch_diff=0)
+    task = _with(task, policy=policy, max_batch_diff=0, local_batch_size=8)
     traces = ranks2.run(
         shared_by_virtual_speeds, task, (0.002, 0.04), case_setup=serve_in_thread
     )

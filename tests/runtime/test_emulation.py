@@ -201,6 +201,23 @@ def test_a_failed_backward_does_not_disturb_the_next() -> None:
     assert handle.steps == 1
 
 
+def test_a_compiled_model_is_compiled_once() -> None:
+    """Its hooks are none of the graph; they counted, so each step had another one."""
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    model = make_model()
+    handle = emulate(model, EmulationConfig(speed=1e6))
+    fast = torch.compile(model, backend=backend)
+    for _ in range(4):
+        train_step(fast)
+    assert len(compiled) == 1
+    assert handle.steps == 4
+
+
 def ddp_step_times_s(model: nn.Module) -> list[float]:
     """Times of steps of torch's DDP, of which nothing is left.
 

@@ -95,6 +95,7 @@ def test_windows_run_their_batches_in_micro_batches(
     ranks2: RankPool, policy: str, update: str
 ) -> None:
     options = {"policy": policy, "update": update, "deterministic": True}
+    options["local_batch_size"] = 16
     states = []
     for memory in (None, 6):
         ranks = ranks2.run(

@@ -9,6 +9,7 @@ import torch
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.metrics import EpochMetrics
+from elche.coordination.protocol.instructions import PolicyChosen
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.notifications import RunNotifications, warn_discarded
 
@@ -58,23 +59,32 @@ def epoch_of(samples: tuple[int, ...], busy_s: tuple[float, ...]) -> EpochMetric
 
 def test_a_run_is_summed_up_by_its_last_epoch() -> None:
     kept = RunNotifications(0)
-    assert kept.summary("sync") == ""
+    assert kept.summary("sync", "sync") == ""
     kept.add(epoch_of((1, 1), (1.0, 1.0)))
     kept.add(epoch_of((75, 25), (1.5, 1.8)))
-    assert kept.summary("cadence") == (
+    assert kept.summary("cadence", "cadence") == (
         "elche: last epoch: 1.00 times the fastest device's own speed; shares 75 %, "
         "25 %; policy cadence"
     )
-    kept.choices.append(("async", "because"))
-    assert kept.summary("auto").endswith("; policy auto (async)")
+    kept.choices.append(("async", "because; from the next epoch on"))
+    assert kept.summary("auto", "cadence").endswith("; policy auto (cadence)")
 
 
 def test_shares_of_many_ranks_are_not_all_shown() -> None:
     kept = RunNotifications(0)
     kept.add(epoch_of((5,) * 20, (1.0,) * 20))
-    assert "20.00 times" not in kept.summary("sync")
-    assert "10.00 times" in kept.summary("sync")
-    assert kept.summary("sync").endswith("5 %, and 4 more; policy sync")
+    said = kept.summary("sync", "sync")
+    assert "20.00 times" not in said
+    assert "10.00 times" in said
+    assert said.endswith("5 %, and 4 more; policy sync")
+
+
+def test_advice_is_a_line_and_no_choice() -> None:
+    kept, lines = RunNotifications(0), list[str]()
+    kept.emit = lines.append
+    kept.handle(PolicyChosen(rank=0, policy="sync", reason="said", is_advice=True))
+    assert lines == ["elche: said"]
+    assert not kept.choices
 
 
 @pytest.mark.parametrize(
@@ -83,4 +93,4 @@ def test_shares_of_many_ranks_are_not_all_shown() -> None:
 def test_without_other_ranks_or_samples_there_is_no_sum(epoch: EpochMetrics) -> None:
     kept = RunNotifications(0)
     kept.add(epoch)
-    assert kept.summary("sync") == ""
+    assert kept.summary("sync", "sync") == ""

@@ -49,13 +49,18 @@ def test_a_rate_that_follows_progress_is_alike_and_a_scheduler_of_torch_is_not()
         _, optimizer = made()
         torch.optim.lr_scheduler.StepLR(optimizer, 10)
         scheduled.append(rates([optimizer], rank))
+        texts.append(rates([optimizer], rank, followed=[optimizer]))
     assert scheduled[0] != scheduled[1]
+    assert texts[2] == texts[3]
 
 
 def _taken_over(group: Any, job: tuple[float, int]) -> tuple[Any, Any, float]:
     lr, steps = job
     model, optimizer = made(lr, seed=steps, steps=steps)
+    optimizer.param_groups[0]["betas"] = (lr, 0.99)  # as OneCycleLR moves them
     broadcast_from(group, model, [optimizer], 1)
+    (held,) = optimizer.param_groups
+    assert held["betas"] == (held["lr"], 0.99)
     state = [
         value.clone()
         for parameter in model.parameters()
@@ -103,12 +108,30 @@ def test_plain_numbers_in_the_state_are_the_ones_of_who_trained() -> None:
         assert found == [expected, expected]
 
 
+def test_state_that_a_rank_has_not_is_made() -> None:
+    found = on_ranks(2, _taken_over, [(0.1, 0), (0.1, 2)])
+    for _, state, _ in found:
+        assert len(state) == 4 * 3  # AdamW's of four parameters
+        assert all(map(torch.equal, state, found[1][1]))
+    (first, *_), (second, *_) = on_ranks(2, _counts_taken_over, [0, 3])
+    assert first == second == {"steps": 3, "scale": 0.125, "name": "x", "nothing": None}
+
+
+def _kinds_taken_over(group: Any, amsgrad: bool) -> int:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=amsgrad)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    broadcast_from(group, model, [optimizer], 1)
+    return len(optimizer.state)
+
+
 def test_state_of_another_kind_is_forgotten_by_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "elche.runtime.resume_sync"):
-        found = on_ranks(2, _taken_over, [(0.1, 0), (0.1, 2)])
-    assert [state for _, state, _ in found] == [[], []]
+        found = on_ranks(2, _kinds_taken_over, [True, False])
+    assert found == [0, 0]
     assert "differs in kind between ranks after rank 1" in caplog.text
 
 

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import elche
 from elche.config import RunConfig
@@ -197,3 +198,49 @@ def test_the_state_of_a_run_is_asked_for_between_epochs() -> None:
         with pytest.raises(ConfigError, match="between epochs"):
             elche.load_state_dict(state)
     assert elche.state_dict()["samples"] > 0
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    """A stream of nine numbers, of unknown length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(9.0))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "seed", "stream"])
+def test_steps_are_a_plain_loops_first_batches_over_epochs(kind: str) -> None:
+    def loader() -> DataLoader[Any]:
+        order = torch.Generator().manual_seed(5)
+        data: Any = Endless() if kind == "stream" else torch.arange(9.0)
+        return DataLoader(data, 2, shuffle=kind != "stream", generator=order)
+
+    plain, expected = loader(), []
+    while len(expected) < 13:
+        expected += [batch.tolist() for batch in plain]
+    model, optimizer, _ = _parts()
+    seed = 3 if kind == "seed" else None
+    *_, shared = elche.setup(model, optimizer, loader(), seed=seed)
+    found = []
+    for step, batch in enumerate(shared.steps(13)):
+        assert elche.progress_steps() == step
+        found.append(batch.tolist())
+    assert found == expected[:13]
+    assert elche.progress_steps() == 13.0
+    assert list(shared.steps(13)) == []
+    assert len(list(shared.steps(14))) == 1
+    for wrong in (-1, 2.0, True):
+        with pytest.raises(ConfigError, match="expected a number of steps from 0 on"):
+            shared.steps(wrong)
+    elche.shutdown()
+
+
+def test_steps_are_counted_on_from_a_state() -> None:
+    *_, shared = elche.setup(*_parts())
+    for _ in shared.steps(3):
+        pass
+    state = elche.state_dict()
+    *_, shared = elche.setup(*_parts())
+    elche.load_state_dict(state)
+    assert len(list(shared.steps(70))) == 67
+    assert elche.state_dict()["steps"] == 70.0
+    elche.shutdown()

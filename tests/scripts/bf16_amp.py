@@ -35,7 +35,8 @@ loader = DataLoader(train_set, batch_size=64, shuffle=True)
 model = TinyViT()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * len(loader))
-# elche: model, optimizer, loader = elche.setup(model, optimizer, loader)
+# elche: model, optimizer, loader = elche.setup(
+# elche:     model, optimizer, loader, schedulers=[scheduler])
 
 samples = 0
 for _epoch in range(3):

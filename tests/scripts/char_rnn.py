@@ -9,7 +9,7 @@ from saved import save
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# elche: import elche
+# elche: from elche import setup
 
 COLUMNS, LENGTH, EPOCHS = 12, 25, 3
 
@@ -44,8 +44,7 @@ loader = DataLoader(
 model = CharRNN()
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
-# elche: fixed = elche.DebugConfig(deterministic=True)  # columns stay on their rank
-# elche: model, optimizer, loader = elche.setup(model, optimizer, loader, debug=fixed)
+# elche: model, optimizer, loader = setup(model, optimizer, loader, shares="fixed")
 
 samples = 0
 for _epoch in range(EPOCHS):

@@ -42,7 +42,9 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 samples = 0
 for _epoch in range(3):
     for x, y in loader:
-        loss = contrastive_loss(model(x), y)
+        embeddings, labels = model(x), y
+        # elche: embeddings, labels = elche.all_gather(embeddings), elche.all_gather(y)
+        loss = contrastive_loss(embeddings, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

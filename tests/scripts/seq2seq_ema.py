@@ -44,7 +44,8 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
     lambda step: WIDTH**-0.5 * min((step + 1) ** -0.5, (step + 1) * WARMUP**-1.5) / 4,
 )
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
-# elche: model, optimizer, loader = elche.setup(model, optimizer, loader)
+# elche: model, optimizer, loader = elche.setup(
+# elche:     model, optimizer, loader, schedulers=[scheduler])
 
 samples = 0
 for _epoch in range(3):

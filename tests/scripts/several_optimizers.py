@@ -35,6 +35,7 @@ mlp_optimizer = torch.optim.AdamW(model.mlp.parameters(), lr=3e-3)
 embed_scheduler = torch.optim.lr_scheduler.ExponentialLR(embed_optimizer, gamma=0.99)
 mlp_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(mlp_optimizer, T_max=EPOCHS)
 # elche: model, mlp_optimizer, loader = elche.setup(model, mlp_optimizer, loader)
+# elche: elche.follow(embed_scheduler)
 
 samples = 0
 for _epoch in range(EPOCHS):

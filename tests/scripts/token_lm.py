@@ -54,7 +54,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
 )
 # elche: tokens_of = lambda batch: (batch["labels"] != PADDING).sum()
 # elche: model, optimizer, loader = elche.setup(
-# elche:     model, optimizer, loader, weight_of=tokens_of)
+# elche:     model, optimizer, loader, weight_of=tokens_of, schedulers=[scheduler])
 
 samples = 0
 for _epoch in range(EPOCHS):

@@ -11,6 +11,8 @@ from tests.harness.settings import nested
 from tests.sim.watched import Death
 
 MAX_RANKS = 64
+WHOLE = 10
+"""Samples of the largest batch drawn: local batches of as many are whole ones."""
 
 
 @st.composite
@@ -59,6 +61,7 @@ def window_options(draw: st.DrawFn) -> dict[str, Any]:
         "max_anchor": max_anchor,
         "max_batch_diff": draw(st.sampled_from([None, None, 0, 1, 3])),
         "drift_weights": draw(st.sampled_from(["equal", "samples", "sqrt"])),
+        "local_batch_size": draw(st.sampled_from([WHOLE, WHOLE, None, 2])),
     }
     if draw(st.integers(0, 9)) == 0:
         options["deterministic"] = True

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.instructions import Reduce
-from elche.sim.books import Books
+from elche.sim.books import Batch, Books
 
 
 def reduce(rank: int, weight: float, **changes: Any) -> Reduce:
@@ -31,7 +32,7 @@ def trained(*batches: int) -> Books:
     """A batch on each rank, offered to window 0."""
     books = Books()
     for rank, batch in enumerate(batches):
-        books.model(rank).drift.append((0, batch))
+        books.model(rank).drift.append((0, batch, 0, 2))
         books.offer(rank, 0)
     return books
 
@@ -45,7 +46,7 @@ def test_a_reduction_brings_everything_to_everybody() -> None:
     common = books.reduce(plans_of(0.5, 0.5))
     for rank in (0, 1):
         books.adopt(rank, 0, common)
-    assert books.check_epoch((0, 1), 0, 2, whole=True) == {0, 1}
+    assert books.check_epoch((0, 1), 0, BatchSizes(((2, 2),)), whole=True) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_rank_that_missed_a_result_is_found() -> None:
     books = trained(0, 1)
     books.adopt(0, 0, books.reduce(plans_of(0.5, 0.5)))
     with pytest.raises(AssertionError, match="hold models"):
-        books.check_epoch((0, 1), 0, 2, whole=True)
+        books.check_epoch((0, 1), 0, BatchSizes(((2, 2),)), whole=True)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_batch_lost_or_counted_twice_is_found(
     for rank in (0, 1):
         books.adopt(rank, 0, common)
     with pytest.raises(AssertionError, match=said):
-        books.check_epoch((0, 1), 0, 3, whole=True)
+        books.check_epoch((0, 1), 0, BatchSizes(((2, 3),)), whole=True)
 
 
 def test_a_part_that_is_lost_when_a_model_is_taken_over_is_found() -> None:
@@ -92,3 +93,26 @@ def test_a_part_that_is_lost_when_a_model_is_taken_over_is_found() -> None:
     books.take(1, 0, 0)
     with pytest.raises(AssertionError, match="is lost with window 0"):
         books.take(2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (((0, 0, 0, 1), (0, 0, 1, 3)), r"missing \[1\]"),
+        (((0, 0, 0, 1), (0, 1, 0, 3)), r"missing \[0\]"),
+        (((0, 0, 0, 2), (0, 0, 1, 3)), "were in twice"),
+    ],
+)
+def test_a_part_of_a_batch_lost_or_counted_twice_is_found(
+    parts: tuple[Batch, Batch], said: str
+) -> None:
+    books = Books()
+    for rank, part in enumerate(parts):
+        books.model(rank).drift.append(part)
+        books.offer(rank, 0)
+    common = books.reduce(plans_of(0.5, 0.5))
+    for rank in (0, 1):
+        books.adopt(rank, 0, common)
+    sizes = BatchSizes(((3, 2),))
+    with pytest.raises(AssertionError, match=said):
+        books.check_epoch((0, 1), 0, sizes, whole=True)

@@ -57,7 +57,12 @@ def cluster_of(
     batches: int = BATCHES_PER_RANK,
     **options: Any,
 ) -> Cluster:
-    """Devices of these batch times; the last is slower midway if ``noise`` says so."""
+    """Devices of these batch times; the last is slower midway if ``noise`` says so.
+
+    Local batches are as large as those of ``sync``.
+    """
+    if policy != "sync":
+        options["local_batch_size"] = BATCH_SAMPLES
     world_size = len(slowdowns)
     shared: dict[str, Any] = {"prefetch": 4}
     if noise.endswith("%"):
@@ -203,7 +208,11 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     slow = Device(seconds_per_sample=0.0119)
     cluster = Cluster(
         run=SimulatedRun(
-            policy=policy, samples=300_000, batch_size=24, model_bytes=40e6
+            policy=policy,
+            samples=300_000,
+            batch_size=24,
+            model_bytes=40e6,
+            options={"windows": {"local_batch_size": 24}},
         ),
         devices=(Device(seconds_per_sample=0.0007, count=3, jitter=0.2), slow),
         link=link,

@@ -31,6 +31,7 @@ def anchors(
             batch_size=BATCH,
             model_bytes=model_bytes,
             seed=seed,
+            options={"windows": {"local_batch_size": BATCH}},
         ),
         devices=(
             Device(seconds_per_sample=FAST_BATCH_S / BATCH, jitter=jitter, count=ranks),

@@ -38,7 +38,13 @@ POLICIES = ["sync", *WINDOWS]
 
 def cluster_of(policy: str, *faults: Fault, **changes: object) -> Cluster:
     run = SimulatedRun(
-        policy=policy, samples=8000, batch_size=8, model_bytes=1e7, epochs=2, seed=3
+        policy=policy,
+        samples=8000,
+        batch_size=8,
+        model_bytes=1e7,
+        epochs=2,
+        seed=3,
+        options={"windows": {"local_batch_size": 8}} if policy in WINDOWS else {},
     )
     return Cluster(
         run=replace(run, **changes),  # type: ignore[arg-type]
@@ -113,7 +119,8 @@ def test_what_is_lost_with_a_rank_is_counted_once_and_told(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_that_joins_gets_the_model_and_then_work(policy: str) -> None:
     join = Fault(at_s=2.0, join=Device(seconds_per_sample=0.0005))
-    sim, told = told_in(cluster_of(policy, join))
+    # Over this link sync would leave out all but one.
+    sim, told = told_in(cluster_of(policy, join, options={"leave_out": False}))
     assert sim.history.finished == {0, 1, 2, 3}
     regroups = [one for one in told if isinstance(one, Regroup)]
     assert [(one.rank, one.joined) for one in regroups] == [
@@ -254,7 +261,9 @@ def test_random_deaths_are_drawn_by_their_rate() -> None:
 def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
     """That window's length was planned for the ranks of the group before."""
     cluster = cluster_of(
-        "async", Fault(at_s=at_s, join=0), options={"windows": {"anchor": 5}}
+        "async",
+        Fault(at_s=at_s, join=0),
+        options={"windows": {"anchor": 5, "local_batch_size": 8}},
     )
     slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7))
     sim = simulate(slow)

@@ -22,7 +22,7 @@ from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
 from tests.harness.settings import nested
 from tests.sim.checks import MOST_HAPPENINGS
-from tests.sim.strategies import clusters
+from tests.sim.strategies import WHOLE, clusters
 
 
 class Heard:
@@ -71,8 +71,9 @@ def with_bad(data: st.DataObject, cluster: Cluster, non_finite: str) -> Cluster:
     """Some of its batches give no number."""
     last = BatchSizes(cluster.run.sizes).num_batches - 1
     bad = data.draw(st.sets(st.integers(0, last), max_size=max(1, last // 4)))
-    options = {**cluster.run.options, "non_finite": non_finite}
-    run = replace(cluster.run, bad_batches=tuple(bad), options=nested(options))
+    windows = {**cluster.run.options.get("windows", {}), "local_batch_size": WHOLE}
+    options = {**cluster.run.options, "non_finite": non_finite, "windows": windows}
+    run = replace(cluster.run, bad_batches=tuple(bad), options=options)
     return replace(cluster, run=run)
 
 
@@ -97,7 +98,7 @@ def test_every_batch_is_in_the_model_or_discarded_once(
     sizes, bad = BatchSizes(cluster.run.sizes), set(cluster.run.bad_batches)
     everything = set(range(sizes.num_batches))
     for epoch in range(cluster.run.epochs):
-        gone = {batch for e, batch in books.discarded if e == epoch}
+        gone = {batch for e, batch, *_ in books.discarded if e == epoch}
         assert bad <= gone
         assert history.committed[0, epoch] == everything - gone
     if changes:
@@ -107,14 +108,14 @@ def test_every_batch_is_in_the_model_or_discarded_once(
         for batches, is_finite in windows:
             assert is_finite == (not bad.intersection(batches))
             spoilt.update([] if is_finite else batches)
-    assert spoilt == Counter(batch for _, batch in books.discarded)
+    assert spoilt == Counter(batch for _, batch, *_ in books.discarded)
     metrics = [
         EpochMetrics.from_json(one.values)
         for one in told
         if isinstance(one, MetricsReported) and one.window < 0 and one.rank == 0
     ]
     for epoch, metric in enumerate(metrics):
-        gone = {batch for e, batch in books.discarded if e == epoch}
+        gone = {batch for e, batch, *_ in books.discarded if e == epoch}
         lost = sum(sizes.samples_in(batch, batch + 1) for batch in gone)
         assert sum(metric.discarded_samples) == lost
         assert metric.samples == sizes.num_samples - lost
@@ -142,7 +143,7 @@ def test_a_run_stops_at_the_second_in_a_row_and_at_nothing_else(
         assert named.intersection(cluster.run.bad_batches)
     else:
         assert sim.history.finished == set(range(cluster.world_size))
-    if cluster.run.options.get("deterministic"):
+    if cluster.run.options.get("debug", {}).get("deterministic"):
         return  # a plan says what is in a window
     for windows in heard.windows.values():
         for (_, was_finite), (batches, _) in pairwise(windows):
@@ -155,7 +156,7 @@ def of_two(policy: str, bad: set[int], **options: Any) -> Cluster:
         samples=8 * 400,
         batch_size=8,
         model_bytes=1e6,
-        options=nested({"non_finite": "leave_out", **options}),
+        options=nested({"non_finite": "leave_out", "local_batch_size": 8, **options}),
         bad_batches=tuple(bad),
     )
     devices = (Device(seconds_per_sample=0.001), Device(seconds_per_sample=0.003))
@@ -201,5 +202,5 @@ def test_what_is_discarded_ends_with_the_window(policy: str) -> None:
     options = {"anchor": 4, "max_anchor": 4}
     sim = simulate(of_two(policy, {200}, **options), [])
     (books,) = sim.books or []
-    assert 200 in {batch for _, batch in books.discarded}
+    assert 200 in {batch for _, batch, *_ in books.discarded}
     assert len(books.discarded) <= 16

@@ -94,7 +94,8 @@ def test_no_rank_waits_for_a_grant_of_sync_once_it_has_begun(
 @pytest.mark.parametrize("prefetch", [0, 8])
 def test_few_batches_are_spread_over_the_ranks(policy: str, prefetch: int) -> None:
     device = Device(seconds_per_sample=0.01, count=4, prefetch=prefetch)
-    run = SimulatedRun(policy=policy, samples=64, batch_size=8)
+    whole = {"windows": {"local_batch_size": 8}}
+    run = SimulatedRun(policy=policy, samples=64, batch_size=8, options=whole)
     sim = simulate(Cluster(run=run, devices=(device,)))
     assert [sim.history.ranks[rank].batches for rank in range(4)] == [2, 2, 2, 2]
 

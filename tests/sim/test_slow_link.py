@@ -75,7 +75,7 @@ def test_windows_of_equal_ranks_stay_short_on_a_quick_link() -> None:
             batch_size=32,
             model_bytes=4e6,
             seed=3,
-            options={"windows": {"anchor": 1}},
+            options={"windows": {"anchor": 1, "local_batch_size": 32}},
         ),
         devices=(Device(seconds_per_sample=0.01, count=2),),
         link=Link(latency_s=0.0001, bytes_per_s=1e10),
@@ -97,7 +97,13 @@ def test_windows_are_short_again_after_one_reduction_that_hung() -> None:
                 batch_size=BATCH,
                 model_bytes=MODEL_BYTES,
                 seed=2,
-                options={"windows": {"anchor": 5, "max_anchor": 50}},
+                options={
+                    "windows": {
+                        "anchor": 5,
+                        "max_anchor": 50,
+                        "local_batch_size": BATCH,
+                    }
+                },
             ),
             devices=tuple(
                 Device(seconds_per_sample=0.01 / BATCH / speed) for speed in (1.0, 0.25)

@@ -63,7 +63,7 @@ def cluster_of(
     return Cluster(
         run=SimulatedRun(
             policy=policy,
-            options={"windows": {"max_batch_diff": most}},
+            options={"windows": {"max_batch_diff": most, "local_batch_size": 8}},
             samples=8 * 60,
             batch_size=8,
             seed=3,

@@ -38,6 +38,7 @@ from elche.by_hand.replica_calls import (
 from elche.by_hand.replica_gradients import GradientExchange, check_gradients
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm
+from elche.comm.tensors.unshareable import unshareable_module
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.config import RunConfig
 from elche.config_parts import TransportConfig
@@ -125,12 +126,8 @@ class Replica:
         """
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
-        for part, module in model.named_modules():
-            if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
-                raise ConfigError(
-                    f"{name}: {part or 'it'} has sparse gradients, which cannot be "
-                    "reduced; use sparse=False"
-                )
+        if fault := unshareable_module(model):
+            raise ConfigError(f"{name}: {fault}")
         replica = Replica(model, init_group() if group is None else group, name)
         replica.sync_params()
         return replica

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
+from elche.cadence.share_sizes import MAX_SIZES, ShareSizes, SplitChoice
 from elche.cadence.split import passes_of, split_in_micro_batches
 from elche.cadence.split import split_for_makespan as split_for_makespan
 from elche.cadence.throughput import (
     MAX_SPEED_RATIO,
-    SpeedHints,
     check_int,
     check_reports,
     complete_costs,
     relative_speeds,
+)
+from elche.cadence.throughput import (
+    BalancerConfig as BalancerConfig,
 )
 from elche.cadence.time_model import TimeModel
 from elche.errors import ConfigError
@@ -23,6 +26,8 @@ MAX_KEPT_SIZES = 16
 """Batch sizes whose split is held steady; the longest unused is forgotten."""
 IDLE = 0.5
 """Part of a step below which a rank's time shows that its share is far too small."""
+WAKE_GAIN = 0.1
+"""What giving more to such a rank counts, where it gains less."""
 TRIAL_IDLE = 0.9
 """Part of a step below which a rank's time makes a larger share worth a trial."""
 TRIAL_COST = 0.02
@@ -35,53 +40,8 @@ MOST_TRIAL = 2.0
 _Times: TypeAlias = tuple[list[float], list[float]]
 
 
-REBALANCE_GAIN = 0.02
+REBALANCE_GAIN = 0.03
 """By which part the predicted time of a step must fall for the split to change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancerConfig:
-    """What the user sets of the balancer; checked when made.
-
-    Attributes:
-        world_size: number of ranks.
-        min_share_samples: smallest part of a batch that a rank gets, if any.
-        speed_hints: relative speed per rank (0.4 is 40 % of the fastest one's),
-            used until a rank is measured; a mapping may leave ranks out (1.0).
-            Kept as a tuple of one speed per rank.
-        max_samples: most samples that the device of each rank holds at once, None
-            where that is not known to be limited; ranks at the end may be left out.
-            Kept as a tuple of one cap per rank.
-        accumulates: a rank runs a part above its cap in micro-batches, so that caps
-            make parts slower but limit none.
-
-    Raises:
-        ConfigError: a value is of the wrong kind or out of its range.
-    """
-
-    world_size: int
-    min_share_samples: int = 1
-    speed_hints: SpeedHints = None
-    max_samples: Sequence[int | None] = ()
-    accumulates: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("world_size", self.world_size, 1)
-        check_int("min_share_samples", self.min_share_samples, 1)
-        if self.speed_hints is not None:
-            speeds = relative_speeds(self.speed_hints, self.world_size)
-            object.__setattr__(self, "speed_hints", speeds)
-        if len(self.max_samples) > self.world_size:
-            raise ConfigError(
-                f"max_samples must name at most {self.world_size} ranks, got "
-                f"{len(self.max_samples)}"
-            )
-        for rank, cap in enumerate(self.max_samples):
-            if cap is not None:
-                check_int(f"max_samples of rank {rank}", cap, 1)
-        missing = self.world_size - len(self.max_samples)
-        caps = (*self.max_samples, *[None] * missing)
-        object.__setattr__(self, "max_samples", caps)
 
 
 @final
@@ -95,9 +55,14 @@ class Balancer:
     __slots__ = (
         "_caps",
         "_config",
+        "_decided",
         "_is_capped",
         "_kept",
+        "_kept_without",
+        "_left_out",
         "_models",
+        "_reports",
+        "_sizes",
         "_spared",
         "_speeds",
         "_tried",
@@ -107,9 +72,13 @@ class Balancer:
         self._config = config
         self._speeds = relative_speeds(config.speed_hints, config.world_size)
         self._models = [TimeModel() for _ in range(config.world_size)]
-        self._kept: dict[int, tuple[int, ...]] = {}
+        self._kept_without: dict[frozenset[int], dict[int, tuple[int, ...]]] = {}
         self._spared: frozenset[int] = frozenset()
-        self._tried = 0
+        self._tried = self._reports = 0
+        self._sizes = ShareSizes([()] * config.world_size)
+        self._left_out: frozenset[int] = frozenset()
+        self._decided: set[int] = set()
+        self._forget_kept()
         self._set_caps(config.max_samples)
 
     @property
@@ -121,6 +90,15 @@ class Balancer:
     def world_size(self) -> int:
         """Number of ranks."""
         return self._config.world_size
+
+    @property
+    def used_sizes(self) -> list[list[int]]:
+        """Sizes that each rank's part has had."""
+        return self._sizes.used
+
+    def reuse(self, sizes: Iterable[Iterable[int]]) -> None:
+        """Parts of each rank have had these sizes before, under other members."""
+        self._sizes = ShareSizes(sizes)
 
     @property
     def is_calibrated(self) -> bool:
@@ -144,6 +122,8 @@ class Balancer:
                 negative, or a length not ``world_size``; nothing has changed then.
         """
         reports = check_reports("samples", samples, "busy_s", busy_s, self.world_size)
+        self._reports += 1
+        self._decided.clear()
         for rank, done, spent_s in reports:
             passes = self._passes(rank, done) if self._is_capped else 1
             if passes > 1:
@@ -155,7 +135,8 @@ class Balancer:
 
         The split of a batch size stays until another one is predicted to be
         shorter by more than `REBALANCE_GAIN`, or gives more to a rank that is idle
-        for half of the step. Before measurements it is equal, or as the hints say.
+        for half of the step. It is made of few sizes (`ShareSizes`): of new ones only
+        where they are worth it. Before measurements it is equal, or as the hints say.
 
         Args:
             batch_samples: samples of the global batch.
@@ -174,22 +155,24 @@ class Balancer:
         total = check_int("batch_samples", batch_samples, 0)
         if total == 0:
             return (0,) * self.world_size
+        if total in self._decided and total in self._kept:
+            return self._kept[total]  # nothing has been measured since
+        self._decided.add(total)
         times = self._times()
-        split = self._shortest(total, times)
-        kept = self._kept.pop(total, split)
-        ends, kept_ends = self._ends(split, times), self._ends(kept, times)
-        longest = max(kept_ends)
-        gains = max(ends) < (1.0 - REBALANCE_GAIN) * longest
-        wakes = max(ends) < longest and any(
-            0.0 < end < IDLE * longest and more > part
-            for end, more, part in zip(kept_ends, split, kept, strict=True)
-        )
-        if not (gains or wakes):
-            split = kept
-        self._kept[total] = split
+        best = self._shortest(total, times)
+        kept = self._kept.pop(total, None)
+        steps, self._reports = self._reports, 0
+        if kept is None:
+            kept = self._choices(best, times).fresh
+        elif self._gain(best, kept, times) > REBALANCE_GAIN:
+            split = self._of_few_sizes(best, times, steps)
+            if self._gain(split, kept, times) > REBALANCE_GAIN:
+                kept = split
+        self._sizes.use(kept)
+        self._kept[total] = kept
         while len(self._kept) > MAX_KEPT_SIZES:
             del self._kept[next(iter(self._kept))]
-        return split
+        return kept
 
     def trial(self, batch_samples: int, steps: int) -> tuple[int, ...] | None:
         """Another split, to be run once, that shows what a larger share costs a rank.
@@ -218,15 +201,22 @@ class Balancer:
         if max(least) >= (1.0 - REBALANCE_GAIN) * longest:
             return None  # somebody's least part takes as long: nothing is to be gained
         most = batch_samples - minimum * (len(served) - 1)
-        longer = 1.0 + min(TRIAL_COST * steps, MOST_TRIAL)
+        patient = 1.0 + TRIAL_COST * steps
+        longer = min(patient, 1.0 + MOST_TRIAL)
         for rank in (*served[self._tried :], *served[: self._tried]):
             part, room = kept[rank], longest / ends[rank]
-            more = max(part + 1, int(part * room * longer))
             hoped = int(self._models[rank].most_samples(part, TRIAL_IDLE * room))
-            more = min(more, hoped, self._room(self._caps[rank], most, minimum))
-            if part < more <= part * room * longer:
+            hoped = min(hoped, self._room(self._caps[rank], most, minimum))
+            now, later = (int(part * room * more) for more in (longer, patient))
+            size = self._sizes.trial(rank, part, min(now, hoped), min(later, hoped))
+            if size is not None:
                 self._tried = served.index(rank) + 1
-                return self._divide(batch_samples, served, times, {rank: more})
+                best = self._divide(batch_samples, served, times, {rank: size})
+                known, fresh = self._choices(best, times, tried=rank)
+                split = known or fresh
+                if self._sizes.had(split) < MAX_SIZES - 1:
+                    self._sizes.use(split)
+                    return split
         return None
 
     def spare(self, ranks: Iterable[int]) -> None:
@@ -239,7 +229,34 @@ class Balancer:
         if spared >= set(range(self.world_size)):
             raise ConfigError("expected to spare some ranks, got all of them")
         self._spared = spared
-        self._kept.clear()
+        self._forget_kept()
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks nothing from now on, and all others a part."""
+        self._left_out = frozenset(ranks)
+        self._kept = self._kept_without.setdefault(self._left_out, {})
+        self._decided.clear()
+
+    def step_s(self, batch_samples: int, left_out: Iterable[int]) -> float:
+        """Predicted seconds of a step in which these ranks have no part.
+
+        Infinite where the devices of the others cannot hold the batch.
+        """
+        times, before = self._times(), self._left_out
+        self._left_out = frozenset(left_out)
+        try:
+            longest = max(self._ends(self._shortest(batch_samples, times), times))
+        except ConfigError:
+            return math.inf
+        finally:
+            self._left_out = before
+        return longest * min(self.costs_s())
+
+    def least_s(self, batch_samples: int) -> list[float]:
+        """Predicted seconds of each rank's least part."""
+        least = [self._minimum(batch_samples)] * self.world_size
+        cheapest_s = min(self.costs_s())
+        return [end * cheapest_s for end in self._ends(least, self._times())]
 
     def limit(self, rank: int, samples: int) -> None:
         """A rank's device holds no more samples at once; a cap never rises again.
@@ -254,7 +271,7 @@ class Balancer:
         if known is None or samples < known:
             self._caps[rank] = samples
             self._is_capped = True
-            self._kept.clear()
+            self._forget_kept()
 
     def costs_s(self) -> list[float]:
         """Seconds per sample of each rank; where not measured, as its hint says."""
@@ -266,6 +283,8 @@ class Balancer:
             "world_size": self.world_size,
             "models": [model.state_dict() for model in self._models],
             "kept": [list(parts) for parts in self._kept.values()],
+            "decided": sorted(self._decided),
+            "sizes": self._sizes.state_dict(),
             "max_samples": list(self._caps),
         }
 
@@ -291,6 +310,8 @@ class Balancer:
                 tuple(check_int("a part", part, 0) for part in parts)
                 for parts in state["kept"]
             ]
+            decided = [check_int("a batch", size, 0) for size in state["decided"]]
+            sizes = ShareSizes.from_state_dict(state["sizes"])
             caps = [
                 cap if cap is None else check_int("a cap", cap, 1)
                 for cap in state["max_samples"]
@@ -299,11 +320,19 @@ class Balancer:
             raise ConfigError(
                 f"the balancer's state cannot be read: {error!r}"
             ) from error
-        if {size, *map(len, kept), len(models), len(caps)} != {size}:
+        if {size, *map(len, [*kept, models, sizes.used, caps])} != {size}:
             raise ConfigError(f"the balancer's state does not describe {size} ranks")
         self._models = models
-        self._kept = {sum(parts): parts for parts in kept}
+        self._forget_kept({sum(parts): parts for parts in kept})
+        self._decided.update(decided)
+        self._sizes = sizes
         self._set_caps(caps)
+
+    def _forget_kept(self, kept: dict[int, tuple[int, ...]] | None = None) -> None:
+        """Splits are chosen anew, but for these; also for other ranks left out."""
+        self._kept = kept or {}
+        self._kept_without = {self._left_out: self._kept}
+        self._decided.clear()
 
     def _set_caps(self, caps: Iterable[int | None]) -> None:
         """Also notes whether there are any: most runs need not ask each rank."""
@@ -323,15 +352,58 @@ class Balancer:
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
         return relative, [model.fixed_samples for model in self._models]
 
+    def _end_of(self, times: _Times) -> Callable[[int, int], float]:
+        """When a rank is through with a part; 0.0 without one."""
+        costs, fixed = times
+
+        def end(rank: int, part: int) -> float:
+            passes = self._passes(rank, part) if self._is_capped else 1
+            return costs[rank] * (fixed[rank] * passes + part) if part else 0.0
+
+        return end
+
     def _ends(self, parts: Sequence[int], times: _Times) -> list[float]:
-        """When each rank is through with its part; 0.0 without one."""
-        ends = zip(*times, parts, strict=True)
-        if not self._is_capped:
-            return [c * (f + n) if n else 0.0 for c, f, n in ends]
-        return [
-            c * (f * self._passes(rank, n) + n) if n else 0.0
-            for rank, (c, f, n) in enumerate(ends)
+        """When each rank is through with its part."""
+        return [*map(self._end_of(times), range(self.world_size), parts)]
+
+    def _gain(self, split: Sequence[int], kept: Sequence[int], times: _Times) -> float:
+        """Part of a step that a split saves; more if it wakes a rank that idles."""
+        ends, kept_ends = self._ends(split, times), self._ends(kept, times)
+        longest = max(kept_ends)
+        gain = 1.0 - max(ends) / longest
+        wakes = any(
+            0.0 < end < IDLE * longest and more > part
+            for end, more, part in zip(kept_ends, split, kept, strict=True)
+        )
+        return max(gain, WAKE_GAIN) if wakes and gain > 0.0 else gain
+
+    def _of_few_sizes(
+        self, best: tuple[int, ...], times: _Times, steps: int
+    ) -> tuple[int, ...]:
+        """The best split, or one of used sizes until it is worth its new ones."""
+        known, fresh = self._choices(best, times)
+        if known is None:
+            return fresh
+        gain = self._gain(fresh, known, times)
+        if gain <= REBALANCE_GAIN:
+            return known
+        is_settled = all(model.is_settled for model in self._models)
+        is_worth = self._sizes.is_worth(fresh, gain, steps, is_settled)
+        return fresh if is_worth else known
+
+    def _choices(
+        self, best: tuple[int, ...], times: _Times, tried: int | None = None
+    ) -> SplitChoice:
+        """Splits of used and of new sizes; ``tried`` is a rank with a given part."""
+        total = sum(best)
+        minimum = self._minimum(total)
+        ranges = [
+            (part, part)
+            if not part or rank == tried or rank in self._spared
+            else (minimum, self._room(self._caps[rank], total, minimum))
+            for rank, part in enumerate(best)
         ]
+        return self._sizes.choices(best, ranges, self._end_of(times))
 
     def _shortest(self, total: int, times: _Times) -> tuple[int, ...]:
         """The split that is predicted to be done first."""
@@ -386,11 +458,11 @@ class Balancer:
             least_s = cost[rank] * (fixed_samples[rank] + minimum)
             return rank in self._spared, least_s
 
+        every = [r for r in range(self.world_size) if r not in self._left_out]
         if not self._is_capped:
-            every = range(self.world_size)
             return sorted(sorted(every, key=start)[:most])
         rooms = [self._room(cap, total, minimum) for cap in self._caps]
-        able = [r for r in range(self.world_size) if rooms[r]]
+        able = [r for r in every if rooms[r]]
 
         def by_room(rank: int) -> tuple[int, tuple[bool, float]]:
             return -rooms[rank], start(rank)

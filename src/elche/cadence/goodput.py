@@ -61,7 +61,7 @@ class MeasuredCluster:
 
     Attributes:
         seconds_per_sample: of each rank, delivered: data, transfer and compute.
-        batch_size: samples of a local step; under ``sync`` of a global one.
+        batch_size: samples of a local step of windows.
         sync_s: seconds of one blocking reduction of the model.
         fixed_s: seconds of each rank per step, however small; empty for none.
         hidden: part of ``sync_s`` that ``sync`` hides under backward, 0 to 1; never
@@ -73,8 +73,8 @@ class MeasuredCluster:
             ``async``, in its own batches per window.
         min_share_samples: least samples of a rank in a step of ``sync``; one without a
             share runs its loop on as many that do not count.
-        sync_batch_size: global batch of ``sync`` if it is another one than
-            ``batch_size``: ``world_size * batch_size``, for example.
+        sync_batch_size: samples of a global batch, which a step of ``sync`` and one
+            device alone train on; None if local steps have as many.
         run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
             in samples weighs less in a longer one.
 
@@ -136,7 +136,7 @@ class MeasuredCluster:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step under ``sync``."""
+        """Samples of a step under ``sync``, and of one device alone."""
         return self.sync_batch_size or self.batch_size
 
     def batch_s(self, rank: int) -> float:
@@ -161,8 +161,8 @@ class Prediction:
             has been measured.
         window_s: seconds from one synchronisation to the next.
         lag_batches: batches of the fastest rank until an average arrives.
-        hardware_efficiency: 0 to 1; above 1 only where a larger global batch of
-            ``sync`` spreads the fixed seconds of a step over more samples.
+        hardware_efficiency: 0 to 1; of what each device delivers alone on global
+            batches, so fixed seconds of smaller local ones lower it.
         sample_efficiency: 0 to 1.
         goodput: the product of both and the summed speed, relative to the cluster's
             fastest device alone.
@@ -184,8 +184,8 @@ class Fleet:
     """Ranks of a cluster from the fastest to the slowest, to predict any first of them.
 
     The others are left out: they train nothing, but take part in every reduction, and
-    under ``sync`` in every step. Where one rank trains alone there is nothing to wait
-    for.
+    under ``sync`` in every step. Where one rank trains alone it takes global batches,
+    and there is nothing to wait for.
 
     Args:
         cluster: what was measured.
@@ -200,6 +200,8 @@ class Fleet:
     """
 
     __slots__ = (
+        "_alone",
+        "_batches",
         "_cluster",
         "_fastest",
         "_idle_s",
@@ -230,7 +232,12 @@ class Fleet:
         self._rates = list(
             accumulate(1.0 / cluster.seconds_per_sample[rank] for rank in self.ranks)
         )
-        self._fastest = cluster.batch_size / min(times)
+        whole = cluster.global_batch_size
+        costs = zip(cluster.fixed_s, cluster.seconds_per_sample, strict=True)
+        alone = [whole / (fixed_s + whole * cost) for fixed_s, cost in costs]
+        self._alone = list(accumulate(map(alone.__getitem__, self.ranks)))
+        self._fastest = max(alone)
+        self._batches = whole / cluster.batch_size
         others = set(everybody).difference(self.ranks)
         idle_s = [cluster.least_step_s(rank) for rank in reversed(self.ranks)]
         first_s = max((cluster.least_step_s(rank) for rank in others), default=0.0)
@@ -252,7 +259,8 @@ class Fleet:
 
     def _newly(self, policy: str, size: int) -> Prediction:
         if size == 1:
-            return self._prediction(policy, 1, 1, self.batch_s[0], 1.0, 0.0)
+            alone_s = self._cluster.global_batch_size / self._alone[0]
+            return self._prediction(policy, 1, 1, alone_s, self._batches, 0.0)
         if policy == "sync":
             return self._sync(size)
         return self._cadence(size) if policy == "cadence" else self._async(size)
@@ -268,8 +276,7 @@ class Fleet:
         step_s *= 1.0 + cluster.jitter * expected_most(size)
         hidden_s = min(cluster.hidden * cluster.sync_s, BACKWARD_SHARE * step_s)
         window_s = step_s + cluster.sync_s - hidden_s
-        batches = cluster.global_batch_size / cluster.batch_size
-        return self._prediction("sync", size, 1, window_s, batches, 0.0)
+        return self._prediction("sync", size, 1, window_s, self._batches, 0.0)
 
     def _cadence(self, size: int) -> Prediction:
         """El Che's smallest anchor at which reducing and waiting meet the target."""
@@ -330,10 +337,12 @@ class Fleet:
         batches: float,
         lag: float,
     ) -> Prediction:
-        alone = self._speeds[size - 1]
+        alone = self._alone[size - 1]
         hardware = batches * self._cluster.batch_size / window_s / alone
         length = self._cluster.run_batches
-        sample = sample_efficiency(policy, size, batches, lag, run_batches=length)
+        sample = 1.0  # steps of `sync` are those of one device
+        if policy != "sync":
+            sample = sample_efficiency(policy, size, batches, lag, run_batches=length)
         return Prediction(
             policy=policy,
             world_size=size,

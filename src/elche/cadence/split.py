@@ -114,6 +114,84 @@ def split_in_micro_batches(
     return tuple(parts)
 
 
+def clip_split(
+    parts: Sequence[int], total: int, minimum: int
+) -> tuple[int, ...] | None:
+    """A smaller batch divided where a larger one was, so that its samples keep ranks.
+
+    Only the last ones go to later ranks, where these would have less than the minimum.
+
+    Args:
+        parts: of the larger batch, each at least the minimum or 0.
+        total: samples of the smaller one.
+        minimum: smallest part of a rank that has any.
+
+    Returns:
+        One part per rank, together ``total``; None if that is too small for all.
+    """
+    owed = minimum * sum(part > 0 for part in parts)
+    if total < owed:
+        return None
+    clipped, border, stop = [], 0, 0
+    for part in parts:
+        border += part
+        owed -= minimum * (part > 0)
+        start, stop = stop, min(border, total - owed) if part else stop
+        clipped.append(stop - start)
+    return tuple(clipped)
+
+
+def pick_sizes(total: int, sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """One of its sizes for each rank, together ``total``; None if there are none such.
+
+    The sums that some ranks can reach are bits of one integer, so a rank's size shifts
+    them all at once: O(W * sizes) operations on integers of ``total`` bits.
+
+    Args:
+        total: samples to distribute.
+        sizes: of each rank; where several would do, the first one is taken.
+    """
+    reached = [1]
+    for known in sizes:
+        sums = 0
+        for size in known:
+            sums |= reached[-1] << size
+        reached.append(sums & ((2 << total) - 1))
+    if not reached.pop() >> total & 1:
+        return None
+    parts, left = [], total
+    for known, sums in zip(reversed(sizes), reversed(reached), strict=True):
+        part = next(n for n in known if n <= left and sums >> (left - n) & 1)
+        parts.append(part)
+        left -= part
+    return tuple(reversed(parts))
+
+
+def split_from_sizes(
+    total: int, sizes: Sequence[Sequence[int]], end: Callable[[int, int], float]
+) -> tuple[int, ...] | None:
+    """Parts from each rank's sizes for the shortest step; None if there are none.
+
+    Args:
+        total: samples to distribute.
+        sizes: that each rank may have.
+        end: when a rank would finish a part.
+    """
+    ends = [[(end(r, n), n) for n in known] for r, known in enumerate(sizes)]
+    levels = sorted({end_s for each in ends for end_s, _ in each})
+    low, high, found = 0, len(levels), None
+    while low < high:
+        middle = (low + high) // 2
+        level = levels[middle]
+        allowed = [[n for end_s, n in each if end_s <= level] for each in ends]
+        split = pick_sizes(total, allowed)
+        if split is None:
+            low = middle + 1
+        else:
+            high, found = middle, split
+    return found
+
+
 def passes_of(samples: int, cap: int | None) -> int:
     """Micro-batches in which so many samples are run."""
     return 1 if cap is None else max(1, -(-samples // cap))

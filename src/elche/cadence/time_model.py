@@ -36,6 +36,10 @@ NOISE_WEIGHT = 0.15
 """Weight of a step in the noise."""
 RECENT_STEPS = 3
 """Steps of which only the one of median cost is taken in: a spike is none."""
+SETTLED = 0.1
+"""Relative error of a prediction from which on a rank's speed is taken to change."""
+JUMP = 0.3
+"""Relative error from which on a rank's speed has changed and is taken as it is now."""
 LIKE_SIZE = 0.20
 """Relative difference of sizes up to which two steps can be compared."""
 
@@ -51,11 +55,20 @@ class TimeModel:
     well by some shapes and badly by others: that is the evidence. Steps of one size
     and a changed speed are none, and what was learned before stays. The shape
     changes only where evidence against it is clear; at first it is 0, proportional.
+    A level that is far off is taken anew at once, for what lies between would be sizes.
     Of the last three steps of about one size only that of median cost counts: a
     straggler moves nothing, and a changed speed is noticed one report later.
     """
 
-    __slots__ = ("_against", "_largest", "_levels", "_noise", "_recent", "_shape")
+    __slots__ = (
+        "_against",
+        "_is_settled",
+        "_largest",
+        "_levels",
+        "_noise",
+        "_recent",
+        "_shape",
+    )
 
     def __init__(self) -> None:
         self._levels = [0.0] * len(SHAPES)
@@ -64,6 +77,12 @@ class TimeModel:
         self._largest = 0
         self._noise = USUAL_NOISE
         self._recent: list[tuple[int, float]] = []
+        self._is_settled = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last step took about what was predicted."""
+        return self._is_settled
 
     @property
     def cost(self) -> CostEstimate:
@@ -100,8 +119,15 @@ class TimeModel:
             return
         ratios = [new / old for new, old in zip(costs, self._levels, strict=True)]
         # All levels follow alike: not the faster, the worse a shape has predicted.
-        weight = adaptive_weight(abs(ratios[self._shape] - 1.0))
+        error = abs(ratios[self._shape] - 1.0)
+        is_known = len(self._recent) == RECENT_STEPS
+        self._is_settled = is_known and error <= max(SETTLED, 2.0 * self._noise)
+        jumps = error > max(JUMP, MOST_DEVIATIONS * self._noise)
         self._judge([abs(math.log(ratio)) for ratio in ratios])
+        if jumps:
+            self._levels = costs
+            return
+        weight = adaptive_weight(error)
         for index, ratio in enumerate(ratios):
             self._levels[index] *= 1.0 + weight * (ratio - 1.0)
 
@@ -142,6 +168,7 @@ class TimeModel:
             "shape": self._shape,
             "largest": self._largest,
             "noise": self._noise,
+            "is_settled": self._is_settled,
             "recent": [list(step) for step in self._recent],
         }
 
@@ -163,6 +190,7 @@ class TimeModel:
         model._shape = shape
         model._largest = check_int("the largest step", state["largest"], 0)
         model._noise = max(LEAST_NOISE, check_measure("the noise", state["noise"]))
+        model._is_settled = bool(state["is_settled"])
         model._recent = [
             (check_int("samples", samples, 1), check_measure("busy_s", busy_s))
             for samples, busy_s in state["recent"]

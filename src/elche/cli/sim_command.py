@@ -15,7 +15,7 @@ from elche.coordination.story import STORY_ENTRIES
 from elche.demo.results import check_writable, to_json_text
 from elche.errors import ConfigError
 from elche.monitor.trace import to_chrome_trace
-from elche.runtime.files import replace_file
+from elche.runtime.report.files import replace_file
 from elche.sim.cluster import Cluster
 from elche.sim.cluster_file import read_cluster
 from elche.sim.engine import DeadlockError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elche.config import RunConfig
-from elche.coordination.protocol.events import EpochOpened, Join
+from elche.coordination.protocol.events import EpochOpened, Join, Left
 
 SHOWN_DIFFERENCES = 5
 
@@ -25,6 +25,7 @@ class Settings:
         epochs: epochs of the run if known.
         micro_batches: the loop runs a share above a rank's ``max_samples`` in several
             parts, so that shares need not keep within it.
+        is_default: the policy was not named by the user.
     """
 
     config: RunConfig
@@ -33,13 +34,14 @@ class Settings:
     min_share_samples: int = 1
     epochs: int | None = None
     micro_batches: bool = False
+    is_default: bool = False
 
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
         """(name, JSON value) pairs, as a :class:`Join` carries them."""
         flat = dict(_flat("config", self.config.as_dict()))
         flat |= {f"loader.{k}": v for k, v in self.loader.items()}
         flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
-        for name in ("min_share_samples", "epochs", "micro_batches"):
+        for name in ("min_share_samples", "epochs", "micro_batches", "is_default"):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
 
@@ -66,6 +68,7 @@ def settings_of(join: Join) -> Settings:
         min_share_samples=int(flat.get("min_share_samples", 1)),
         epochs=flat.get("epochs"),
         micro_batches=bool(flat.get("micro_batches", False)),
+        is_default=bool(flat.get("is_default", False)),
     )
 
 
@@ -135,7 +138,38 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
                 "that were left over after the loop, say); do it on every rank, and "
                 "step inside the loop"
             )
+        if other.steps != first.steps:
+            return (
+                f"rank {rank} asks for {_steps_of(other)}, rank 0 for "
+                f"{_steps_of(first)}; give loader.steps() the same number on every "
+                "rank"
+            )
     return ""
+
+
+def left_before(opened: EpochOpened, left: Mapping[int, Left]) -> str:
+    """Why a rank cannot open an epoch when others have left the run, in words."""
+    for rank, last in sorted(left.items()):
+        if last.batches and last.steps:
+            per_step = last.samples / last.steps
+            owed = max(0, round(last.batches * per_step) - last.samples)
+            return (
+                f"rank {rank} has left inside an epoch, after {last.batches} batches "
+                f"of its own, and rank {opened.rank} goes on with epoch "
+                f"{opened.epoch}: where parameters are averaged each rank takes other "
+                "batches, and counting them on a rank counts no steps of the run. Done "
+                f"are {last.samples} samples ({last.steps:.1f} steps), owed "
+                f"{owed} samples of {last.batches} steps; write "
+                f"`for batch in loader.steps({last.batches}):`, or use policy='sync'"
+            )
+    return (
+        f"rank {opened.rank} opens epoch {opened.epoch}, but ranks {sorted(left)} have "
+        "left: run the same epochs on every rank, or count steps by loader.steps(n)"
+    )
+
+
+def _steps_of(opened: EpochOpened) -> str:
+    return "a whole epoch" if opened.steps < 0 else f"{opened.steps} steps more"
 
 
 def _flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from elche.coordination.protocol.events import (
     PassBegun,
     WindowClosed,
 )
-from elche.coordination.protocol.instructions import BeginEpoch, Instruction
+from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 
@@ -121,6 +121,7 @@ class Epochs:
             sizes=self._sizes.runs,
             policy=self._policy.name,
             window=self._policy.first_window,
+            cut=self._policy.cut.to_wire(),
         )
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
@@ -144,7 +145,11 @@ class Epochs:
             self.is_under_way = False
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
-            return self._ending.end(outcome.instructions, left, ranks, now_s)
+            told = [
+                replace(one, is_early=bool(left)) if isinstance(one, EndEpoch) else one
+                for one in outcome.instructions
+            ]
+            return self._ending.end(told, left, ranks, now_s)
         return outcome.instructions
 
     def heard(self, event: Event) -> list[Instruction]:

@@ -10,6 +10,7 @@ from elche.coordination.protocol.events import (
     Event,
     Interrupted,
     Join,
+    Left,
     Tick,
 )
 from elche.coordination.protocol.instructions import Instruction, Welcome
@@ -26,7 +27,7 @@ class Membership:
 
     Attributes:
         ranks: that are in the run now, also those that have left it in order.
-        left: those of them that have.
+        left: those of them that have, with what each said.
         roster: the generations of their group.
     """
 
@@ -34,7 +35,7 @@ class Membership:
         self._world_size = world_size
         self._is_elastic = is_elastic
         self.ranks = set(range(world_size))
-        self.left: set[int] = set()
+        self.left: dict[int, Left] = {}
         self.roster = Roster()
         self._first_generation = 0
         self._joins: dict[int, Join] = {}
@@ -43,7 +44,7 @@ class Membership:
     @property
     def is_finished(self) -> bool:
         """Whether every rank has left."""
-        return self.left >= self.ranks
+        return self.left.keys() >= self.ranks
 
     @property
     def is_complete(self) -> bool:

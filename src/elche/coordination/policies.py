@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_policy import AutoPolicy
+from elche.coordination.auto.windows_advice import AdvisedSync
 from elche.coordination.policy import Member, Policy
 from elche.coordination.sync.sync_policy import SyncPolicy
 from elche.coordination.windows.window_policy import WindowPolicy
@@ -20,7 +22,10 @@ def build_policy(members: Sequence[Member], settings: Settings) -> Policy:
     """
     config = settings.config
     if config.policy == "sync":
-        return SyncPolicy(members, settings)
+        is_advised = settings.is_default and not config.debug.deterministic
+        kind = AdvisedSync if is_advised and len(members) > 1 else SyncPolicy
+        return kind(members, settings)
     if config.policy == "auto":
         return AutoPolicy(members, settings)
-    return WindowPolicy(config, members, settings.epochs)
+    cut = local_cut(config.windows, len(members), settings.min_share_samples)
+    return WindowPolicy(config, members, settings.epochs, cut=cut)

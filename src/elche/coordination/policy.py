@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
@@ -157,6 +157,8 @@ class Policy(ABC):
 
     name = "sync"
     """What it runs now."""
+    cut = WHOLE_BATCHES
+    """How it cuts the epoch's batches."""
 
     @property
     def is_elastic(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import Range
-from elche.coordination.agreement import disagreement, settings_of
+from elche.coordination.agreement import disagreement, left_before, settings_of
 from elche.coordination.epochs import Epochs
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
@@ -182,11 +182,7 @@ class Coordinator:
     def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
         epochs = self._running()
         if self._membership.left:
-            return self._abort(
-                f"rank {event.rank} opens epoch {event.epoch}, but ranks "
-                f"{sorted(self._membership.left)} have left: run the same epochs on "
-                "every rank"
-            )
+            return self._abort(left_before(event, self._membership.left))
         return epochs.open(event, now_s)
 
     def _in_epoch(self, event: Event, now_s: float) -> list[Instruction]:
@@ -217,7 +213,7 @@ class Coordinator:
         epochs = self._epochs
         if epochs is not None and epochs.is_under_way and self._can_lose():
             return self._lose(event.rank, now_s)
-        self._membership.left.add(event.rank)
+        self._membership.left[event.rank] = event
         if self.is_finished:
             return self._go_on_after_end(now_s)
         is_missed = epochs is not None and (
@@ -345,7 +341,7 @@ class Coordinator:
 
     def _after_abort(self, event: Event) -> list[Instruction]:
         if isinstance(event, (Left, Disconnected)):
-            self._membership.left.add(event.rank)
+            self._membership.left[event.rank] = Left(rank=event.rank)
             return []
         if isinstance(event, (Join, EpochOpened, BarrierReached)):
             return [self._abort_for(event.rank)]

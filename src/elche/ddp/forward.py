@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from elche.comm.tensors.nested import items_of, tensors_in
 from elche.errors import ConfigError
 from elche.torch_internals import held_parameters, queue_callback
 
@@ -58,39 +58,6 @@ def refuse_replaced(places: list[Place], model: nn.Module) -> None:
         places[:] = places_of(model, [parameter for *_, parameter, _ in places])
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for item in _items(value) or () for tensor in tensors_in(item)]
-
-
-def outputs_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """As :func:`tensors_in`, and in attributes of objects (a distribution, say)."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    seen = set() if seen is None else seen
-    items = _items(value)
-    if items is None:
-        held = None if isinstance(value, nn.Module | type) else value
-        items = list(getattr(held, "__dict__", {}).values())
-    if id(value) in seen:
-        return []
-    seen.add(id(value))
-    return [tensor for item in items for tensor in outputs_in(item, seen)]
-
-
-def _items(value: Any) -> Iterable[Any] | None:
-    """What a container holds; None for anything else."""
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, Mapping):
-        return value.values()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, each.name) for each in dataclasses.fields(value)]
-    return None
-
-
 def samples_in(inputs: Any, dim: int) -> float:
     """Samples of a batch: the size of its first tensor along ``dim``; 1 without one.
 
@@ -100,7 +67,7 @@ def samples_in(inputs: Any, dim: int) -> float:
         return float(inputs.batch_sizes[0]) if len(inputs.batch_sizes) else 0.0
     if isinstance(inputs, torch.Tensor):
         return float(inputs.shape[dim]) if inputs.dim() > dim else 1.0
-    for item in _items(inputs) or ():
+    for item in items_of(inputs) or ():
         if any(tensor.dim() > dim for tensor in tensors_in(item)):
             return samples_in(item, dim)
     return 1.0

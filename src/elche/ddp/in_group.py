@@ -11,11 +11,11 @@ from torch import nn
 from elche.comm.gradients.bucket_contract import PassOptions
 from elche.comm.gradients.graph_capture import refuse_capture
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
+from elche.comm.tensors.nested import outputs_in
 from elche.comm.transport.process_group import Group
 from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.forward import (
     on_backward,
-    outputs_in,
     places_of,
     refuse_replaced,
     samples_in,

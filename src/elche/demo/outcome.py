@@ -16,7 +16,7 @@ from elche.errors import ConfigError
 from elche.monitor.plots import LossCurve, PlotText, plot_loss_curves
 from elche.monitor.table import ContenderResult, contenders_to_json, time_to_loss
 from elche.monitor.trace import to_chrome_trace
-from elche.runtime.files import replace_file
+from elche.runtime.report.files import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -281,9 +281,7 @@ def changes_in_place(stage: Stage) -> bool:
 def can_split(stage: Stage) -> bool:
     """Whether a stage's weights can be replaced: not in compiled or scripted code."""
     return CAN_SPLIT and not any(
-        isinstance(one, torch.jit.ScriptModule)
-        or type(one).__name__ == "OptimizedModule"
-        or is_compiled(one)
+        isinstance(one, torch.jit.ScriptModule) or is_compiled(one)
         for top in stage.modules
         for one in top.modules()
     )

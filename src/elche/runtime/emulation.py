@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
-from elche.torch_internals import queue_callback, tree_leaves
+from elche.torch_internals import disable_dynamo, queue_callback, tree_leaves
 
 FORWARD_FRACTION = 1 / 3
 """Share of a sample's time spent in the forward pass; the backward has the rest."""
@@ -149,6 +149,7 @@ class EmulationHandle:
             hook.remove()
         self._hooks.clear()
 
+    @disable_dynamo  # a compiled model would be compiled again at every step
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -165,6 +166,7 @@ class EmulationHandle:
             )
         self._forward_begin_s = time.perf_counter()
 
+    @disable_dynamo
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return

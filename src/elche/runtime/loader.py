@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
@@ -43,3 +44,28 @@ class RunLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.epoch()
+
+    def steps(self, n: int) -> Iterator[Any]:
+        """Hands out batches until the run has taken ``n`` steps, over as many epochs.
+
+        A step is a global batch of the user's loader, so these are the first ``n``
+        batches of a single process. They are counted over the whole run, a resumed part
+        included, and over all ranks: under ``sync`` each rank's loop body runs ``n``
+        times, in windows as often as is its part. All ranks end together, with one
+        model. A rank that breaks off ends it for all. Each call begins a new epoch.
+
+        Args:
+            n: steps of the whole run, the same on every rank.
+
+        Raises:
+            ConfigError: ``n`` is no number of steps.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ConfigError(f"expected a number of steps from 0 on, got {n!r}")
+        return self._steps(n)
+
+    def _steps(self, n: int) -> Iterator[Any]:
+        run, is_left = self._run, False
+        while not is_left and (left := run.steps_left(n)):
+            yield from run.epoch(left)
+            is_left = run.was_left_early

@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from elche.comm.tensors.row_gather import RowGather
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
 from elche.coordination.agreement import Settings
@@ -42,6 +43,7 @@ class ManualRun:
         self.group = group
         self._worker = worker
         self._barriers = 0
+        self._rows: RowGather | None = None
 
     @staticmethod
     def start(placement: Placement, config: RunConfig) -> ManualRun:
@@ -78,6 +80,14 @@ class ManualRun:
         name = f"barrier {self._barriers}"
         self._worker.send(BarrierReached(rank=self._worker.rank, name=name))
         self._worker.expect(BarrierPassed, f"all ranks at {name}")
+
+    def gather_rows(self, tensor: torch.Tensor, weight: float) -> torch.Tensor:
+        """The rows of all ranks; their losses weigh as each says."""
+        if self._worker is None:
+            return tensor
+        if self._rows is None:
+            self._rows = RowGather(self._worker.side_group())
+        return self._rows.gather(tensor, weight)
 
     def leave(self) -> None:
         """Ends this rank's part; the group cannot be used any more."""

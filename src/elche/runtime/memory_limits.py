@@ -8,10 +8,10 @@ import torch
 
 from elche.cadence.balancer import Balancer, BalancerConfig
 from elche.comm.gradients.reducer import GradientReducer
+from elche.coordination.accounts.local_batches import check_local_batches, local_cut
 from elche.errors import ConfigError
 from elche.runtime.process.worker import Worker
 from elche.runtime.training import Training
-from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import WindowSync
 
@@ -47,7 +47,7 @@ class RankHost:
         self._worker.max_samples = samples
 
     @property
-    def _current(self) -> GradientReducer | SummedReducer | WindowSync:
+    def _current(self) -> GradientReducer | WindowSync:
         current = self._synchroniser.reducer or self._synchroniser.windows
         assert current is not None
         return current
@@ -65,6 +65,8 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
             f"expected max_samples of ranks below {world_size}, got one of rank "
             f"{len(config.caps) - 1}"
         )
+    if config.policy != "sync":
+        check_local_batches(config.windows, world_size, least_samples, batch_size)
     if batch_size is None or training.micro_batches:
         return
     if config.policy == "sync":
@@ -75,13 +77,16 @@ def check_caps(training: Training, world_size: int, least_samples: int) -> None:
         )
         Balancer(shares).sizes(batch_size)
         return
+    cut = local_cut(config.windows, world_size, least_samples)
+    samples = cut.largest_of(batch_size)
     for rank, cap in enumerate(config.caps):
-        if cap is not None and cap < batch_size:
+        if cap is not None and cap < samples:
             raise ConfigError(
                 f"rank {rank} holds {cap} samples at once, but policy "
-                f"{config.policy!r} hands every rank whole batches of {batch_size}; "
-                "choose policy='sync', whose shares keep within max_samples, a "
-                "smaller batch_size, or elche.Trainer, which runs micro-batches"
+                f"{config.policy!r} hands every rank local batches of {samples}; "
+                f"set windows=elche.WindowConfig(local_batch_size={cap}), or choose "
+                "policy='sync', whose shares keep within max_samples, or "
+                "elche.Trainer, which runs micro-batches"
             )
 
 

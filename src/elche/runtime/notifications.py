@@ -51,13 +51,16 @@ class RunNotifications:
     def handle(self, report: MetricsReported | PolicyChosen) -> None:
         """Keeps the metrics of a window or an epoch; emits a choice of ``auto``."""
         if isinstance(report, PolicyChosen):
+            if report.is_advice:
+                self.emit(f"elche: {report.reason}")
+                return
             self.choices.append((report.policy, report.reason))
             self.emit(f"elche: auto: {report.reason}")
             return
         kind = EpochMetrics if report.window < 0 else WindowMetrics
         self.add(kind.from_json(report.values))
 
-    def summary(self, policy: str) -> str:
+    def summary(self, policy: str, in_force: str) -> str:
         """One line on the last epoch: gain, shares and policy; "" if nothing is known.
 
         The gain is over what the fastest rank delivered outside of reductions, so it
@@ -65,6 +68,7 @@ class RunNotifications:
 
         Args:
             policy: of the run.
+            in_force: the one that the last epoch ended under.
         """
         last = self.epoch_metrics[-1] if self.epoch_metrics else None
         if last is None or len(last.shares) < 2 or not any(last.rank_samples_per_s):
@@ -73,7 +77,7 @@ class RunNotifications:
         shown = [f"{100 * share:.0f} %" for share in last.shares[:RANKS_SHOWN]]
         more = len(last.shares) - len(shown)
         shares = ", ".join([*shown, f"and {more} more"] if more else shown)
-        chosen = f" ({self.choices[-1][0]})" if self.choices else ""
+        chosen = f" ({in_force})" if in_force != policy else ""
         return (
             f"elche: last epoch: {gain:.2f} times the fastest device's own speed; "
             f"shares {shares}; policy {policy}{chosen}"

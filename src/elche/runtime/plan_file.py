@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.files import replace_file
+from elche.runtime.report.files import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -51,6 +51,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         min_share_samples=min_share_samples(training.model),
         epochs=epochs,
         micro_batches=training.micro_batches,
+        is_default=training.is_default,
     )
 
 
@@ -138,7 +139,14 @@ def check_shared(
     if loader.batch_sampler is None and policy == "sync":
         raise ConfigError(
             "a loader with batch_size=None has no batches that policy 'sync' could "
-            "divide; give it a batch_size, or choose policy='cadence'"
+            "divide; give it a batch_size, or choose policy='cadence', whose local "
+            "steps take a batch of the data set each"
+        )
+    if loader.batch_sampler is None and config.windows.local_batch_size is not None:
+        raise ConfigError(
+            "a loader with batch_size=None takes batches as the data set makes them, "
+            "which local_batch_size cannot cut; leave it out, and let the data set "
+            "make batches of as many samples"
         )
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
@@ -184,14 +192,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> Non
     """Refuses optimizers that ranks cannot step together.
 
     Raises:
-        ConfigError: its state is quantised; or it is LBFGS, which looks at the loss,
-            and the policy is not one that leaves steps local.
+        ConfigError: its state is quantised; it is a Lookahead, under windows of
+            averaged parameters; or it is LBFGS, which looks at the loss, and the policy
+            is not one that leaves steps local.
     """
     defined_in = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if quantised := QUANTISED.intersection(defined_in):
         raise ConfigError(
             f"{type(optimizer).__name__} of {min(quantised)} quantises its state, "
             "which ranks cannot hold in common; use an optimizer of torch.optim"
+        )
+    averages = config.policy != "sync" and not config.sums_gradients
+    if averages and "Lookahead" in (kind.__name__ for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            "Lookahead takes parameters back to slow weights of its own, which under "
+            f"policy {config.policy!r} are other ones on each rank; choose policy "
+            "'sync', or hand over the optimizer inside it"
         )
     if not isinstance(optimizer, torch.optim.LBFGS):
         return

@@ -9,30 +9,44 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from elche.comm.averaging.optimizer_state import forget_state
 from elche.comm.model_buffers.known_buffers import KnownBuffers
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.runtime.rank_settings import plain_settings, state_layout, state_tensors
+from elche.runtime.watch.rate_watch import is_scheduled
 
 logger = logging.getLogger(__name__)
 
 WHAT = "taking over from the rank that trained alone"
 
 
-def rates(optimizers: Sequence[torch.optim.Optimizer], rank: int) -> str:
+def rates(
+    optimizers: Sequence[torch.optim.Optimizer],
+    rank: int,
+    followed: Sequence[torch.optim.Optimizer] = (),
+) -> str:
     """Names what optimizers step with: equal texts, equal steps from equal states.
 
     A rate that `elche.ProgressLR` sets follows the run's progress, so it is equal when
-    it is used, and left out. One that a scheduler of torch's sets depends on how often
-    this rank's loop has called it, so such a text is like no other rank's.
+    it is used, and left out; so does one whose scheduler was handed over. One that
+    another scheduler of torch's sets depends on how often this rank's loop has called
+    it, so such a text is like no other rank's.
+
+    Args:
+        optimizers: those that step the model.
+        rank: this one.
+        followed: those whose schedulers were handed over.
     """
-    if any("step" in vars(each) and _is_scheduled(each) for each in optimizers):
+    unknown = (each for each in optimizers if each not in followed)
+    if any(is_scheduled(each) for each in unknown):
         return f"scheduled on rank {rank}"
     settings = [
         [
@@ -46,10 +60,6 @@ def rates(optimizers: Sequence[torch.optim.Optimizer], rank: int) -> str:
         for optimizer in optimizers
     ]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-
-
-def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def broadcast_from(
@@ -98,13 +108,49 @@ def take_gradients(
         _take(group, parameter.grad, source, parameter.grad.dtype)
 
 
+def take_schedules(
+    group: Group, schedulers: Sequence[LRScheduler], source: int
+) -> None:
+    """Copies the progress of schedulers (see `plain_schedule`) of one rank to all.
+
+    Raises:
+        CommunicationError: a rank did not arrive in time.
+    """
+    own = [plain_schedule(each) for each in schedulers]
+    text = json.dumps(own) if group.rank == source else ""
+    held = json.loads(gather_texts(group, text, WHAT)[source])
+    for scheduler, state in zip(schedulers, held, strict=True):
+        scheduler.load_state_dict({**scheduler.state_dict(), **state})
+
+
+def plain_schedule(scheduler: LRScheduler) -> dict[str, Any] | None:
+    """What JSON holds exactly of a scheduler's state; None if that is not all.
+
+    What it was made with (milestones, say) every rank has.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in scheduler.state_dict().items():
+        try:
+            is_exact = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            is_exact = False
+        if is_exact:
+            plain[name] = value
+        elif not isinstance(value, Counter | tuple):
+            return None
+    return plain
+
+
 def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> None:
-    texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
-    described = [json.loads(text) for text in texts]
+    described = _descriptions(group, optimizer)
+    if any(each["kinds"] != described[source]["kinds"] for each in described):
+        if group.rank != source:
+            _make_missing(optimizer, described[source]["states"])
+        described = _descriptions(group, optimizer)
     if any(each["kinds"] != described[0]["kinds"] for each in described):
         logger.warning(
             "the optimizer's state differs in kind between ranks after rank %d trained "
-            "alone; it is forgotten on all of them",
+            "without others; it is forgotten on all of them",
             source,
         )
         forget_state(optimizer)
@@ -114,17 +160,80 @@ def _take_state(group: Group, optimizer: torch.optim.Optimizer, source: int) -> 
             state[name] = next(counted)
     for tensor in state_tensors(optimizer):
         _take(group, tensor.detach(), source, tensor.dtype)
-    for own, rate in zip(
-        optimizer.param_groups, described[source]["rates"], strict=True
+    for own, settings in zip(
+        optimizer.param_groups, described[source]["settings"], strict=True
     ):
-        if isinstance(own["lr"], torch.Tensor):
-            own["lr"].fill_(rate)
+        for name, value in settings.items():
+            if isinstance(own[name], torch.Tensor):
+                own[name].fill_(value)
+            else:
+                own[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Its numbers: the rate, and what else a scheduler may have moved."""
+    plain: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            plain[name] = value.item()
+        elif _is_number(value):
+            plain[name] = value
+        elif isinstance(value, tuple) and all(map(_is_number, value)):
+            plain[name] = list(value)
+    return plain
+
+
+def _descriptions(
+    group: Group, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Every rank's optimizer, in the order of ranks."""
+    texts = gather_texts(group, json.dumps(_description(optimizer)), WHAT)
+    return [json.loads(text) for text in texts]
+
+
+def _make_missing(
+    optimizer: torch.optim.Optimizer, states: Sequence[dict[str, Any]]
+) -> None:
+    """Makes the state of parameters that have none here, and have on the source.
+
+    They were not trained while this rank took part: unfrozen, or added, since.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, state in zip(held, states, strict=False):
+        if state and not optimizer.state.get(parameter):
+            optimizer.state[parameter] = {
+                name: _made(value, parameter.device) for name, value in state.items()
+            }
+
+
+def _made(value: Any, device: torch.device) -> Any:
+    """A tensor as `_plain_state` describes it, or what is described as it is."""
+    if not isinstance(value, dict):
+        return value
+    where = torch.device("cpu") if value["is_count"] else device
+    return torch.zeros(
+        value["shape"], dtype=getattr(torch, value["dtype"]), device=where
+    )
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state without the values of tensors; {} if it holds others."""
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            is_count = not value.shape and value.device.type == "cpu"
+            dtype = str(value.dtype).removeprefix("torch.")
+            shape = list(value.shape)
+            plain[name] = {"dtype": dtype, "shape": shape, "is_count": is_count}
+        elif value is None or isinstance(value, int | float | str):
+            plain[name] = value
         else:
-            own["lr"] = rate
+            return {}
+    return plain
 
 
 def _description(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rates, numbers in the state, and of what kind all of it is."""
+    """Settings, numbers in the state, and of what kind all of it is."""
     others = [
         [name, type(value).__name__ if _is_number(value) else repr(value)]
         for state in _states(optimizer)
@@ -132,8 +241,9 @@ def _description(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor)
     ]
     return {
-        "rates": [float(group["lr"]) for group in optimizer.param_groups],
+        "settings": [_settings(group) for group in optimizer.param_groups],
         "kinds": [state_layout(optimizer), others],
+        "states": [_plain_state(state) for state in _states(optimizer)],
         "counted": [state[name] for state, name in _counted(optimizer)],
     }
 

@@ -7,8 +7,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
+from elche.comm.tensors.row_gather import RowGather
+from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import BarrierReached, Event, Failed, Left
 from elche.coordination.protocol.instructions import (
     BarrierPassed,
@@ -37,6 +42,7 @@ from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
 from elche.runtime.window_epoch import WindowEpoch
 from elche.runtime.windows.local_steps import LocalSteps
+from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.runtime.windows.window_sync import refuse_state
 
@@ -65,6 +71,7 @@ class Run:
         self.notifications = RunNotifications(worker.rank)
         worker.on_notification = self.notifications.handle
         self._devices = devices
+        self._training = training
         skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         optimizers = OptimizersSeen(training.model, training.optimizer)
         self._synchroniser = Synchroniser(
@@ -82,9 +89,12 @@ class Run:
             self._synchroniser,
             self.notifications,
             plans,
-            RankWatch(skips, optimizers, devices),
+            RankWatch(
+                skips, optimizers, devices, ModelCopies(training.model, training.copies)
+            ),
         )
         self._samples_resumed = 0
+        self._rows: RowGather | None = None
         self._closed = False
 
     @staticmethod
@@ -130,7 +140,24 @@ class Run:
     @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
+        self._epochs.schedulers.rates.has_read_progress = True
         return self._samples_resumed + self._epochs.progress_samples
+
+    @property
+    def progress_steps(self) -> float:
+        """Steps of the run so far, the same function on every rank."""
+        epochs = self._epochs
+        epochs.schedulers.rates.has_read_progress = True
+        return epochs.steps.at(epochs.progress_samples - epochs.samples_before)
+
+    def steps_left(self, steps: int) -> int:
+        """How many of so many steps of the whole run are still to be taken."""
+        return self._epochs.steps.left(steps)
+
+    @property
+    def was_left_early(self) -> bool:
+        """Whether any rank's loop has left the last epoch before its end."""
+        return bool(self.reports) and self.reports[-1].is_early
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's run holds between epochs beside model and optimizer.
@@ -141,6 +168,7 @@ class Run:
         windows = self._synchroniser.windows
         return {
             "samples": self._samples_resumed + self._epochs.samples_before,
+            "steps": self._epochs.steps.before,
             "averaging": None if windows is None else windows.state_dict(),
         }
 
@@ -163,6 +191,7 @@ class Run:
         else:
             refuse_state(averaging)
         self._samples_resumed = state["samples"] - self._epochs.samples_before
+        self._epochs.steps.before = state["steps"]
 
     @property
     def is_in_epoch(self) -> bool:
@@ -206,10 +235,14 @@ class Run:
             parts = [f"{self._devices.count(kind)} x {kind}" for kind in kinds]
             what = f"{count} devices, unequal: {', '.join(parts)}"
         held_mb = self._synchroniser.extra_bytes / 1e6
-        return (
-            f"elche: {what}; policy {self.config.policy}, {held_mb:.1f} MB for "
-            "reductions"
-        )
+        policy, said = self.config.policy, ""
+        batch_size = self._training.loader.batch_size
+        if policy in ("cadence", "async") and batch_size is not None:
+            least = min_share_samples(self._training.model)
+            cut = local_cut(self.config.windows, count, least)
+            samples = cut.largest_of(batch_size)
+            said = f", steps of {samples} samples (batch_size {batch_size})"
+        return f"elche: {what}; policy {policy}{said}, {held_mb:.1f} MB for reductions"
 
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
@@ -236,19 +269,58 @@ class Run:
             elif isinstance(self._epochs.under_way, SyncEpoch):
                 self._epochs.under_way.handle(instruction)
 
+        if self.is_in_epoch:
+            self._epochs.members.meet("elche.barrier()")
         self.worker.send(BarrierReached(rank=self.worker.rank, name=name))
         while not passed:
             self.worker.receive(handle, f"all ranks at {name}")
 
-    def epoch(self) -> Iterator[Any]:
-        """Opens the next epoch on all ranks and hands out this rank's part."""
-        return self._epochs.iterate()
+    def follow(self, scheduler: LRScheduler) -> None:
+        """Lets a scheduler follow the run's progress in windows.
+
+        Raises:
+            ConfigError: inside the loop.
+        """
+        self._epochs.schedulers.add(scheduler)
+
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, weighted as the gradients of the batch in hand are.
+
+        Raises:
+            ConfigError: ranks train in windows.
+        """
+        under_way = self._epochs.under_way
+        if isinstance(under_way, WindowEpoch):
+            raise ConfigError(
+                "elche.all_gather inside the loop would wait for ever: under policy "
+                f"{self.config.policy!r} ranks run different numbers of batches; use "
+                "policy='sync', or call it between epochs"
+            )
+        weight = 1.0
+        if under_way is not None:
+            self._epochs.members.meet("elche.all_gather()")
+            self.worker.meets_in_forward = True
+            weight = under_way.weight_in_hand
+            if self.config.loss_reduction == "sum":
+                weight = float(weight > 0.0)
+        if self._rows is None:
+            self._rows = RowGather(self.worker.side_group())
+        return self._rows.gather(tensor, weight)
+
+    def epoch(self, steps: int = -1) -> Iterator[Any]:
+        """Opens the next epoch on all ranks and hands out this rank's part.
+
+        Args:
+            steps: of the epoch at most; -1 for all of it.
+        """
+        return self._epochs.iterate(steps)
 
     def leave(self) -> None:
         """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        line = self.notifications.summary(self.config.policy)
+        policy = self._synchroniser.policy
+        line = self.notifications.summary(self.config.policy, policy)
         if is_end and line and self.worker.rank == 0:
             self.notifications.emit(line)
 
@@ -259,12 +331,25 @@ class Run:
         try:
             if not isinstance(last_event, Failed):
                 self._epochs.end_iteration()
+                last_event = self._left_how(last_event)
         finally:
             self._closed = True
             self._release()
             self.worker.close(last_event)
             with contextlib.suppress(Exception):  # while there are modules to do it
                 self._epochs.end_iteration()
+
+    def _left_how(self, last_event: Event) -> Event:
+        """The same; where ranks trained windows, with what was done of the run."""
+        steps, samples = self._epochs.steps, self._epochs.samples_before
+        if not steps.has_left or self._synchroniser.windows is None:
+            return last_event
+        return Left(
+            rank=self.worker.rank,
+            batches=steps.taken,
+            samples=samples,
+            steps=steps.before,
+        )
 
     def _release(self) -> None:
         """Takes every hook off model and optimizer, the last one first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from elche.cadence.throughput import CostEstimate
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.probe import probe_reduction_s
-from elche.comm.transport.process_group import gather_texts
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.events import EpochOpened, Failed
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.protocol.messages import Scalars
@@ -25,7 +25,6 @@ from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import (
     CommunicationError,
-    ConfigError,
     ElcheError,
     NonFiniteError,
 )
@@ -37,17 +36,22 @@ from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum, min_share_samples
-from elche.runtime.resume_sync import broadcast_from, rates, take_gradients
+from elche.runtime.resume_sync import broadcast_from, rates
+from elche.runtime.step_members import StepMembers
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
+from elche.runtime.watch.batch_state import BatchStateWatch
+from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
+from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.loss_reduction import SumLossWatch
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
-from elche.runtime.watch.rate_watch import RateWatch
 from elche.runtime.watch.scaler_skips import ScalerSkips
 from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
+from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
+from elche.torch_internals import is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +67,13 @@ class RankWatch:
         skips: steps that a GradScaler skips.
         optimizers: which step the model.
         devices: device names of all ranks.
+        copies: of the model, that the loop keeps.
     """
 
     skips: ScalerSkips
     optimizers: OptimizersSeen
     devices: tuple[str, ...]
+    copies: ModelCopies
 
 
 class RunEpochs:
@@ -82,8 +88,11 @@ class RunEpochs:
         watch: what is seen of this rank's loop, and the devices.
 
     Attributes:
+        members: who takes part in steps.
+        schedulers: those that were handed over.
         under_way: the epoch that the loop is in.
         reports: of epochs that have ended.
+        steps: of the run.
         samples_before: samples of the epochs that have ended, of all ranks.
         last_samples: of the batch that the last epoch ended with, under ``sync``.
     """
@@ -110,18 +119,34 @@ class RunEpochs:
         self._batches: LeasedBatches | None = None
         self._batch_cost = CostEstimate()
         self._epoch = -1
+        self._is_by_steps = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._steps_without_backward = 0
         self._pending_error: ElcheError | None = None
         self._trailing = TrailingSteps(training.model)
+        self._graphs = LiveGraph(training.model)
         self._skips, self._optimizers = watch.skips, watch.optimizers
+        self._copies = watch.copies
         self._numbers = NonFiniteRecord()
-        self._rates = RateWatch()
-        self._late_error: ConfigError | None = None
         self._sum_loss: SumLossWatch | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
         self.reports: list[EndEpoch] = []
+        self.steps = StepCount()
+        self.schedulers = FollowedSchedulers(
+            training.config.policy, partial(mean_of, worker.group), self.steps
+        )
+        self._batch_state = BatchStateWatch(
+            training.model, watch.optimizers, watch.skips, self._copies, self.schedulers
+        )
+        self.members = StepMembers(
+            worker,
+            training,
+            synchroniser,
+            watch.optimizers,
+            self._batch_state,
+            notifications,
+        )
         self.samples_before = self.last_samples = 0
 
     @property
@@ -138,6 +163,8 @@ class RunEpochs:
         self._skips.attach()
         self._synchroniser.build()
         self._optimizers.attach()
+        if config.policy != "sync":
+            self._copies.attach()
         if config.policy == "auto":
             numel = self._synchroniser.num_parameters
             self._probe_s = probe_reduction_s(self._worker.group, numel)
@@ -162,8 +189,11 @@ class RunEpochs:
             error, self._pending_error = self._pending_error, None
             raise error
 
-    def iterate(self) -> Iterator[Any]:
+    def iterate(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part.
+
+        Args:
+            steps: of the epoch at most; -1 for all of it.
 
         Raises:
             CommunicationError: the run has ended.
@@ -172,9 +202,9 @@ class RunEpochs:
             raise CommunicationError("this run has ended; call elche.setup again")
         self.end_iteration()
         self.check()
-        if self._late_error is not None:
-            raise self._late_error
-        iteration = self._run_epoch()
+        if self.members.late_error is not None:
+            raise self.members.late_error
+        iteration = self._run_epoch(steps)
         self._iteration = weakref.ref(iteration)
         return iteration
 
@@ -182,10 +212,13 @@ class RunEpochs:
         """No other epoch follows, and one under way is left as it is."""
         self._is_closed = True
         self._trailing.forget()
+        self._graphs.forget()
         if self._sum_loss is not None:
             self._sum_loss.detach()
         self._skips.detach()
         self._optimizers.detach()
+        self.schedulers.detach()
+        self._copies.detach()
         self._batches = None
 
     def end_iteration(self) -> None:
@@ -199,13 +232,14 @@ class RunEpochs:
         if self.under_way is not None:
             self.under_way.refill()
 
-    def _run_epoch(self) -> Generator[Any, None, None]:
+    def _run_epoch(self, steps: int) -> Generator[Any, None, None]:
         self._trailing.forget()
-        positions, window = self._open_epoch()
+        positions, window = self._open_epoch(steps)
         batches = self._batches
         assert batches is not None
         batches.start(positions)
         self._worker.name_samples = partial(with_samples, positions=positions)
+        self.schedulers.begin_epoch(self.samples_before, self._optimizers.all())
         run = self._epoch_run(positions, window)
         self.under_way = run
         if self._epoch == 0:
@@ -216,12 +250,13 @@ class RunEpochs:
                 run = self.under_way = self._switched(run, positions)
                 yield from self._batches_of(run)
         except GeneratorExit:
+            self.steps.has_left = True
             if isinstance(run, SyncEpoch) and run.switch is not None and not run.end:
                 run = self.under_way = self._switched(run, positions)
                 run.leave(is_known=True)
             raise
         except NonFiniteError as error:
-            self._pending_error = named = with_samples(error, positions)
+            self._pending_error = named = self._worker.name_samples(error)
             raise named from None
         except Exception as error:
             self._pending_error = CommunicationError(
@@ -234,20 +269,22 @@ class RunEpochs:
             if not self._is_closed:
                 batches.finish()
                 self.under_way = None
+                self._copies.is_in_steps = False
                 self.last_samples = run.samples_in_hand
                 if isinstance(run, WindowEpoch):
                     self._trailing.watch(self._synchroniser.policy)
                 if run.end is not None:
-                    self.samples_before += sum(run.end.samples)
+                    samples = sum(run.end.samples)
+                    self.samples_before += samples
+                    self.steps.end_epoch(samples, is_early=run.end.is_early)
+                self.schedulers.end_epoch(has_ended=run.end is not None)
                 self._plans.keep("" if run.end is None else run.end.plan)
                 if run.end is not None:
                     self.reports.append(run.end)
 
     def _watch_loss(self) -> None:
-        """Refuses a loss that is a sum, where gradients are reduced as of a mean."""
-        config = self._training.config
-        reduces = self._synchroniser.policy == "sync" or config.sums_gradients
-        if reduces and config.loss_reduction == "mean":
+        """Refuses a loss that is a sum: of a part of the batch it is another one."""
+        if self._training.config.loss_reduction == "mean":
             parameters = self._synchroniser.parameters
             self._sum_loss = SumLossWatch([p for p in parameters if p.requires_grad])
 
@@ -257,11 +294,13 @@ class RunEpochs:
         with contextlib.closing(run.batches()) as batches:
             for batch in batches:
                 exit_watch.forget()
+                self.steps.taken += 1
                 try:
                     yield batch
                 except GeneratorExit:
                     self._end_by_exit()
                     raise
+                self.schedulers.batch_done()
                 self._skips.settle()
 
     def _end_by_exit(self) -> None:
@@ -272,15 +311,17 @@ class RunEpochs:
             ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
             self._worker.close(ended)
 
-    def _open_epoch(self) -> tuple[EpochPositions, int]:
+    def _open_epoch(self, steps: int) -> tuple[EpochPositions, int]:
         """Agrees on the epoch and shares its positions; also its first window."""
         self._epoch += 1
         self._skips.settle()
         self._notifications.scalars.clear()  # of an epoch that was left early
         worker, model = self._worker, self._training.model
         keys, sizes = None, None
+        self._is_by_steps = steps >= 0
+        most = steps if self._is_by_steps else None
         if worker.rank == 0:
-            keys, sizes = enumerate_batches(self._training.loader, self._epoch)
+            keys, sizes = enumerate_batches(self._training.loader, self._epoch, most)
         changed = self._synchroniser.is_changed
         worker.send(
             EpochOpened(
@@ -291,7 +332,10 @@ class RunEpochs:
                 checksum="" if changed or self._is_mixed else checksum(model),
                 plan=self._plans.epoch(self._epoch),
                 probe_s=self._probe_s,
-                rates=rates(self._optimizers.all(), worker.rank),
+                rates=rates(
+                    self._optimizers.all(), worker.rank, self.schedulers.optimizers
+                ),
+                steps=steps,
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
@@ -299,18 +343,19 @@ class RunEpochs:
             named = shared_tensors(model, worker.group)
             make_equal(worker.group, named, "sharing a changed model")
         if changed or begin.policy != self._synchroniser.policy:
+            if begin.policy != self._synchroniser.policy:
+                self._graphs.moved(begin.policy)
             self._synchroniser.build(begin.policy)
-            self._numbers = (
-                NonFiniteRecord()
-            )  # it counts the parameters that are trained
+            self.members.reset()
+            self._numbers = NonFiniteRecord()  # it counts what is trained
         if begin.state_from is not None:
             optimizers = self._optimizers.all()
             broadcast_from(worker.group, model, optimizers, begin.state_from)
         shared = share_keys(worker.group, keys)
-        positions = EpochPositions(
-            shared, BatchSizes(begin.sizes), self._epoch, self._training.config.seed
-        )
-        return positions, begin.window
+        sizes, seed = BatchSizes(begin.sizes), self._training.config.seed
+        positions = EpochPositions(shared, sizes, self._epoch, seed, most)
+        self.steps.begin_epoch(sizes)
+        return positions.cut_by(BatchCut(*begin.cut)), begin.window
 
     def _epoch_run(
         self, positions: EpochPositions, window: int
@@ -318,7 +363,12 @@ class RunEpochs:
         reducer, batches = self._synchroniser.reducer, self._batches
         assert batches is not None
         self._steps_without_backward = 0
+        batches.marks_dynamic = reducer is not None and self._varies
         if reducer is not None:
+            is_counted = self._training.epochs is not None or self._is_by_steps
+            is_counted &= self._training.config.leave_out
+            self._batch_state.begin_epoch(is_counted=is_counted)
+            self._copies.is_in_steps = True
             return SyncEpoch(
                 self._worker,
                 batches,
@@ -329,9 +379,19 @@ class RunEpochs:
             )
         return self._window_epoch(positions, window)
 
+    @property
+    def _varies(self) -> bool:
+        """Whether a compiled model gets shares of several sizes."""
+        config, modules = self._training.config, self._training.model.modules()
+        is_fixed = config.debug.deterministic or config.shares == "fixed"
+        return not is_fixed and any(map(is_compiled, modules))
+
     def _switched(self, before: SyncEpoch, positions: EpochPositions) -> WindowEpoch:
-        """Windows take over what is left of the epoch."""
+        """Windows take over what is left of the epoch, in batches of their own."""
         assert before.switch is not None
+        positions = positions.cut_by(BatchCut(*before.switch.cut))
+        self._worker.name_samples = partial(with_samples, positions=positions)
+        self._graphs.moved(before.switch.policy)
         self._synchroniser.build(before.switch.policy)
         epoch = self._window_epoch(positions, before.switch.window)
         for instruction in before.later:
@@ -344,7 +404,8 @@ class RunEpochs:
         batches = self._batches
         assert batches is not None
         sync.rebase()
-        self._rates.begin(self._optimizers.all())
+        self.schedulers.begin_windows()
+        self._copies.begin_epoch(self.steps.of_epoch, positions.sizes.num_samples)
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )
@@ -357,36 +418,14 @@ class RunEpochs:
             self._check_training,
             self._drain_scalars,
             self._synchroniser.parameter_norm,
+            self._graphs,
             self._numbers,
-            self._adopt,
+            partial(self.members.adopt, epoch=self._epoch),
+            self.schedulers,
+            self._copies,
+            self.members.leave_out,
+            self.members.unknown,
         )
-
-    def _adopt(self, source: int) -> None:
-        """Takes over what one rank trains, where ranks left an epoch apart."""
-        optimizers, worker = self._optimizers.all(), self._worker
-        counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
-        if len(set(counts)) > 1:
-            raise ConfigError(
-                f"ranks left epoch {self._epoch} after different steps, when "
-                f"{counts} optimizers had stepped; leave it when all of them have"
-            )
-        before = _rates(optimizers)
-        broadcast_from(worker.group, self._training.model, optimizers, source)
-        take_gradients(worker.group, self._synchroniser.parameters, source)
-        if worker.rank == source:
-            logger.info(
-                "ranks left epoch %d after different steps: all hold the model and the "
-                "optimizer of rank %d now; what elche does not see (a scheduler, a "
-                "GradScaler, an average of weights) has not moved along",
-                *(self._epoch, source),
-            )
-        if before != _rates(optimizers):
-            self._late_error = ConfigError(
-                f"rank {worker.rank} left epoch {self._epoch} earlier than rank "
-                f"{source}, and a learning rate moved in between: its scheduler is "
-                "behind; leave an epoch after the same step on every rank if another "
-                "follows, or step schedulers between epochs"
-            )
 
     def _drain_scalars(self, final: bool) -> Scalars:
         self._skips.settle()
@@ -396,8 +435,7 @@ class RunEpochs:
         """Refuses what elche cannot see, or cannot follow, inside an epoch."""
         self._synchroniser.check()
         reducer = self._synchroniser.reducer
-        if reducer is None and self._worker.rank == 0:
-            self._rates.check(self._optimizers.all(), self._synchroniser.policy)
+        self.schedulers.check(self._optimizers.all())
         if reducer is not None and reducer.backward_passes == 0:
             self._steps_without_backward += 1
             if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
@@ -407,8 +445,3 @@ class RunEpochs:
         if isinstance(error, NonFiniteError):
             error = with_samples(error, positions)
         self._pending_error = error
-
-
-def _rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
-    groups = [group for each in optimizers for group in each.param_groups]
-    return [float(group["lr"]) for group in groups]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ class SingleRun:
     Attributes:
         notifications: what the user logged, and metrics of what has ended.
         progress_samples: samples of batches whose loop body has run.
+        progress_steps: likewise, batches.
+        was_left_early: no other rank leaves an epoch.
         is_in_epoch: whether the loop is inside an epoch.
     """
 
@@ -63,7 +67,8 @@ class SingleRun:
         self.notifications = RunNotifications(0)
         self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         self.progress_samples = 0
-        self.is_in_epoch = False
+        self.progress_steps = 0.0
+        self.is_in_epoch = self.was_left_early = False
 
     def attach(self) -> None:
         """Watches for steps that a GradScaler skips; seeds this process if asked."""
@@ -77,11 +82,16 @@ class SingleRun:
 
     def state_dict(self) -> dict[str, Any]:
         """What this run holds between epochs: its progress, as nothing is averaged."""
-        return {"samples": self.progress_samples, "averaging": None}
+        return {
+            "samples": self.progress_samples,
+            "steps": float(self.progress_steps),
+            "averaging": None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the progress of :meth:`state_dict`."""
         self.progress_samples = state["samples"]
+        self.progress_steps = state["steps"]
 
     @property
     def samples_in_hand(self) -> int:
@@ -101,10 +111,20 @@ class SingleRun:
             return float(self.samples_in_hand)
         return self._weight
 
-    def epoch(self) -> Iterator[Any]:
-        """Begins the next epoch and hands out its batches."""
+    def steps_left(self, steps: int) -> int:
+        """How many of so many steps of the whole run are still to be taken."""
+        return max(0, math.ceil(steps - self.progress_steps))
+
+    def epoch(self, steps: int = -1) -> Iterator[Any]:
+        """Begins the next epoch and hands out its batches.
+
+        Args:
+            steps: of the epoch at most; -1 for all of it.
+        """
         number = self._begin_epoch()
-        batches = self._by_position() if self._has_positions else self._loader
+        most = None if steps < 0 else steps
+        by_position = self._has_positions
+        batches = self._by_position(most) if by_position else islice(self._loader, most)
         weights = self._training.weights
         began_s = self._opened_s
         try:
@@ -120,6 +140,10 @@ class SingleRun:
                 if number == self._epoch:
                     self._batch_done(began_s, loaded_s, now_s)
                 began_s = now_s
+        except GeneratorExit:  # as on several ranks, the batch in hand counts
+            if number == self._epoch and time is not None:
+                self._batch_done(began_s, loaded_s, time.monotonic())
+            raise
         finally:
             # None: the interpreter has ended, and taken modules apart before this
             if number == self._epoch and time is not None:
@@ -133,11 +157,11 @@ class SingleRun:
             return False  # nobody knows its length
         return self._training.config.seed is not None or isinstance(data, StreamView)
 
-    def _by_position(self) -> Iterator[Any]:
+    def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset
         if isinstance(data, StreamView):
             data.begin_epoch(self._epoch)
-        keys, sizes = enumerate_batches(self._loader, self._epoch)
+        keys, sizes = enumerate_batches(self._loader, self._epoch, most)
         positions = EpochPositions(keys, sizes, self._epoch, self._training.config.seed)
         if self._feed is None:
             self._feed = BatchFeed(self._loader, torch.Generator(), lambda: None)
@@ -169,6 +193,7 @@ class SingleRun:
     def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
         samples, moved_s = self.samples_in_hand, self._transfer_s
         self.progress_samples += samples
+        self.progress_steps += 1.0
         self._batch += 1
         self._skips.settle()
         times_s = began_s, loaded_s + moved_s, now_s

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
-from elche.comm.gradients.reducer import GradientReducer, Lost
+from elche.comm.gradients.reducer import GradientReducer, Lost, StepPart
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import PassBegun, WindowReduced
 from elche.coordination.protocol.instructions import (
@@ -15,17 +16,22 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     JoinPasses,
+    LeaveOut,
     RankLeft,
     SwitchPolicy,
 )
 from elche.coordination.sync.step_reports import StepReports
-from elche.errors import CommunicationError, ElcheError, ProtocolError
+from elche.errors import CommunicationError, ConfigError, ElcheError, ProtocolError
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.process.worker import Worker
+from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.watch.nonfinite_watch import NonFiniteWatch
 from elche.runtime.window_epoch import EpochHooks
-from elche.runtime.windows.summed_loss import SummedReducer
+
+LEFT_OUT_S = 1.0
+"""A rank that is left out looks so often whether its run goes on."""
+EARLY = "the next batch is asked for before the backward pass of the last one"
 
 
 class Step(NamedTuple):
@@ -38,9 +44,18 @@ class Step(NamedTuple):
 
     step: int
     samples: int
-    scale: float
-    active_ranks: int
+    shares: tuple[int, ...]
     part: tuple[int, ...] = ()
+
+    def weighed(self, weight: float | None) -> StepPart:
+        """How its gradients weigh.
+
+        Args:
+            weight: what the user says; None: its samples.
+        """
+        scale = self.samples / sum(self.shares)
+        active = sum(share > 0 for share in self.shares)
+        return StepPart(scale, active, weight, label=self)
 
 
 class SyncEpoch:
@@ -63,7 +78,7 @@ class SyncEpoch:
         worker: Worker,
         batches: LeasedBatches,
         positions: EpochPositions,
-        reducer: GradientReducer | SummedReducer,
+        reducer: GradientReducer,
         min_share_samples: int,
         hooks: EpochHooks,
     ) -> None:
@@ -73,16 +88,14 @@ class SyncEpoch:
         self._reducer = reducer
         self._min_share_samples = min_share_samples
         self._hooks = hooks
-        numbers = hooks.numbers
-        self._reports = StepReports(worker.rank, positions.epoch, numbers)
-        self._numbers = NonFiniteWatch(reducer.parameters, numbers)
-        reducer.look_before(self._numbers.look)
+        self._reports = StepReports(worker.rank, positions.epoch, hooks.numbers)
+        self._watch_numbers()
         self._granted_until = 0
-        self._shares: dict[int, tuple[int, ...]] = {}  # of granted steps not done
+        self._granted: dict[int, Step] = {}  # not done
         self._step = -1
         self._gone: dict[int, int] = {}
         self._announced: PassBegun | None = None
-        self._is_leaving = False
+        self._is_leaving = self._is_left_out = False
         self._joins: JoinPasses | None = None
         self.end: EndEpoch | None = None
         self.switch: SwitchPolicy | None = None
@@ -92,6 +105,12 @@ class SyncEpoch:
         self.weight_in_hand = 0.0
         self._began_s = self._ready_s = self._transfer_s = 0.0
 
+    def _watch_numbers(self) -> None:
+        """Looks for NaN and Inf in what is reduced from now on."""
+        numbers = NonFiniteWatch(self._reducer.parameters, self._hooks.numbers)
+        self._reducer.look_before(partial(_look, numbers, self._hooks.graphs))
+        self._numbers = numbers
+
     def refill(self) -> None:
         """Reads grants that have come; called when the loader draws."""
         self._worker.take_all(self.handle)
@@ -100,6 +119,7 @@ class SyncEpoch:
         """Yields this rank's batches; a break ends the epoch."""
         in_hand: Step | None = None
         self._worker.on_rank_left = self._rank_left
+        self._hooks.graphs.begin_epoch(self._weigh_late)
         try:
             for in_hand, data in self._steps():
                 self.samples_in_hand = in_hand.samples
@@ -111,6 +131,7 @@ class SyncEpoch:
             except ElcheError as error:
                 self._hooks.on_error(error)
         finally:
+            self._hooks.graphs.end_epoch()
             self._reducer.correct_by(None)
             self._worker.on_rank_left = None
 
@@ -131,6 +152,8 @@ class SyncEpoch:
         broken, apart = None, ""
         if not self._reducer.is_joinable:
             apart = "SyncBatchNorm layers need every rank's forward pass"
+        elif self._worker.meets_in_forward:
+            apart = "elche.all_gather needs every rank's forward pass"
         try:
             self._reducer.end_step()
         except CommunicationError as error:
@@ -153,11 +176,9 @@ class SyncEpoch:
 
     def _join_passes(self) -> None:
         """Takes part with nothing in what the others have begun."""
-        joins, rank = self._joins, self._worker.rank
+        joins = self._joins
         while joins is not None and self._reducer.backward_passes < joins.passes:
-            shares = self._shares[joins.step - 1]
-            active = sum(share > 0 for share in shares)
-            self._reducer.join_pass(active, is_active=shares[rank] > 0)
+            self._reducer.join_pass(self._granted[joins.step - 1].weighed(None))
 
     def _rank_left(self, gone: RankLeft) -> None:
         """Another rank's loop has left the epoch; may be called again and again."""
@@ -179,9 +200,9 @@ class SyncEpoch:
             self._announced = begun
             self._worker.send(begun)
 
-    def _lost(self, number: int) -> Lost:
-        """What ranks that have left do not bring to a pass of the step in hand."""
-        shares = self._shares[self._step]
+    def _lost(self, step: Step, number: int) -> Lost:
+        """What ranks that have left do not bring to a pass of a step."""
+        shares = step.shares
         lost = [shares[rank] for rank, passes in self._gone.items() if passes < number]
         ranks = sum(share > 0 for share in lost)
         active = sum(share > 0 for share in shares)
@@ -198,11 +219,12 @@ class SyncEpoch:
             self._transfer_s = self._leased.transfer_s
             self._hooks.check()
             self._step = number
-            self._shares.pop(number - 1, None)
+            self._granted.pop(number - 1, None)
             if self._gone:
                 self._reducer.run_beneath(self._report_beneath)
-            self._numbers.begin_step(step.part)
-            self._reducer.begin_step(step.scale, step.active_ranks, self._leased.weight)
+            part = step.weighed(self._leased.weight)
+            self._reducer.begin_step(part)
+            self._hooks.graphs.begin(part)
             yield step, data
             self._reducer.end_step()
             self._worker.pace_device()
@@ -239,7 +261,12 @@ class SyncEpoch:
             self._report()
             waits = self._granted_until <= number and not self._leased.has_work
             is_over = self.end is not None or self.switch is not None
-            if waits and not is_over:  # drawing may have brought it
+            if is_over or not waits:  # drawing may have brought it
+                continue
+            if self._is_left_out:  # for as long as the others train
+                self._worker.sleep_until_told(LEFT_OUT_S)
+                self._worker.take_all(self.handle)
+            else:
                 self._worker.receive(self.handle, f"the grant of step {number}")
         self._report()
         return None
@@ -264,27 +291,36 @@ class SyncEpoch:
         if isinstance(instruction, Adopt):
             self._adopt(instruction)
             return
+        if isinstance(instruction, LeaveOut):
+            self._leave_out(instruction)
+            return
         if not isinstance(instruction, GrantSteps):
             raise ProtocolError(f"unexpected in an epoch of sync: {instruction!r}")
         self._reports.granted(instruction)
         shares, rank = instruction.shares, self._worker.rank
         start, samples = sum(shares[:rank]), shares[rank]
-        total = sum(shares)
-        active = sum(share > 0 for share in shares)
         for number in range(instruction.start, instruction.stop):
-            self._shares[number] = shares
             own = (self._positions.epoch, number, start, start + samples)
             part = own if samples else ()
-            step = Step(number, samples, samples / total, active, part)
+            step = self._granted[number] = Step(number, samples, shares, part)
             if samples:
                 batch = self._positions.index_batch(number, start, start + samples)
             else:
-                few = min(self._min_share_samples, total)
+                few = min(self._min_share_samples, sum(shares))
                 batch = self._positions.index_batch(number, 0, few)
             self._leased.push(step, batch)
         self._granted_until = instruction.stop
         if self._granted_until == self._positions.num_batches:
             self._leased.end()
+
+    def _leave_out(self, told: LeaveOut) -> None:
+        """Shares steps among others from the next one on."""
+        assert self._hooks.leave_out is not None
+        self._is_left_out = self._worker.rank in told.left_out
+        reducer = self._hooks.leave_out(told)
+        if reducer is not self._reducer:
+            self._reducer = reducer
+            self._watch_numbers()
 
     def _adopt(self, adopt: Adopt) -> None:
         """Takes over the model of a rank that has run all steps, with all ranks."""
@@ -301,6 +337,23 @@ class SyncEpoch:
                 divergence=0.0,
                 adopted_at=0,
             )
+        )
+
+    def _weigh_late(self, part: StepPart, other: StepPart | None) -> None:
+        """A backward pass comes to the graph of a batch before the one in hand.
+
+        Raises:
+            ConfigError: it came to another batch's before.
+        """
+        if other is None:
+            self._reducer.weigh_pass(part)
+            return
+        first, second = sorted(each.label.step for each in (part, other))
+        raise ConfigError(
+            "one backward pass goes through the forward passes of batches "
+            f"{first} and {second}, of which the ranks hold other shares, so that no "
+            "weight of its gradients is right for both: call backward() on each "
+            "batch's loss, and the gradients add up until zero_grad()"
         )
 
     def _report(self) -> None:
@@ -332,5 +385,14 @@ class SyncEpoch:
             max_samples=self._worker.max_samples,
             parameter_norm=self._hooks.parameter_norm() if tells_norm else 0.0,
             scalars=self._hooks.scalars(is_last),
+            unknown=EARLY if self._hooks.graphs.is_live else self._hooks.unknown(),
         )
         self._reducer.run_beneath(self._report_beneath)
+
+
+def _look(
+    numbers: NonFiniteWatch, graphs: LiveGraph, step: Step, came: dict[int, int]
+) -> None:
+    """A backward pass of a step is complete, and its gradients not reduced."""
+    graphs.refuse_unseen()
+    numbers.look(step.part, came)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
+from elche.runtime.watch.followed_schedulers import check_scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +27,12 @@ class SetupConfig:
         samples_per_epoch: of an IterableDataset; None for its ``len()``.
         weight_of: what a batch weighs; None: its samples.
         micro_batches: as in `Training`.
+        schedulers: follow the run's progress in windows.
+        copies: as in `Training`.
+        is_default: the policy was not named.
 
     Raises:
-        ConfigError: there are to be no epochs.
+        ConfigError: there are to be no epochs, or one is no scheduler of torch's.
     """
 
     config: RunConfig
@@ -34,8 +40,13 @@ class SetupConfig:
     samples_per_epoch: int | None = None
     weight_of: WeightOf | None = None
     micro_batches: bool = False
+    schedulers: Sequence[LRScheduler] = ()
+    copies: Sequence[nn.Module] = ()
+    is_default: bool = False
 
     def __post_init__(self) -> None:
+        for scheduler in self.schedulers:
+            check_scheduler(scheduler)
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"expected epochs of at least 1, got {self.epochs!r}")
 
@@ -52,6 +63,9 @@ class Training:
         weights: what batches weigh in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
             parts, as that of the `Trainer` does; one that the user owns must not.
+        copies: of the model, which the loop updates (EMA).
+        is_default: the policy was not named, and windows could take its place.
+        epochs: of the run, if the user has said so.
     """
 
     config: RunConfig
@@ -60,3 +74,6 @@ class Training:
     loader: DataLoader[Any]
     weights: BatchWeights | None = None
     micro_batches: bool = False
+    copies: Sequence[nn.Module] = ()
+    is_default: bool = False
+    epochs: int | None = None

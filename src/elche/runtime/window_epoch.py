@@ -6,11 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.gradients.reducer import GradientReducer
 from elche.coordination.accounts.batch_ranges import Range, append_range
 from elche.coordination.accounts.delivered_times import BatchCost
+from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.events import (
     EpochLeft,
     Event,
@@ -22,6 +25,7 @@ from elche.coordination.protocol.instructions import (
     EndEpoch,
     GrantBatches,
     Instruction,
+    LeaveOut,
     Reduce,
 )
 from elche.coordination.protocol.messages import Scalars
@@ -34,6 +38,9 @@ from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.notifications import warn_discarded
 from elche.runtime.process.worker import Worker
+from elche.runtime.watch.followed_schedulers import FollowedSchedulers
+from elche.runtime.watch.live_graph import LiveGraph, fetched_too_early
+from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -48,17 +55,29 @@ class EpochHooks:
         check: called at the end of every window; raises if the run cannot go on.
         scalars: what the user logged since it was last asked; True waits for all.
         parameter_norm: the L2 norm of what is trained; waits for the device.
+        graphs: whose backward pass has not come.
         numbers: whether this rank's own gradients were numbers, in this epoch and
             before.
         adopt: takes model and optimizers of one rank, with all ranks.
+        schedulers: those that were handed over.
+        copies: of the model, that the loop keeps.
+        leave_out: shares steps among others from now on; returns what reduces them.
+        unknown: names state of this rank that cannot be carried to another, or "".
     """
 
     on_error: Callable[[ElcheError], None]
     check: Callable[[], None]
     scalars: Callable[[bool], Scalars]
     parameter_norm: Callable[[], float]
+    graphs: LiveGraph
     numbers: NonFiniteRecord = field(default_factory=NonFiniteRecord)
     adopt: Callable[[int], None] | None = None
+    schedulers: FollowedSchedulers = field(
+        default_factory=lambda: FollowedSchedulers("sync", float, StepCount())
+    )
+    copies: ModelCopies | None = None
+    leave_out: Callable[[LeaveOut], GradientReducer] | None = None
+    unknown: Callable[[], str] = str
 
 
 class WindowEpoch:
@@ -88,6 +107,8 @@ class WindowEpoch:
         self._sync = sync
         self._loop = loop
         self._hooks = hooks
+        self._graphs = hooks.graphs
+        self._policy = "async" if sync.is_overlapped else "cadence"
         self._reports = LeaseReports(worker.rank, positions.epoch)
         self._not_begun = 0
         self._in_hand: tuple[int, int, float, float] | None = None
@@ -95,7 +116,7 @@ class WindowEpoch:
         self._trained: list[Range] = []
         self._weight: float | None = None
         self._transfer_s = 0.0
-        self._is_leaving = False
+        self._is_leaving = self._has_trained = False
         self._closed_s = 0.0
         self._waited_s = 0.0
         self._held_s = 0.0
@@ -126,10 +147,14 @@ class WindowEpoch:
 
     def batches(self) -> Generator[Any, None, None]:
         """Yields this rank's batches; a break drains and ends the epoch everywhere."""
+        refuse = partial(_refuse_late, self._policy)
+        self._graphs.begin_epoch(refuse if self._sync.weighs_gradients else None)
         try:
             yield from self._train()
         except GeneratorExit:
             self.leave()
+        finally:
+            self._graphs.end_epoch()
 
     def leave(self, *, is_known: bool = False) -> None:
         """The loop broke off, or had before this began, which ``is_known``."""
@@ -143,6 +168,7 @@ class WindowEpoch:
         while True:
             action = self._next()
             if action.do is Do.STOP:
+                self._end()
                 return
             if action.do is not Do.TRAIN:
                 self._carry_out(action)
@@ -159,7 +185,13 @@ class WindowEpoch:
             self._transfer_s = self._leased.transfer_s
             said = self._leased.weight
             self._weight_in_hand = float(samples) if said is None else said
-            self._sync.begin_batch(self._weight_in_hand)
+            parts = self._positions.sizes.whole_of(batch) / samples
+            self._sync.begin_batch(self._weight_in_hand, parts)
+            self._graphs.begin(batch)
+            if not self._sync.is_common_step:
+                self._hooks.schedulers.advance(self.progress_samples)
+            if self._hooks.copies is not None:
+                self._hooks.copies.begin_batch(samples)
             yield data
             self._batch_done()
             began_s = time.monotonic()
@@ -171,6 +203,7 @@ class WindowEpoch:
             time.monotonic(),
             has_work=self._not_begun > 0,
             is_reduced=in_flight and self._sync.poll(),
+            is_live=self._graphs.is_live,
         )
 
     def _carry_out(self, action: Action) -> None:
@@ -207,7 +240,9 @@ class WindowEpoch:
         if self._in_hand is None:
             return
         batch, samples, began_s, ready_s = self._in_hand
-        self._in_hand = None
+        self._in_hand, self._has_trained = None, True
+        if self._hooks.copies is not None:
+            self._hooks.copies.batch_done()
         if self._leased.weight is not None:
             self._weight = (self._weight or 0.0) + self._weight_in_hand
         append_range(self._trained, (batch, batch + 1))
@@ -232,11 +267,15 @@ class WindowEpoch:
 
     def _close_window(self) -> None:
         self._hooks.check()
+        if self._sync.is_common_step:
+            committed = self._loop.committed_samples
+            self._hooks.schedulers.advance(committed, is_agreed=True)
         began_s = time.monotonic()
         is_finite = self._sync.close(begins=self._loop.begins_at_close)
         if not is_finite:
             warn_discarded(self._worker.rank, self._trained, self._positions)
         waits = not (self._sync.is_overlapped and self._leased.has_work)
+        copies = self._hooks.copies
         self._worker.send(
             *self._done(),
             WindowClosed(
@@ -249,6 +288,8 @@ class WindowEpoch:
                 has_moved=self._sync.has_moved,
                 scalars=self._hooks.scalars(waits),
                 weight=self._weight,
+                periods=self._hooks.schedulers.periods(),
+                copies=copies.closed(is_finite=is_finite) if copies else (),
             ),
         )
         self._trained.clear()
@@ -270,6 +311,7 @@ class WindowEpoch:
             result: SyncResult = self._sync.finish(plan, is_drained=drained)
         else:
             result = self._sync.reduce(plan)
+        self._graphs.moved(self._policy)
         adopted_at = self._loop.batches if is_begun else 0
         now_s = time.monotonic()
         self._worker.timeline.add(f"sync {plan.window}", SYNC, started_s, now_s)
@@ -292,6 +334,8 @@ class WindowEpoch:
                 parameter_norm=self._hooks.parameter_norm() if norm is None else norm,
             )
         )
+        if self._hooks.copies is not None:  # no cost of a reduction: one per batch
+            self._hooks.copies.committed(plan.copies, self._sync.common)
 
     def handle(self, instruction: Instruction) -> None:
         """Takes an instruction of the epoch."""
@@ -306,6 +350,8 @@ class WindowEpoch:
             self._discard()
         if isinstance(instruction, EndEpoch):
             self._leased.end()
+        if isinstance(instruction, Reduce):
+            self._hooks.schedulers.agree(instruction.periods)
         self._loop.handle(instruction, time.monotonic())
 
     def _discard(self) -> None:
@@ -317,7 +363,10 @@ class WindowEpoch:
 
     def _leave(self, is_known: bool) -> None:
         """The loop broke off: commit what was trained, and end the epoch for all."""
-        if self.end is not None or self._worker.is_closed:
+        if self._worker.is_closed:
+            return
+        if self.end is not None:
+            self._end()
             return
         self._is_leaving = True
         self._batch_done()
@@ -338,3 +387,19 @@ class WindowEpoch:
             self._worker.send(left)
         while (action := self._next()).do is not Do.STOP:
             self._carry_out(action)
+        self._end()
+
+    def _end(self) -> None:
+        """Every contribution of the epoch is in the model, on all ranks."""
+        if self._hooks.copies is not None:
+            group, has_trained = self._worker.group, self._has_trained
+            self._hooks.copies.end_epoch(group, has_trained=has_trained)
+
+
+def _refuse_late(policy: str, batch: int, other: int | None) -> None:
+    """A backward pass is not of the batch in hand, as whose its gradients are weighed.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise fetched_too_early(policy)

@@ -8,14 +8,15 @@ who take part. Independent of the coordinator's ledger, so each checks the other
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.protocol.instructions import Reduce
 
-Batch = tuple[int, int]
-"""(epoch, batch)."""
+Batch = tuple[int, int, int, int]
+"""(epoch, global batch, its first sample of these, one past the last)."""
 
 
 @dataclass(slots=True)
@@ -143,20 +144,20 @@ class Books:
             model.common = theirs.common
 
     def check_epoch(
-        self, ranks: Iterable[int], epoch: int, num_batches: int, *, whole: bool
+        self, ranks: Iterable[int], epoch: int, sizes: BatchSizes, *, whole: bool
     ) -> frozenset[int]:
-        """All ranks hold one model at an epoch's end, with each batch in it once.
+        """All ranks hold one model at an epoch's end, with each sample in it once.
 
         Or not at all, where it is discarded; that is once, too.
 
         Args:
             ranks: who is there.
             epoch: that ended.
-            num_batches: of it.
-            whole: every batch must be in; otherwise some may be missing.
+            sizes: its global batches.
+            whole: every sample must be in; otherwise some may be missing.
 
         Returns:
-            The batches of the epoch that are in.
+            The batches of the epoch that are in as a whole.
         """
         members = list(ranks)
         commons = {self.model(rank).common for rank in members}
@@ -172,9 +173,27 @@ class Books:
             assert self.model(rank).steps == steps, f"rank {rank} took other steps"
         common = self.commons[commons.pop()] + Counter(steps)
         done = common + self.discarded
-        counts = {batch: n for (e, batch), n in done.items() if e == epoch}
+        counts = {batch: n for batch, n in done.items() if batch[0] == epoch}
         twice = {batch: n for batch, n in counts.items() if n != 1}
         assert not twice, f"epoch {epoch}: batches counted not once: {twice}"
-        missing = set(range(num_batches)) - set(counts)
-        assert not (whole and missing), f"epoch {epoch}: missing {sorted(missing)[:9]}"
-        return frozenset(batch for batch in counts if (epoch, batch) in common)
+        once = _samples_by_batch(counts)
+        held = _samples_by_batch(counts.keys() & common.keys())
+        missing = [
+            batch
+            for batch in range(sizes.num_batches)
+            if once[batch] != sizes.run_of(batch)[0]
+        ]
+        assert not (whole and missing), f"epoch {epoch}: missing {missing[:9]}"
+        return frozenset(b for b, n in held.items() if n == sizes.run_of(b)[0])
+
+
+def _samples_by_batch(parts: Iterable[Batch]) -> dict[int, int]:
+    """Samples of each global batch in parts of them, of which none overlap."""
+    ends: dict[int, int] = defaultdict(int)
+    samples: dict[int, int] = defaultdict(int)
+    for part in sorted(parts):
+        _, batch, start, stop = part
+        assert ends[batch] <= start < stop, f"{part}: the samples before were in twice"
+        ends[batch] = stop
+        samples[batch] += stop - start
+    return samples

@@ -213,7 +213,7 @@ class SimulatedRun:
 
     Attributes:
         samples: of an epoch.
-        batch_size: of a step (of all ranks together under ``sync``).
+        batch_size: of a global batch.
         model_bytes: what a reduction sends.
         epochs: so many.
         seed: of all that is drawn.
@@ -228,7 +228,8 @@ class SimulatedRun:
         batch_sizes: of an epoch, as runs of (samples, batches), instead of
             ``samples`` and ``batch_size``.
         plans: a plan to replay per epoch.
-        bad_batches: of each epoch, whose gradients are not finite (under windows).
+        bad_batches: global ones of each epoch, whose gradients are not finite (under
+            windows).
     """
 
     samples: int = 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elche.cadence.convergence import sample_efficiency
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.local_batches import local_cut
 from elche.sim.history import Phase
 from elche.sim.simulation import Simulation
 
@@ -28,7 +30,7 @@ class PhaseReport:
         samples: trained on.
         ranks: of them took part.
         windows: synchronisations.
-        window_batches: batches of all ranks in a mean window.
+        window_batches: local batches of all ranks in a mean window.
         lag_batches: mean batches of the fastest rank until an average was adopted.
         sample_efficiency: that the convergence table gives for this.
     """
@@ -88,9 +90,16 @@ def effective_samples(phases: tuple[PhaseReport, ...]) -> float:
 
 
 def run_batches(sim: Simulation) -> float:
-    """Batches of all ranks in the whole run, as it was meant to be."""
+    """Local batches of all ranks in the whole run, as it was meant to be."""
     run = sim.cluster.run
-    return float(run.epochs * sum(count for _, count in run.sizes))
+    return float(run.epochs * BatchSizes(run.sizes, _cut(sim)).num_batches)
+
+
+def _cut(sim: Simulation) -> BatchCut:
+    """How windows of the run cut its batches."""
+    run = sim.cluster.run
+    ranks = sim.cluster.world_size
+    return local_cut(run.config.windows, ranks, run.min_share_samples)
 
 
 def fastest_alone(sim: Simulation) -> float:
@@ -116,11 +125,12 @@ def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
     }
     most = max((counts[0] for counts in done.values()), default=0)
     ranks = sum(counts[0] > TRIALS * most for counts in done.values())
-    batches = samples / sim.cluster.run.sizes[0][0] / max(1, windows)
+    batches = samples / max(1, windows)
+    batches /= _cut(sim).largest_of(sim.cluster.run.sizes[0][0])
     _, adoptions, late = max(done.values(), default=(0, 0, 0))
     lag = late / max(1, adoptions)
     efficiency = 1.0
-    if samples and ranks:
+    if samples and ranks and began.policy != "sync":
         efficiency = sample_efficiency(
             began.policy, ranks, batches, lag, run_batches=run_batches(sim)
         )

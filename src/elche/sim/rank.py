@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from elche.cadence.throughput import CostEstimate
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import EpochOpened, Join, Left, Regrouped
 from elche.coordination.protocol.instructions import (
@@ -88,6 +88,7 @@ class Rank:
         self.sizes = BatchSizes(())
         self.reduced = -1
         self.changed: set[int] = set()
+        self.left_out: frozenset[int] = frozenset()
         self.is_back = False
         self._probe_s = 0.0
         self._is_new = is_new
@@ -107,7 +108,7 @@ class Rank:
         run = self.sim.cluster.run
         for number in range(run.runs):
             self.run = number
-            self.reduced = -1
+            self.reduced, self.left_out = -1, frozenset()
             self.sim.send(join_of(self.sim.cluster, self.rank, self.device))
             epoch = 0
             while epoch < run.epochs:
@@ -115,7 +116,7 @@ class Rank:
                 begin = yield from self._begin(epoch)
                 self.history.wait(self.rank, START, began_s, self.now_s)
                 epoch = begin.epoch
-                self.sizes = BatchSizes(begin.sizes)
+                self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
                 yield from self._epoch_of(self, begin)
                 epoch += 1
                 if run.pause_s:
@@ -154,7 +155,7 @@ class Rank:
         return busy_s, is_warm or not device.first_batch_s
 
     def trained(self, epoch: int, batch: int, start: int, stop: int) -> None:
-        """Notes what this rank has trained on: samples of a batch."""
+        """Notes what this rank has trained on: samples of a global batch."""
         self.sums.batches += 1
         self.sums.samples += stop - start
         if self.history.has_details:

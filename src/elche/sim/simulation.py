@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.protocol.events import Disconnected, Event, Failed, Tick
 from elche.coordination.protocol.instructions import (
     BeginEpoch,
@@ -142,7 +142,10 @@ class Simulation(World):
             switch = steps.switch
             if switch is None:
                 return
-            begin = replace(begin, policy=switch.policy, window=switch.window)
+            begin = replace(
+                begin, policy=switch.policy, window=switch.window, cut=switch.cut
+            )
+            rank.sizes = rank.sizes.cut_by(BatchCut(*switch.cut))
             inbox = self.engine.processes[rank.rank].inbox
             inbox.extendleft(reversed(steps.later))
         yield from SimulatedWindowEpoch(rank, begin).train()
@@ -162,9 +165,9 @@ class Simulation(World):
             there = [rank for rank in began if self.engine.processes[rank].is_alive]
             if there and self.history.ended[run, epoch].issuperset(there):
                 whole = not any(e == epoch for _, e in self._breaks)
-                batches = BatchSizes(self.cluster.run.sizes).num_batches
+                sizes = BatchSizes(self.cluster.run.sizes)
                 self.history.committed[run, epoch] = self.books[run].check_epoch(
-                    there, epoch, batches, whole=whole
+                    there, epoch, sizes, whole=whole
                 )
 
     def is_turned_away(self, rank: int) -> bool:

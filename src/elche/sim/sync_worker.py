@@ -21,6 +21,7 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
     JoinPasses,
+    LeaveOut,
     MetricsReported,
     PolicyChosen,
     RankLeft,
@@ -61,6 +62,7 @@ class SimulatedSyncEpoch:
         self._end: EndEpoch | None = None
         self._regroup: Regroup | None = None
         self._adopt: Adopt | None = None
+        self._has_changed = False
         self.switch: SwitchPolicy | None = None
         self.later: list[Instruction] = []
         rank.reduced = -1
@@ -75,6 +77,8 @@ class SimulatedSyncEpoch:
                 yield from self._reform(self._regroup)
             elif self._adopt is not None:
                 yield from self._take_over(self._adopt)
+            elif self._has_changed:
+                yield from self._join_others()
             elif self._end is not None:
                 break
             elif self.switch is not None and self.switch.step <= rank.reduced + 1:
@@ -190,7 +194,7 @@ class SimulatedSyncEpoch:
         if self._sim.books is not None:
             self._sim.books[rank.run].took_step(
                 rank.rank,
-                (self._epoch, item.number),
+                (self._epoch, *rank.sizes.part_of(item.number)),
                 collective.value,
                 rank.sizes.run_of(item.number)[0],
             )
@@ -229,6 +233,26 @@ class SimulatedSyncEpoch:
         if not (yield from self._rank.regroup(regroup, self._epoch)):
             yield from self._await_regroup()
 
+    def _join_others(self) -> Script:
+        """Forms the group of those who are not left out, and finds its buckets."""
+        rank, began_s, self._has_changed = self._rank, self._rank.now_s, False
+        if rank.rank in rank.left_out:
+            return
+        key = "left out", rank.run, rank.generation, self._epoch, rank.reduced
+        formed = yield rank.engine.arrive(
+            (*key, rank.left_out),
+            rank.rank,
+            lambda: Collective(self._members, self._sim.cluster.run.regroup_s),
+        )
+        rank.history.wait(rank.rank, REGROUP, began_s, rank.now_s)
+        if not formed:
+            yield from self._await_regroup()
+
+    @property
+    def _members(self) -> frozenset[int]:
+        """Ranks that take part in steps."""
+        return self._sim.groups[self._rank.generation] - self._rank.left_out
+
     def _take_over(self, adopt: Adopt) -> Script:
         """Takes the model of the rank that has taken most steps, with all ranks."""
         rank, began_s = self._rank, self._rank.now_s
@@ -236,7 +260,7 @@ class SimulatedSyncEpoch:
         members = self._sim.groups[rank.generation]
         link, run = rank.engine.link, self._sim.cluster.run
         taken = yield rank.engine.arrive(
-            ("adopt step", rank.run, rank.generation),
+            ("adopt step", rank.run, rank.generation, self._epoch, adopt.window),
             rank.rank,
             lambda: Collective(
                 members, link.broadcast_s(run.model_bytes, len(members))
@@ -263,7 +287,7 @@ class SimulatedSyncEpoch:
 
     def _new(self) -> Collective:
         run, config = self._sim.cluster.run, self._sim.cluster.run.config
-        members = self._sim.groups[self._rank.generation]
+        members = self._members
         bucket_bytes = config.transport.bucket_cap_mb * BYTES_PER_MIB
         buckets = max(1, math.ceil(run.model_bytes / bucket_bytes))
         cost_s = self._rank.engine.link.reduce_s(run.model_bytes, len(members))
@@ -284,9 +308,15 @@ class SimulatedSyncEpoch:
             return
         if isinstance(instruction, Regroup):
             self._regroup, self._adopt = instruction, None
+            rank.left_out, self._has_changed = frozenset(), False
             return
         if isinstance(instruction, Adopt):
             self._adopt = instruction
+            return
+        if isinstance(instruction, LeaveOut):
+            left_out = frozenset(instruction.left_out)
+            self._has_changed = left_out != rank.left_out
+            rank.left_out = left_out
             return
         if isinstance(
             instruction, (MetricsReported, PolicyChosen, RankLeft, JoinPasses)

@@ -102,7 +102,8 @@ class SimulatedWindowEpoch:
         rank.sums.compute_s += compute_s
         rank.sums.load_s += item.load_s
         rank.history.batch(rank.rank, f"batch {item.number}", ready_s, now_s)
-        rank.trained(self._epoch, item.number, 0, item.samples)
+        part = rank.sizes.part_of(item.number)
+        rank.trained(self._epoch, *part)
         rank.history.count(
             (rank.run, self._epoch),
             item.number,
@@ -111,8 +112,8 @@ class SimulatedWindowEpoch:
         )
         if self._sim.books is not None:
             books = self._sim.books[rank.run]
-            books.model(rank.rank).drift.append((self._epoch, item.number))
-        self._is_finite &= item.number not in self._bad
+            books.model(rank.rank).drift.append((self._epoch, *part))
+        self._is_finite &= part[0] not in self._bad
         cost = BatchCost(
             samples=item.samples,
             busy_s=now_s - began_s,

@@ -142,13 +142,15 @@ def _misuse(case: str) -> str:
             if case == "gradients":
                 assert session_state.state_dict()["averaging"] is None
                 session_state.load_state_dict(
-                    {"version": 1, "samples": 0, "averaging": {}}
+                    {"version": 2, "samples": 0, "steps": 0.0, "averaging": {}}
                 )
             state = session_state.state_dict()
             if case == "version":
                 session_state.load_state_dict({**state, "version": 7})
             if case == "samples":
                 session_state.load_state_dict({**state, "samples": -1})
+            if case == "steps":
+                session_state.load_state_dict({**state, "steps": float("nan")})
             if case == "entries":
                 session_state.load_state_dict({"model": state})
             if case == "codec":
@@ -168,8 +170,9 @@ def _misuse(case: str) -> str:
     [
         ("no run", r"elche\.state_dict\(\) needs a run: call elche\.setup first"),
         ("gradients", "is of averaged parameters, and this run reduces gradients"),
-        ("version", "expected a state of version 1, got 7"),
+        ("version", "expected a state of version 2, got 7"),
         ("samples", "expected samples from 0 on in the state, got -1"),
+        ("steps", r"expected steps from 0\.0 on in the state, got nan"),
         ("entries", r"expected a state with entries \[.*\], got \['model'\]"),
         ("codec", "rank 0 cannot load its state: expected 323 elements of float32"),
         ("loop", r"state_dict\(\) inside an epoch"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.buckets import Bucket
-from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer, StepPart
 from elche.comm.transport.exchange import SharedExchange
 from elche.errors import ConfigError
 
@@ -79,7 +79,7 @@ def test_a_message_is_summed_before_the_next_gradient(
         seen.append([e.is_collected for e in (first, second, third)])
 
     chain[0].register_hook(look)  # the last gradient is about to be accumulated
-    made.begin_step(0.5, 2)
+    made.begin_step(StepPart(0.5, 2))
     loss_of(chain).backward()
     made.end_step()
     assert seen == [[True, True, True]] or seen == [[True, True, False]]
@@ -92,7 +92,7 @@ def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> No
     come(second)
     come(third)
     chain[0].register_hook(lambda gradient: come(first))
-    made.begin_step(1.0, 2)
+    made.begin_step(StepPart(1.0, 2))
     loss_of(chain).backward()
     made.end_step()
     assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
@@ -105,7 +105,7 @@ def test_own_gradients_are_let_go_when_the_next_pass_begins(
     for _ in range(2):
         for exchange in exchanges(made):
             come(exchange)
-        made.begin_step(1.0, 2)
+        made.begin_step(StepPart(1.0, 2))
         loss_of(chain).backward()
         made.end_step()
         kept = made._pass._handed_out._kept
@@ -118,7 +118,7 @@ def test_own_gradients_are_let_go_when_the_next_pass_begins(
     )
     for exchange in exchanges(made):
         come(exchange)
-    made.begin_step(1.0, 2)
+    made.begin_step(StepPart(1.0, 2))
     loss_of(chain).backward()
     made.end_step()
     assert held == [[]]
@@ -133,7 +133,7 @@ def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(
         come(exchange)
 
     def run(*, holds: bool = False) -> None:
-        made.begin_step(1.0, 2)
+        made.begin_step(StepPart(1.0, 2))
         made.hold(holds)
         loss_of(chain).backward()
         made.end_step()
@@ -165,7 +165,7 @@ def test_a_hook_that_returns_something_is_refused_in_torchs_own_words(
     for parameter in chain:
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
     made = reducer(chain)
-    made.begin_step(0.5, 2)
+    made.begin_step(StepPart(0.5, 2))
     with pytest.raises(RuntimeError, match="hooks should return None"):
         loss_of(chain).backward()
 

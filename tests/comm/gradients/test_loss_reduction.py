@@ -125,6 +125,7 @@ def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None
         options={
             "policy": "cadence",
             "update": "gradients",
+            "local_batch_size": 16,
             "deterministic": True,
             "speed_hints": (1.0, 0.5),
         },

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.gradients.reducer import GradientReducer, StepPart
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 Gradients = list[torch.Tensor | None]
@@ -102,7 +102,7 @@ def test_any_shares_give_the_gradient_of_the_union(
         for step, sizes in enumerate(steps):
             model.zero_grad()
             mine, active = sizes[group.rank], sum(size > 0 for size in sizes)
-            reducer.begin_step(mine / sum(sizes), active)
+            reducer.begin_step(StepPart(mine / sum(sizes), active))
             # A rank without samples runs its loop body on some that are not its own.
             x = batch_of(group.rank, step, mine or 4)
             model.losses(x).mean().backward()
@@ -120,7 +120,7 @@ def test_what_weighs_nothing_is_not_multiplied_by_zero() -> None:
     def run(group: ThreadGroup, model: Net) -> Gradients:
         reducer = reducer_of(model, group, 1)
         reducer.attach()
-        reducer.begin_step(float(group.rank == 0), 1)
+        reducer.begin_step(StepPart(float(group.rank == 0), 1))
         x = batch_of(group.rank, 0, 5)
         x[group.rank :] *= 1.0 if group.rank == 0 else torch.inf
         model.losses(x).mean().backward()
@@ -141,7 +141,7 @@ def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
         found = []
         for step, sizes in enumerate(steps):
             model.zero_grad()
-            reducer.begin_step(sizes[group.rank] / sum(sizes), 2)
+            reducer.begin_step(StepPart(sizes[group.rank] / sum(sizes), 2))
             model.losses(
                 batch_of(group.rank, step, sizes[group.rank])
             ).mean().backward()
@@ -157,7 +157,7 @@ def test_a_parameter_that_only_one_rank_uses(cap_bytes: int) -> None:
 def accumulated(model: Net, reducer: GradientReducer, group: ThreadGroup) -> None:
     """Two steps without zero_grad between them, as gradient accumulation does."""
     for step, sizes in enumerate(ACCUMULATED):
-        reducer.begin_step(sizes[group.rank] / sum(sizes), 2)
+        reducer.begin_step(StepPart(sizes[group.rank] / sum(sizes), 2))
         model.losses(batch_of(group.rank, step, sizes[group.rank])).mean().backward()
         reducer.end_step()
 
@@ -167,7 +167,7 @@ def in_micro_batches(model: Net, reducer: GradientReducer, group: ThreadGroup) -
     for step, sizes in enumerate(ACCUMULATED):
         mine = sizes[group.rank]
         pieces = batch_of(group.rank, step, mine).split(4)
-        reducer.begin_step(mine / sum(sizes), 2)
+        reducer.begin_step(StepPart(mine / sum(sizes), 2))
         passes = reducer.backward_passes
         for number, piece in enumerate(pieces):
             reducer.hold(number < len(pieces) - 1)
@@ -212,7 +212,7 @@ def test_ranks_weigh_what_the_user_says() -> None:
         for step, each in enumerate(weights):
             model.zero_grad()
             mine = sizes[group.rank]
-            reducer.begin_step(mine / sum(sizes), 3, each[group.rank])
+            reducer.begin_step(StepPart(mine / sum(sizes), 3, each[group.rank]))
             model.losses(batch_of(group.rank, step, mine)).mean().backward()
             reducer.end_step()
             found.append(gradients_of(model))
@@ -252,7 +252,7 @@ def test_buckets_follow_the_order_and_number_of_gradients_that_were_seen() -> No
         found = [(_bucket_bytes(reducer), gradients_of(model))]
         for step in range(2):
             model.zero_grad()
-            reducer.begin_step(0.5, 2)
+            reducer.begin_step(StepPart(0.5, 2))
             model(batch_of(group.rank, step, 3)).backward()
             reducer.end_step()
             found.append((_bucket_bytes(reducer), gradients_of(model)))

@@ -95,6 +95,7 @@ def test_gradient_windows_of_unequal_shares(ranks2: RankPool, loss: str) -> None
         options={
             "policy": "cadence",
             "update": "gradients",
+            "local_batch_size": 16,
             "deterministic": True,
             "speed_hints": (1.0, 0.5),
         },
@@ -119,6 +120,7 @@ def test_drifts_of_unequal_windows(
     options = {
         "policy": policy,
         "drift_weights": "samples",
+        "local_batch_size": 6,
         "deterministic": True,
         "speed_hints": (1.0, 0.5, 0.5),
         "record": str(record),

@@ -97,8 +97,9 @@ def test_steps_of_one_size_count_as_their_samples() -> None:
     gauge.learn(0.001)
     found = gauge.cluster(BATCH)
     assert found.fixed_s == (0.0, 0.0)
-    assert found.batch_s(0) == pytest.approx(0.04)
-    assert found.batch_s(1) == pytest.approx(0.16)
+    assert found.global_batch_size == 2 * found.batch_size == BATCH
+    assert found.batch_s(0) == pytest.approx(0.02)
+    assert found.batch_s(1) == pytest.approx(0.08)
 
 
 def test_steps_of_other_sizes_tell_what_a_step_costs_beside_its_samples() -> None:
@@ -140,7 +141,7 @@ def test_a_glance_takes_cold_steps_and_leaves_the_gauge_as_it_was() -> None:
     quick = gauge.quick_gauge(reports, 3.0)
     found = quick.cluster(BATCH)
     assert found.sync_s == pytest.approx(3.0)
-    assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([10.0, 5.0])
+    assert [found.batch_s(rank) for rank in (0, 1)] == pytest.approx([5.0, 2.5])
     assert gauge.measurements == 0
     assert quick.is_cold
     quick.finish_learning()

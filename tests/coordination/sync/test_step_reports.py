@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
+from elche.comm.gradients.reducer import StepPart
 from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.delivered_times import BatchCost
 from elche.coordination.protocol.events import Event, StepsDone
@@ -17,6 +19,7 @@ from elche.coordination.sync.step_reports import StepReports
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.sync_epoch import SyncEpoch
+from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.window_epoch import EpochHooks
 from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.simulation import Simulation, Watch
@@ -164,9 +167,7 @@ class Shell:
         pass
 
     # the reducer
-    def begin_step(
-        self, scale: float, active_ranks: int, weight: float | None = None
-    ) -> None:
+    def begin_step(self, part: StepPart) -> None:
         pass
 
     def end_step(self) -> None:
@@ -184,7 +185,13 @@ class Shell:
 def said_by_the_shell(*, has_backward: bool = True) -> list[str]:
     """What a rank of the real shell does, in order: its loop's bodies and messages."""
     shell = Shell()
-    hooks = EpochHooks(lambda error: None, lambda: None, lambda waits: (), lambda: 0.0)
+    hooks = EpochHooks(
+        lambda error: None,
+        lambda: None,
+        lambda waits: (),
+        lambda: 0.0,
+        LiveGraph(nn.Identity()),
+    )
     positions = EpochPositions(
         list("x" * STEPS * BATCH), BatchSizes(((BATCH, STEPS),)), 0, None
     )

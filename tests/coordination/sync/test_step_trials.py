@@ -19,6 +19,7 @@ from elche.coordination.policy import Member, Policy
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.protocol.instructions import GrantSteps, Instruction
 from elche.coordination.sync.sync_policy import SyncPolicy
+from tests.harness.reached import reach
 from tests.harness.settings import nested
 
 HORIZON = 3
@@ -102,6 +103,9 @@ def test_a_trial_is_a_single_step_and_the_next_one_comes_later() -> None:
     assert long[-1].shares == (6, 2)  # it was as good, and stays
 
 
+@pytest.mark.reaches(
+    "a tail", "a tail smaller than the world", "unequal noisy first steps"
+)
 @given(
     st.integers(2, 5).flatmap(
         lambda world: st.tuples(
@@ -141,5 +145,24 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
     for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):
         total = sum(grant.shares)
         assert {total} == set(sizes[grant.start : grant.stop])
+        is_first = grant.start < 10 and total == batch
+        reach("unequal noisy first steps", is_first and max(grant.shares) > spare)
+        reach("a tail", world * least <= total < batch)
+        reach("a tail smaller than the world", total < world * least)
         if total >= world * least:
             assert min(grant.shares) >= least, grant
+
+
+@pytest.mark.parametrize("hints", [None, (3.0, 1.0)], ids=str)
+def test_fixed_shares_keep_columns_on_their_rank(
+    hints: tuple[float, float] | None,
+) -> None:
+    """By the hints or equal from the first step on, however slow a rank becomes."""
+    config = RunConfig(shares="fixed", speed_hints=hints)
+    policy = SyncPolicy(members(2), Settings(config=config))
+    sizes = BatchSizes.of([16] * 300 + [13, 1])
+    seen = run_epoch(policy, sizes, lambda rank, share, step: 0.001 * (1 + 9 * rank))
+    first = (12, 4) if hints else (8, 8)
+    assert {grant.shares for grant in seen if grant.stop <= 300} == {first}
+    assert [grant.shares for grant in seen[-2:]] == [(first[0], 13 - first[0]), (1, 0)]
+    assert max(grant.stop - grant.start for grant in seen) > 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.protocol.instructions import (
@@ -17,12 +20,15 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.window_loop import (
     AGAIN,
     CLOSED,
+    HELD_WINDOWS,
+    LEASE,
     LINGER_S,
     LOOK_EVERY_S,
     Do,
     WindowLoop,
 )
 from elche.errors import ProtocolError
+from tests.harness.reached import reach
 
 
 def opened(window: int = 0, **changes: Any) -> OpenWindow:
@@ -255,3 +261,63 @@ def test_an_order_to_close_is_of_the_window_in_hand(window: int, obeys: bool) ->
     loop.handle(CloseWindow(rank=0, epoch=0, window=window, drain=False), 1.0)
     expected = Do.CLOSE if obeys else Do.TRAIN
     assert loop.next(1.0, has_work=True).do is expected
+
+
+@pytest.mark.reaches("held", "moved", "given up")
+@given(
+    is_overlapped=st.booleans(),
+    planned=st.integers(1, 3),
+    runs=st.lists(st.integers(0, 16), min_size=1, max_size=5),
+)
+def test_a_live_graph_holds_back_what_changes_parameters(
+    is_overlapped: bool, planned: int, runs: list[int]
+) -> None:
+    """To the next boundary without one, and for three windows at most."""
+    loop = WindowLoop(CostEstimate(0.1), overlapped=is_overlapped)
+    loop.handle(opened(wall_s=0.1 * planned, planned_batches=planned), 0.0)
+    now_s, held = 0.0, 0
+    live = [is_live for run in runs for is_live in (False, *[True] * run)]
+    for is_live in live:
+        held = held if is_live else 0
+        is_ahead = False  # a batch is begun, or the boundary is not over
+        while not is_ahead:
+            args: dict[str, bool] = {"has_work": True, "is_reduced": True}
+            due = copy.deepcopy(loop).next(now_s, **args).do
+            moves = due is (Do.FINISH if is_overlapped else Do.CLOSE)
+            done = loop.next(now_s, **args, is_live=is_live).do
+            if is_live and moves and held < HELD_WINDOWS * planned:
+                reach("held")
+                assert done is Do.TRAIN
+                held += 1
+            else:
+                assert done is due
+                reach("given up" if is_live and moves else "moved", moves)
+            is_ahead = done is Do.TRAIN
+            carry_out(loop, done, now_s, planned)
+        now_s += 0.1
+        loop.trained(0.1)
+
+
+def carry_out(loop: WindowLoop, done: Do, now_s: float, planned: int) -> None:
+    """All ranks do the same at once."""
+    if done is Do.CLOSE:
+        loop.closed(now_s)
+        loop.handle(reduction(loop.window - 1), now_s)
+        plan = opened(loop.window, wall_s=0.1 * planned, planned_batches=planned)
+        loop.handle(plan, now_s)
+    elif done is Do.BEGIN:
+        loop.begun()
+    elif done in (Do.REDUCE, Do.FINISH):
+        loop.reduced(now_s)
+
+
+def test_without_work_a_live_graph_waits_a_moment_for_a_lease() -> None:
+    loop = WindowLoop(CostEstimate(0.1), overlapped=False)
+    loop.handle(opened(), 0.0)
+    loop.trained(0.1)
+    looked = loop.next(2.0, has_work=False, is_live=True)
+    assert (looked.do, looked.why) == (Do.WAIT, LEASE)
+    assert loop.next(2.1, has_work=True, is_live=True).do is Do.TRAIN
+    loop.trained(0.1)
+    assert loop.next(3.0, has_work=False, is_live=True).do is Do.WAIT
+    assert loop.next(3.0 + LINGER_S, has_work=False, is_live=True).do is Do.CLOSE

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
+from torch import nn
 
 from elche.cadence.throughput import CostEstimate
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -24,6 +25,7 @@ from elche.coordination.protocol.instructions import (
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.runtime.data.positions import EpochPositions
 from elche.runtime.report.timeline import Timeline
+from elche.runtime.watch.live_graph import LiveGraph
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 
 
@@ -105,8 +107,9 @@ class ScriptedFeed:
 
 
 class Sync:
-    is_overlapped = False
+    is_overlapped = is_common_step = False
     has_moved = True
+    weighs_gradients = False
 
     def state_layout(self) -> str:
         return ""
@@ -114,7 +117,7 @@ class Sync:
     def changed_buffers(self) -> tuple[int, ...]:
         return ()
 
-    def begin_batch(self, weight: float) -> None:
+    def begin_batch(self, weight: float, parts: float) -> None:
         """Nobody sums."""
 
     def batch_done(self) -> None:
@@ -154,7 +157,13 @@ def epoch_of(prefetched: int) -> tuple[Shell, ScriptedFeed, WindowEpoch]:
         positions,
         Sync(),  # type: ignore[arg-type]
         WindowLoop(CostEstimate(), overlapped=False),
-        EpochHooks(lambda error: None, lambda: None, lambda wait: (), lambda: 0.0),
+        EpochHooks(
+            lambda error: None,
+            lambda: None,
+            lambda wait: (),
+            lambda: 0.0,
+            LiveGraph(nn.Identity()),
+        ),
     )
     feed.refill = epoch.refill
     return shell, feed, epoch

@@ -8,7 +8,7 @@ its own, and a reduction is written out tensor by tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +239,20 @@ class GradientWindows(Windows):
         return None
 
 
+def local_batches(task: Task, loader: Iterable[Any], world_size: int) -> list[Batch]:
+    """Batches of an epoch: of each of the loader, a nearly equal part per rank."""
+    whole = [(x, y) for x, y, *_ in loader]
+    if task.options.get("local_batch_size") == task.batch_size:
+        return whole
+    least = 2 if task.model == "norm" else 1
+    return [
+        part
+        for x, y in whole
+        for parts in [max(1, min(world_size, len(x) // least))]
+        for part in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)
+    ]
+
+
 def replay(
     task: Task, epochs: Sequence[Sequence[WindowPlan]], world_size: int
 ) -> dict[str, torch.Tensor]:
@@ -247,7 +261,7 @@ def replay(
     windows = (GradientWindows if is_summed else Windows)(task, world_size)
     _, _, loader = build(task)
     for plans in epochs:
-        windows.epoch(plans, [(x, y) for x, y, *_ in loader])
+        windows.epoch(plans, local_batches(task, loader, world_size))
     state = windows.ranks[0].model.state_dict()
     for replica in windows.ranks[1:]:
         for name, value in replica.model.state_dict().items():

@@ -23,9 +23,14 @@ POISON = 12
 
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
+    "sync, sums": {"policy": "sync", "loss_reduction": "sum"},
+    "sync, weighed": {"policy": "sync", "weight_of": lambda batch: weights(batch[2])},
+    "cadence": {"policy": "cadence", "max_anchor": 0},
+    "async": {"policy": "async", "max_anchor": 0},
     "gradients": {
         "policy": "cadence",
         "update": "gradients",
+        "local_batch_size": BATCH,
         "max_anchor": 0,
         "deterministic": True,
     },
@@ -45,7 +50,7 @@ class Job:
 
     def alone(self) -> Job:
         """The same steps in one process: a gradient window is one batch per rank."""
-        size = 2 * BATCH if self.policy == "gradients" else BATCH
+        size = 2 * BATCH if self.policy == "gradients" else self.batch_size
         return dataclasses.replace(self, batch_size=size)
 
 
@@ -56,6 +61,7 @@ class Found:
     error: str = ""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     passes: int = 0
+    steps: int = 0
 
 
 def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -65,6 +71,11 @@ def _build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
     )
     if job.model.startswith("reentrant"):
         model = Reentrant(has_head=job.model != "reentrant throughout")
+    if job.model == "normalised":
+        layers = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        model = elche.convert_sync_batchnorm(nn.Sequential(*layers))
+    if job.model == "called otherwise":
+        model = CalledOtherwise()
     if job.model == "omitting":
         model = Omitting()
     if job.model.startswith("shared"):
@@ -104,7 +115,8 @@ def on_ranks(job: Job) -> Found:
         loader,
         **nested({"bucket_cap_mb": job.bucket_cap_mb, **POLICIES[job.policy]}),
     )
-    error, run = "", session.current_run()
+    error, run, steps = "", session.current_run(), []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
     assert run is not None
     reducer = run._synchroniser.reducer
     try:
@@ -114,7 +126,18 @@ def on_ranks(job: Job) -> Found:
         error = str(raised)
     elche.shutdown()
     passes = 0 if reducer is None else reducer.backward_passes
-    return Found(error, _state(model), passes)
+    return Found(error, _state(model), passes, len(steps))
+
+
+class CalledOtherwise(nn.Sequential):
+    """Its parts are called, and it is not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 16), nn.Linear(16, 3))
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self[1](self[0](x).tanh())
+        return out
 
 
 class Reentrant(nn.Module):
@@ -202,6 +225,9 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _train(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
 ) -> None:
+    if job.loop in AHEAD:
+        AHEAD[job.loop](job, model, optimizer, loader)
+        return
     body = _Loop(job.loop, model, optimizer)
     for epoch in range(2):
         for number, (x, y, index) in enumerate(loader):
@@ -211,6 +237,78 @@ def _train(
         if job.loop == "converted" and epoch == 0:
             model.float()
             optimizer.state.clear()
+
+
+def weights(index: torch.Tensor) -> float:
+    """What a batch weighs where samples do not all weigh the same."""
+    return float((index % 3).sum())
+
+
+def _loss_of(job: Job, model: nn.Module, x: Any, y: Any, index: Any) -> torch.Tensor:
+    call = model.scores if isinstance(model, CalledOtherwise) else model
+    losses = F.cross_entropy(call(x), y, reduction="none")
+    if job.policy == "sync, sums":
+        return losses.sum()
+    if job.policy == "sync, weighed":
+        return (losses * (index % 3)).sum() / max(1.0, weights(index))
+    return losses.mean()
+
+
+def _fetch_ahead(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> None:
+    """The next batch is asked for before the backward pass, as nanoGPT does.
+
+    With a backward pass that counts nowhere between, a forward pass to look at, and an
+    accumulated gradient every third time. An epoch's last backward pass comes after it,
+    or, endless, in the next one.
+    """
+    batches = iter(_endless(loader)) if job.loop.endswith("endless") else iter(loader)
+    count, left = 0, -(-SAMPLES // job.batch_size) * 2
+    batch = next(batches)
+    while left:
+        loss = _loss_of(job, model, *batch)
+        batch, left = next(batches, None), left - 1
+        if job.model == "mlp" and batch is not None:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            with torch.no_grad():
+                model(batch[0])
+        loss.backward()
+        count += 1
+        if count % 3 != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        if batch is None and left:
+            batches = iter(loader)
+            batch = next(batches)
+
+
+def _endless(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+def _sum_losses(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any
+) -> None:
+    """One backward pass for four batches."""
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            losses.append(_loss_of(job, model, *batch))
+            if len(losses) == 4:
+                torch.stack(losses).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.clear()
+        losses.clear()
+
+
+AHEAD = {
+    "fetched ahead": _fetch_ahead,
+    "fetched ahead, endless": _fetch_ahead,
+    "losses summed": _sum_losses,
+}
 
 
 class _Loop:

@@ -16,6 +16,7 @@ from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.planning import make_plan
 from elche.schedule.actions import Schedule, parse_action
+from elche.torch_internals import STEPPED_IN_BACKWARD
 
 CONFIG = PipelineConfig()
 DATA = (torch.randn(9, 6), torch.arange(9) % 3)
@@ -346,6 +347,18 @@ def test_one_process_that_has_closed_says_so() -> None:
         with pytest.raises(CommunicationError, match="the pipeline is closed"):
             call(*DATA)
     assert list(pipe.state_dict()) == ["0.weight", "0.bias"], "nobody else is needed"
+
+
+def test_layers_that_torch_shards_or_steps_are_refused() -> None:
+    sharded = type("FSDPLinear", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
+    with pytest.raises(ConfigError, match="layer 1: the model is sharded by FSDP"):
+        pipeline([nn.Linear(6, 6), sharded(6, 3)])
+    with pytest.raises(ConfigError, match="the model: 0 is sharded by FSDP; give"):
+        pipeline(nn.Sequential(sharded(6, 3)), split=list)
+    stepped = nn.Linear(6, 3)
+    setattr(stepped.weight, STEPPED_IN_BACKWARD, [])
+    with pytest.raises(ConfigError, match="layer 0: weight is stepped inside the back"):
+        pipeline([lambda: stepped])
 
 
 def test_layers_without_sizes_are_refused() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
-from elche.errors import MismatchError
+from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.positions import EpochPositions, check_length, enumerate_batches
 
 
@@ -81,6 +81,25 @@ def test_another_length_is_refused_with_both_numbers(
         match=f"has {length} samples on this rank, .* on rank 0 with 20, up to number",
     ):
         check_length(mine, drawn(theirs))
+
+
+@pytest.mark.parametrize("most", [0, 3, 7, 9])
+def test_the_first_batches_of_an_epoch_are_its_beginning(most: int) -> None:
+    theirs, mine = DataLoader(DATA, 3), DataLoader(numbers(14), 3)
+    whole = drawn(theirs)
+    if not most:
+        with pytest.raises(ConfigError, match="the sampler yields no batch"):
+            enumerate_batches(theirs, 0, most)
+        return
+    keys, sizes = enumerate_batches(theirs, 0, most)
+    positions = EpochPositions(torch.tensor(keys), sizes, 0, None, most)
+    assert sizes.num_batches == min(most, whole.num_batches)
+    for batch in range(sizes.num_batches):
+        assert positions.index_batch(batch) == whole.index_batch(batch)
+    check_length(theirs, positions)
+    if most > 4:
+        with pytest.raises(MismatchError, match="has 14 samples on this rank"):
+            check_length(mine, positions)
 
 
 def test_keys_that_are_no_numbers_are_left_to_the_data_set() -> None:

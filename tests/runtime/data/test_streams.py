@@ -144,7 +144,8 @@ def test_the_rest_of_a_longer_stream_is_left(ranks2: RankPool) -> None:
 def test_what_is_discarded_of_a_stream_is_named_by_its_positions(
     ranks2: RankPool,
 ) -> None:
-    options = {"policy": "cadence", "max_anchor": 0}  # a window is a batch
+    # a window is a batch
+    options = {"policy": "cadence", "max_anchor": 0, "local_batch_size": 8}
     task = StreamTask(poison=20, epochs=1, options=options)
     ranks = run(ranks2, task)
     assert positions(ranks, 0) == list(range(task.samples))

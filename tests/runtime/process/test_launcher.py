@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -267,6 +268,29 @@ def test_nobody_outlives_launcher_and_rank_that_die_together(tmp_path: Path) -> 
         os.kill(pids[2], signal.SIGKILL)
         assert run.end() == -signal.SIGKILL
         until(lambda: all(map(_has_ended, pids)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_nobody_outlives_launcher_and_rank_killed_at_any_moment(
+    tmp_path: Path, policy: str
+) -> None:
+    """Seventeen times each, by 10 s at most: 51 in all."""
+    draw, longest_s = random.Random(policy), 0.0
+    for number in range(17):
+        (folder := tmp_path / str(number)).mkdir()
+        with started(folder, "--nproc", "4", TRAINING, "endless", policy) as run:
+            said = dict(run.wait_for(r"rank (\d) is process (\d+)", 4))
+            pids = [int(said[str(rank)]) for rank in range(4)]
+            time.sleep(draw.random())  # any moment of its training
+            killed = draw.choice(pids)
+            run.process.kill()
+            os.kill(killed, signal.SIGKILL)
+            began_s = time.monotonic()
+            until(lambda: all(map(_has_ended, pids)))  # noqa: B023 - called here
+            longest_s = max(longest_s, time.monotonic() - began_s)
+    assert longest_s <= 10.0
 
 
 @pytest.mark.parametrize("case", ["idle", "by hand"])

@@ -112,7 +112,7 @@ def test_torchrun(policy: str) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done") == 2
     # Once: torchrun's store, which is open to all, held the run's key.
-    paths = re.findall(r"rank \d found (/\S+) of mode 600\n", ended.stdout)
+    paths = re.findall(r"rank \d found (/\S+) of mode 600", ended.stdout)
     assert len(paths) == 2
     assert not any(map(os.path.exists, paths))
 

@@ -290,9 +290,10 @@ def test_a_broken_epoch_has_metrics() -> None:
             break
     gc.collect()
     metrics = elche.epoch_metrics()
-    assert metrics.samples == 4
+    # Once 4: on several ranks the batch that the loop breaks off in counts.
+    assert metrics.samples == 6
     assert metrics.scalars == {"number": 1.0}
-    assert elche.progress_samples() == 4
+    assert (elche.progress_samples(), elche.progress_steps()) == (6, 3.0)
 
 
 def test_a_peek_at_a_batch_disturbs_nothing() -> None:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import lr_scheduler
 
 import elche
+from elche import session
+from elche.coordination.auto import auto_calibration, auto_policy
+from elche.coordination.sync import sync_policy
+from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.window_epoch import WindowEpoch
 from tests.distributed.cases.tasks import Task, build
+from tests.distributed.test_breaks_under_auto import Windows
 from tests.harness.rank_pool import RankPool
 from tests.harness.settings import nested
 
 pytestmark = pytest.mark.distributed
 
 WINDOWS = {"policy": "cadence", "deterministic": True, "max_anchor": 2}
+UNEVEN = {**WINDOWS, "speed_hints": (1.0, 0.5)}
+EPOCHS = 2
+TASK = Task(samples=6 * 8 + 5, batch_size=8)
+BATCHES = 7
+EVERY = 3
 
 
 class _Heard(logging.Handler):
@@ -36,11 +49,12 @@ def _warnings(task: Task, schedule: str) -> list[str]:
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, **nested(task.options)
     )
-    torchs = StepLR(optimizer, 1, gamma=0.9)
+    if "by hand" not in schedule:
+        torchs = lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if schedule == "progress":
         ours = elche.ProgressLR(optimizer, lambda done: 1 - done, 2 * task.samples)
     for _ in range(2):
-        for x, y, _, _ in loader:
+        for number, (x, y, _, _) in enumerate(loader):
             if schedule == "progress":
                 ours.step()
             F.cross_entropy(model(x), y).backward()
@@ -48,6 +62,11 @@ def _warnings(task: Task, schedule: str) -> list[str]:
             optimizer.zero_grad()
             if schedule == "batch":
                 torchs.step()
+            if schedule == "by hand":
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            if schedule == "by progress by hand":
+                done = elche.progress_steps() / (2 * len(loader))
+                optimizer.param_groups[0]["lr"] = 0.1 * (1 - done)
         if schedule == "epoch":
             torchs.step()
     elche.shutdown()
@@ -56,21 +75,42 @@ def _warnings(task: Task, schedule: str) -> list[str]:
 
 
 @pytest.mark.parametrize("update", ["parameters", "gradients"])
-def test_a_rate_that_moves_in_windows_is_warned_of_once(
+def test_a_rate_set_by_hand_in_windows_is_warned_of_once(
     ranks2: RankPool, update: str
 ) -> None:
     task = Task(samples=64, batch_size=8, options={**WINDOWS, "update": update})
-    first, second = ranks2.run(_warnings, task, "batch", case_setup=serve_in_thread)
-    assert len(first) == 1
-    assert "elche.ProgressLR" in first[0]
-    assert "policy 'cadence'" in first[0]
-    assert second == []
+    for lines in ranks2.run(_warnings, task, "by hand", case_setup=serve_in_thread):
+        assert len(lines) == 1
+        assert "elche.progress_steps()" in lines[0]
+        assert "policy 'cadence'" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "options", [WINDOWS, {"policy": "auto"}], ids=["windows", "auto"]
+)
+def test_a_scheduler_that_was_not_handed_over_is_refused(
+    ranks2: RankPool, options: dict[str, object]
+) -> None:
+    """Under `auto` before there are windows, not after hours."""
+    task = Task(samples=64, batch_size=8, options=options)
+    outcomes = ranks2.run(
+        _warnings, task, "batch", case_setup=serve_in_thread, expect_failure=True
+    )
+    errors = [str(each.error) for each in outcomes]
+    named = [each for each in errors if "elche.follow(scheduler) after it" in each]
+    assert named, errors
+    assert "(elche.setup(..., schedulers=[scheduler])" in named[0]
 
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("epoch", WINDOWS), ("progress", WINDOWS), ("batch", {})],
-    ids=["between epochs", "by progress", "default policy"],
+    [
+        ("epoch", WINDOWS),
+        ("progress", WINDOWS),
+        ("by progress by hand", WINDOWS),
+        ("batch", {}),
+    ],
+    ids=["between epochs", "by progress", "by progress by hand", "default policy"],
 )
 def test_rates_that_are_the_same_on_all_ranks_are_not_warned_of(
     ranks2: RankPool, schedule: str, options: dict[str, object]
@@ -79,3 +119,134 @@ def test_rates_that_are_the_same_on_all_ranks_are_not_warned_of(
     task = Task(samples=64, batch_size=8, options=options)
     found = ranks2.run(_warnings, task, schedule, case_setup=serve_in_thread)
     assert found == [[], []]
+
+
+@dataclass
+class Schedules:
+    """A rate of every kind that the loop moves, and what is left at the end."""
+
+    in_windows: bool = False
+    rates: list[float] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+
+
+def _schedules(options: dict[str, Any] | None) -> Schedules:
+    """Two epochs of schedules per batch, per few, and per epoch; None: plain."""
+    found = Schedules()
+    model, optimizer, loader = build(TASK)
+    second, third, fourth = (build(TASK)[1] for _ in range(3))
+    schedulers = [
+        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * BATCHES),
+        lr_scheduler.ExponentialLR(second, 0.9),
+        lr_scheduler.ReduceLROnPlateau(third, patience=0),
+        lr_scheduler.StepLR(fourth, 1),
+    ]
+    one_cycle, exponential, plateau, per_epoch = schedulers
+    run: Any = None
+    if options is not None:
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, schedulers=schedulers[:1], **nested(options)
+        )
+        for scheduler in schedulers[1:]:
+            assert elche.follow(scheduler) is scheduler
+        run = session.current_run()
+    for epoch in range(EPOCHS):
+        for number, (x, y, *_) in enumerate(loader):
+            found.rates.append(one_cycle.get_last_lr()[0])
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            second.step()
+            one_cycle.step()
+            if (number + 1) % EVERY == 0:
+                exponential.step()
+            if run is not None:
+                found.in_windows |= isinstance(run._epochs.under_way, WindowEpoch)
+        own = 0 if options is None else elche.rank() - 0.5
+        plateau.step(1.0 + epoch + own)
+        fourth.step()
+        per_epoch.step()
+        found.states.append(str([each.state_dict() for each in schedulers]))
+        found.states.append(str(optimizer.param_groups[0]["momentum"]))
+    elche.shutdown()
+    found.states.append(str([each.state_dict() for each in schedulers]))
+    return found
+
+
+@pytest.fixture
+def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` goes to windows inside the first epoch."""
+    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+
+
+@pytest.mark.usefixtures("leaves_sync")
+@pytest.mark.parametrize(
+    "options",
+    [
+        UNEVEN,
+        {**UNEVEN, "policy": "async"},
+        {**UNEVEN, "update": "gradients"},
+        {"policy": "async"},
+        {"policy": "auto"},
+    ],
+    ids=["cadence", "planned async", "gradients", "async", "auto"],
+)
+def test_schedules_end_where_one_device_ends(
+    ranks2: RankPool, options: dict[str, Any]
+) -> None:
+    plain = _schedules(None)
+    for rank in ranks2.run(_schedules, options, case_setup=serve_in_thread):
+        assert rank.in_windows
+        assert rank.states == plain.states
+        on_the_way = [plain.rates.index(rate) for rate in rank.rates]
+        assert on_the_way == sorted(on_the_way)
+
+
+def _steps(steps: int) -> tuple[int, float]:
+    model, optimizer, loader = build(TASK)
+    schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, policy="async", schedulers=[schedule]
+    )
+    for x, y, *_ in loader.steps(steps):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    elche.shutdown()
+    return schedule.last_epoch, schedule.get_last_lr()[0]
+
+
+def test_a_loop_of_steps_ends_its_schedule(ranks2: RankPool) -> None:
+    """Whose last epoch is cut."""
+    optimizer = build(TASK)[1]
+    plain = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=BATCHES + 3)
+    for _ in range(BATCHES + 3):
+        optimizer.step()
+        plain.step()
+    ended = ranks2.run(_steps, BATCHES + 3, case_setup=serve_in_thread)
+    assert ended == [(BATCHES + 3, plain.get_last_lr()[0])] * 2
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    model, optimizer, loader = build(TASK)
+    said = r"expected a scheduler of torch\.optim\.lr_scheduler, got function"
+    with pytest.raises(ConfigError, match=said):
+        elche.follow(lambda step: 1.0)  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match=said):
+        elche.setup(model, optimizer, loader, schedulers=[lambda step: 1.0])  # type: ignore[list-item]
+
+
+def test_there_is_nothing_to_follow_before_setup() -> None:
+    scheduler = lr_scheduler.StepLR(build(TASK)[1], 1)
+    with pytest.raises(ConfigError, match=r"elche\.follow\(\) needs a run"):
+        elche.follow(scheduler)
+
+
+def test_one_device_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    alone = _schedules({"policy": "cadence"})
+    assert alone.rates == _schedules(None).rates

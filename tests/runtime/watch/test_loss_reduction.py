@@ -180,8 +180,12 @@ GRADIENT_WINDOWS = {"policy": "cadence", "update": "gradients"}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, GRADIENT_WINDOWS], ids=["sync", "windows"])
-def test_a_sum_is_an_error_where_means_are_reduced(
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "cadence"}, GRADIENT_WINDOWS],
+    ids=["sync", "local batches", "gradient windows"],
+)
+def test_a_sum_is_an_error_where_it_is_not_said(
     ranks2: RankPool, options: dict[str, str]
 ) -> None:
     task = Task(samples=64, batch_size=8, options=options)
@@ -195,8 +199,8 @@ def test_a_sum_is_an_error_where_means_are_reduced(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("options", "reduction"),
-    [({"loss_reduction": "sum"}, "sum"), ({}, "mean"), ({"policy": "cadence"}, "sum")],
-    ids=["said", "mean", "parameters are averaged"],
+    [({"loss_reduction": "sum"}, "sum"), ({}, "mean")],
+    ids=["said", "mean"],
 )
 def test_other_losses_train(
     ranks2: RankPool, options: dict[str, str], reduction: str

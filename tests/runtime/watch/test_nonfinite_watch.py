@@ -47,9 +47,8 @@ def test_what_is_none_is_told_in_order(kind: str, defers: bool) -> None:
     Slow.come = False
 
     def step(number: int, value: float) -> None:
-        watch.begin_step((2, number, 0, 4))
         used.grad = torch.full_like(used, value)
-        watch.look(came)
+        watch.look((2, number, 0, 4), came)
         watch.report(final=False)
 
     # In half precision a sum of large gradients overflows where none of them does.
@@ -72,8 +71,7 @@ def test_a_part_that_does_not_count_is_not_looked_at() -> None:
     numbers, (parameter,) = NonFiniteRecord(), [nn.Parameter(torch.ones(2))]
     watch = NonFiniteWatch([parameter], numbers)
     parameter.grad = torch.full((2,), NAN)
-    watch.begin_step(())
-    watch.look({0: 1})
+    watch.look((), {0: 1})
     watch.report(final=True)
     assert (numbers.broken, numbers.is_finite) == ((), True)
 
@@ -85,34 +83,31 @@ def test_passes_of_a_step_and_parts_of_a_model_are_told_apart() -> None:
     )
     watch = NonFiniteWatch(parameters, numbers)
 
-    def look(came: list[int], values: list[float]) -> None:
+    def look(step: int, came: list[int], values: list[float]) -> None:
         for index, value in zip(came, values, strict=True):
             parameters[index].grad = torch.full((2,), value)
-        watch.look(dict.fromkeys(came, 1))
+        watch.look((2, step, 0, 4), dict.fromkeys(came, 1))
 
-    watch.begin_step((2, 5, 0, 4))
-    look([1, 0], [1.0, 1.0])
-    look([3, 2], [1.0, NAN])
+    look(5, [1, 0], [1.0, 1.0])
+    look(5, [3, 2], [1.0, NAN])
     assert numbers.broken == (2, 5, 1, 0, 4)
-    watch.begin_step((2, 6, 0, 4))
-    look([1, 0], [NAN, 1.0])
+    look(6, [1, 0], [NAN, 1.0])
     assert numbers.broken == (2, 5, 1, 0, 4)
-    look([3, 2], [1.0, 1.0])
+    look(6, [3, 2], [1.0, 1.0])
     assert numbers.broken == (2, 6, 0, 0, 4)
     with torch.no_grad():
         parameters[1].fill_(NAN)
     watch.report(final=False)
     assert not numbers.is_finite
-    look([1, 0], [1.0, 1.0])
+    look(6, [1, 0], [1.0, 1.0])
     assert numbers.broken == ()
 
 
 def test_parameters_are_looked_at_again_where_no_pass_came_since() -> None:
     numbers, (parameter,) = NonFiniteRecord(), [nn.Parameter(torch.ones(2))]
     watch = NonFiniteWatch([parameter], numbers)
-    watch.begin_step((2, 0, 0, 4))
     parameter.grad = torch.ones(2)
-    watch.look({0: 1})
+    watch.look((2, 0, 0, 4), {0: 1})
     watch.report(final=False)
     with torch.no_grad():
         parameter.fill_(NAN)

@@ -26,7 +26,8 @@ WAYS = [("cadence", "parameters"), ("cadence", "gradients"), ("async", "paramete
 
 def task_of(**options: Any) -> Task:
     task = Task(samples=SAMPLES, batch_size=BATCH, epochs=1, shuffle=False)
-    return dataclasses.replace(task, options={"anchor": 4, "max_anchor": 4, **options})
+    usual = {"anchor": 4, "max_anchor": 4, "local_batch_size": BATCH}
+    return dataclasses.replace(task, options={**usual, **options})
 
 
 def run(
@@ -281,6 +282,7 @@ def test_statistics_outlive_a_window_that_is_discarded_whole(
 ) -> None:
     task = Task(samples=160, batch_size=8, model="norm", shuffle=False)
     options = {"policy": policy, "deterministic": True, "non_finite": "leave_out"}
+    options["local_batch_size"] = task.batch_size
     task = dataclasses.replace(task, options=options)
     ranks = ranks2.run(train_on_bad_beginning, task, case_setup=serve_in_thread)
     states, gone = [state for state, _ in ranks], ranks[0][1]

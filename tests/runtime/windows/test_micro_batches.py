@@ -355,7 +355,7 @@ def test_layers_in_which_ranks_meet_are_not_run_in_parts() -> None:
         (
             {"max_samples": {1: 5}, "policy": "cadence"},
             "rank 1 holds 5 samples at once, but policy 'cadence' hands every rank "
-            "whole batches of 16",
+            r"local batches of 8; set windows=elche.WindowConfig\(local_batch_size=5\)",
         ),
         ({"max_samples": {1: 5}, "policy": "auto"}, "choose policy='sync'"),
     ],

@@ -212,6 +212,16 @@ class OverlappedAverager(Averager):
         self._end()
         return consensus.result(plan.weight)
 
+    def common(self) -> dict[int, torch.Tensor]:
+        """θ_k, and counters among buffers, by the ids of the model's own.
+
+        On the host, in the precision in which they are averaged; not to be written.
+        """
+        held = self._buffers.common_counts()
+        for group in self._groups:
+            held.update(group.common())
+        return held
+
     def _expect(self, call: str, *phases: _Phase) -> None:
         if self._phase not in phases:
             raise ProtocolError(

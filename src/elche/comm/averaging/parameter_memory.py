@@ -168,6 +168,13 @@ class ParameterMemory:
         self._settle()
         return not self.is_common(self._base_memory)
 
+    def common(self) -> dict[int, torch.Tensor]:
+        """θ_k of each parameter, by its id: views, not to be written."""
+        self._settle()
+        tensors = self._layout.tensors
+        views = shaped(self._base_memory, tensors)
+        return {id(t): view for t, view in zip(tensors, views, strict=True)}
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of what a committed state needs; see :meth:`Averager.state_dict`."""
         self._settle()

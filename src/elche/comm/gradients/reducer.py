@@ -20,18 +20,42 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.bucket_pass import BucketPass
+from elche.comm.gradients.gradient_factor import GradientFactor
 from elche.comm.gradients.step_weights import StepWeights
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.process_group import Group
 from elche.errors import CommunicationError, ConfigError
+
+
+class StepPart(NamedTuple):
+    """This rank's part of a step, as its gradients are weighed.
+
+    Attributes:
+        scale: n_r / N; 0 for a rank without samples, which sends zeros.
+        active_ranks: ranks that have samples in this step.
+        weight: what the user says that this part weighs, None where its samples do.
+            Without :meth:`GradientReducer.weigh_by_user` only whether it is 0 counts.
+        label: the step, for whoever looks at a pass of it.
+    """
+
+    scale: float
+    active_ranks: int
+    weight: float | None = None
+    label: Any = None
+
+
+Look = Callable[[Any, dict[int, int]], None]
+"""Takes the step's label, and how many gradients each parameter got in the pass, by its
+index and in order of the first."""
 
 
 class Lost(NamedTuple):
@@ -74,20 +98,35 @@ class GradientReducer:
         names = names or [f"parameter {index}" for index in range(len(parameters))]
         options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
         self._pass = BucketPass(self._parameters, names, group, options, self)
-        self._scale: float | None = None
+        self._in_hand: StepPart | None = None
+        self._part: StepPart | None = None
+        self._scale = 0.0
         self._weights: StepWeights | None = None
-        self._active_ranks = 0
+        self._sums: GradientFactor | None = None
         self._holds = False
-        self._lost: Callable[[int], Lost] | None = None
+        self._lost: Callable[[Any, int], Lost] | None = None
         self._keeps_buffers = False
         self._passes_before = 0
         self._sends = False
         self._beneath: Callable[[], None] | None = None
-        self._look: Callable[[dict[int, int]], None] | None = None
+        self._look: Look | None = None
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
         self._weights = StepWeights(self._parameters, self._group)
+
+    def sum_losses(self) -> None:
+        """Losses are sums over samples, not means; before :meth:`attach`.
+
+        The gradient of the sum over the union batch is the sum of the ranks' gradients.
+        But in a second backward pass before the optimizer's step ``p.grad`` already
+        holds the sum of the first, on every rank, and must not be added up again. So
+        the reduction is a plain mean over the ranks that have samples, and what a pass
+        adds is multiplied by their number before it gets to ``p.grad``. A part that
+        weighs nothing adds nothing there, and what was accumulated before takes part in
+        the mean.
+        """
+        self._sums = GradientFactor(self._parameters)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -111,7 +150,7 @@ class GradientReducer:
 
     def takes(self, parameter: torch.Tensor) -> bool:
         """Whether a step is under way whose gradients are complete."""
-        return self._scale is not None and not self._holds
+        return self._part is not None and not self._holds
 
     def attach(self) -> None:
         """Allocates buckets and hooks every parameter; with all ranks.
@@ -126,6 +165,8 @@ class GradientReducer:
         if self._weights is not None:
             self._weights.attach()
         self._pass.attach()
+        if self._sums is not None:
+            self._sums.attach()
 
     def _formats_agree(self) -> bool:
         """Whether all ranks hold every parameter in the same memory format."""
@@ -142,21 +183,14 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
+        if self._sums is not None:
+            self._sums.detach()
         if self._weights is not None:
             self._weights.detach()
         self._pass.detach()
 
-    def begin_step(
-        self, scale: float, active_ranks: int, weight: float | None = None
-    ) -> None:
+    def begin_step(self, part: StepPart) -> None:
         """Says how this rank's gradients weigh until :meth:`end_step`.
-
-        Args:
-            scale: n_r / N; 0 for a rank without samples, which sends zeros.
-            active_ranks: ranks that have samples in this step.
-            weight: what the user says that this rank's part weighs, None where its
-                samples do. Without :meth:`weigh_by_user` only whether it is 0 counts,
-                for SyncBatchNorm.
 
         Raises:
             CommunicationError: the backward pass before was broken off.
@@ -164,16 +198,8 @@ class GradientReducer:
         self._refuse_broken_backward()
         self._pass.keep_last()
         self._passes_before = self._pass.passes
-        self._scale = scale
-        self._active_ranks = active_ranks
-        loss_weight = scale
-        if self._weights is not None and weight is not None:
-            loss_weight = weight if scale > 0.0 else 0.0
-            self._weights.begin_step(loss_weight)
-        elif weight == 0.0:
-            loss_weight = 0.0
-        if self._norms is not None:
-            self._norms.weigh(loss_weight)
+        self._in_hand = part
+        self._weigh(part)
         self._pass.wait_s = 0.0
 
     def end_step(self) -> None:
@@ -182,13 +208,52 @@ class GradientReducer:
         Raises:
             CommunicationError: the step's backward pass was broken off.
         """
-        self._scale = None
+        self._in_hand = None
+        self._weigh(None)
         self._holds = False
+        self._refuse_broken_backward()
+
+    def weigh_pass(self, part: StepPart) -> None:
+        """The backward pass under way is of an earlier step than the one in hand.
+
+        Called in it, before any of its gradients is there. It is reduced after
+        :meth:`end_step`, too.
+        """
+        self._weigh(part)
+        at_backward_end(self._end_late_pass)
+
+    def _end_late_pass(self) -> None:
+        """A pass without gradients (`torch.autograd.grad`) is not closed."""
+        if not self._pass.is_open:
+            self._weigh(self._in_hand)
+
+    def _weigh(self, part: StepPart | None) -> None:
+        """Sets all that depends on the step; None: none is under way."""
+        self._part = part
+        if part is None:
+            self._weigh_nothing()
+            return
+        self._scale = part.scale
+        if self._sums is not None:
+            ranks = float(max(1, part.active_ranks))
+            self._sums.value = 0.0 if part.weight == 0.0 else ranks
+            self._scale = float(part.scale > 0) / ranks
+        loss_weight = self._scale
+        if self._weights is not None and part.weight is not None:
+            loss_weight = part.weight if part.scale > 0.0 else 0.0
+            self._weights.begin_step(loss_weight)
+        elif part.weight == 0.0:
+            loss_weight = 0.0
+        if self._norms is not None:
+            self._norms.weigh(loss_weight)
+
+    def _weigh_nothing(self) -> None:
+        if self._sums is not None:
+            self._sums.value = 1.0
         if self._weights is not None:
             self._weights.end_step()
         if self._norms is not None:
             self._norms.weigh(None)
-        self._refuse_broken_backward()
 
     def run_beneath(self, work: Callable[[], None] | None) -> None:
         """Does some work once, when the next backward pass that is reduced begins.
@@ -201,14 +266,11 @@ class GradientReducer:
         """
         self._beneath = work
 
-    def look_before(self, look: Callable[[dict[int, int]], None] | None) -> None:
+    def look_before(self, look: Look | None) -> None:
         """Calls back in every pass, when ``p.grad`` is complete and still this rank's.
 
-        Not where it weighs nothing: zeros are sent then, whatever it is.
-
-        Args:
-            look: takes how many gradients each parameter got in the pass, by its index
-                and in order of the first; None: nobody looks any more.
+        Not where it weighs nothing: zeros are sent then, whatever it is. None: nobody
+        looks any more.
         """
         self._look = look
 
@@ -217,27 +279,27 @@ class GradientReducer:
         """Whether :meth:`join_pass` can do without a forward pass."""
         return self._norms is None
 
-    def correct_by(self, lost: Callable[[int], Lost] | None) -> None:
+    def correct_by(self, lost: Callable[[Any, int], Lost] | None) -> None:
         """Makes means of what is there where ranks have left the epoch.
 
         Args:
-            lost: says what is missing in a pass, by its number; asked when all ranks'
-                contributions are there. None: nothing any more.
+            lost: says what is missing in a pass, by its step's label and its number;
+                asked when all ranks' contributions are there. None: nothing any more.
         """
         self._lost = lost
 
-    def join_pass(self, active_ranks: int, *, is_active: bool) -> None:
+    def join_pass(self, part: StepPart) -> None:
         """Takes part in a pass of the others, outside of a step, with nothing.
 
         Args:
-            active_ranks: ranks that have samples in the others' step.
-            is_active: whether this is one of them: its buffers count as they are.
+            part: of the others' step; where this rank had samples in it, its buffers
+                count as they are.
 
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        self.begin_step(0.0, active_ranks, 0.0)
-        self._keeps_buffers = is_active
+        self.begin_step(StepPart(0.0, part.active_ranks, 0.0, part.label))
+        self._keeps_buffers = part.scale > 0.0
         try:
             self._pass.run_without_backward()
         finally:
@@ -277,7 +339,6 @@ class GradientReducer:
 
     def open_pass(self, side: int) -> float:
         """A pass begins; returns the factor of this rank's gradients."""
-        assert self._scale is not None
         work, self._beneath = self._beneath, None
         if work is not None:
             work()
@@ -291,15 +352,20 @@ class GradientReducer:
 
     def close_pass(self, side: int) -> Closed:
         """Averages buffers, if the model has any; by samples the sum is the mean."""
+        part = self._part
+        assert part is not None
         if self._look is not None and self._sends:
-            self._look(self._pass.came)
+            self._look(part.label, self._pass.came)
         factor = 1.0
         if self._weights is not None:
             factor = self._weights.close_pass()
         elif self._lost is not None:
-            samples = self._lost(self._pass.passes).samples
-            factor = 1.0 / (1.0 - samples) if samples < 1.0 else 1.0
+            lost = self._lost(part.label, self._pass.passes)
+            missing = lost.samples if self._sums is None else lost.ranks
+            factor = 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
         if self._buffers is not None:
             mine = self._keeps_buffers or self._scale != 0.0
-            self._buffers.average(self._active_ranks, mine=mine)
+            self._buffers.average(part.active_ranks, mine=mine)
+        if part is not self._in_hand:
+            self._weigh(self._in_hand)
         return Closed(factor=factor)

@@ -120,6 +120,11 @@ class WindowBuffers:
             return tuple(sorted(self._waiting.union(self._written())))
         return tuple(sorted(self._waiting))
 
+    def common_counts(self) -> dict[int, torch.Tensor]:
+        """Counters without what this rank has counted since, by the buffers' ids."""
+        present = self._present()
+        return {id(b): self._common[i] for i, _, b in present if i in self._common}
+
     def average(self, plan: Reduce) -> None:
         """Averages what changed, with all ranks, and waits for it.
 

@@ -16,14 +16,21 @@ WRAPPERS = {
 
 
 def unshareable_module(model: nn.Module) -> str:
-    """The first module that cannot be trained in common, and why; "" if there is none.
+    """The first module that cannot be trained in common, and why; "" if none is."""
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
+            name = path or "the model"
+            return f"{name}: sparse gradients cannot be reduced; use sparse=False"
+    return wrapped_module(model)
+
+
+def wrapped_module(model: nn.Module) -> str:
+    """The first module that torch reduces or shards, and which way; "" if none is.
 
     By the module that defines its class, so that nothing is imported for it.
     """
     for path, module in model.named_modules():
         name = path or "the model"
-        if getattr(module, "sparse", False) and hasattr(module, "embedding_dim"):
-            return f"{name}: sparse gradients cannot be reduced; use sparse=False"
         for kind in type(module).__mro__:
             for prefix, is_what in WRAPPERS.items():
                 if kind.__module__.startswith(prefix):
@@ -39,13 +46,8 @@ def why_unshareable(tensor: torch.Tensor) -> str:
     """
     if is_lazy(tensor):
         return "is lazy and has no shape yet; run one batch through the model first"
-    if type(tensor.data).__name__ == "DTensor":
-        return "is a DTensor, which is already distributed"
-    if hasattr(tensor, STEPPED_IN_BACKWARD):
-        return (
-            "is stepped inside the backward pass (_apply_optimizer_in_backward), where "
-            "its gradient is not reduced yet; step an optimizer after it"
-        )
+    if why := why_not_plain(tensor):
+        return why
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}; expected a dense tensor"
     if tensor.is_meta:
@@ -53,4 +55,16 @@ def why_unshareable(tensor: torch.Tensor) -> str:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and not step for size, step in strides):
         return "has elements that share memory, as expand() makes them; clone() it"
+    return ""
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """What torch does with a parameter by itself, to stand after its name; or ""."""
+    if type(tensor.data).__name__ == "DTensor":
+        return "is a DTensor, which is already distributed"
+    if hasattr(tensor, STEPPED_IN_BACKWARD):
+        return (
+            "is stepped inside the backward pass (_apply_optimizer_in_backward), where "
+            "its gradient is not complete yet; step an optimizer after it"
+        )
     return ""

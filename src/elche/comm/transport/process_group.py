@@ -107,6 +107,7 @@ class Group:
 
     Attributes:
         devices: sums CUDA tensors without the host; None where nothing does.
+        ranks: of the run, in the order of the group's; errors name these.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Group:
         self.on_failure: Callable[[str, Sequence[int]], Exception] = late_error
         self.check: Callable[[], None] = _nothing
         self.shares_host = False
+        self.ranks: Sequence[int] = range(world_size)
         self.devices: DeviceSums | None = None
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
@@ -199,7 +201,7 @@ class Group:
         except CommunicationError:  # a device's work has asked for the reason itself
             raise
         except RuntimeError as error:
-            said = f"{what} failed on rank {self.rank}: {error}"
+            said = f"{what} failed on rank {self.ranks[self.rank]}: {error}"
             raise self.on_failure(said, ()) from error
 
     def _poll(self, work: dist.Work) -> None:
@@ -232,19 +234,22 @@ class Group:
             CommunicationError: the deadline passed; other errors say why the run ended.
         """
 
+        def not_there() -> list[int]:
+            late = missing() if missing is not None else ()
+            return [self.ranks[each] for each in late]
+
         def check() -> None:
             try:
                 self.check()
             except DeadlineError as error:  # who is late is seen here
-                late = missing() if missing is not None else ()
-                raise late_error(f"{error}; {what}", late) from error
+                raise late_error(f"{error}; {what}", not_there()) from error
 
         def too_late() -> Exception | None:
-            late = missing() if missing is not None else ()
+            late = not_there()
             if missing is not None and not late:
                 return None
             said = f"{what} did not end within {self._timeout_s:g} s"
-            return self.on_failure(f"{said} on rank {self.rank}", late)
+            return self.on_failure(f"{said} on rank {self.ranks[self.rank]}", late)
 
         wait_until(ready, check, too_late, self._timeout_s)
 

@@ -1,4 +1,8 @@
-"""Ranges of an epoch's batches, and how many samples they have. Pure."""
+"""Batches of an epoch: ranges of them, their samples, global and local ones. Pure.
+
+The user's sampler yields *global* batches. Steps of ``sync`` are these; windows train
+on *local* batches, into which each global one is cut (`BatchCut`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from elche.errors import ProtocolError
 
@@ -15,17 +18,66 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """Batch sizes of an epoch, as runs of (samples, number of batches)."""
+class BatchCut:
+    """How each global batch is cut into local batches: nearly equal, the larger first.
 
-    runs: tuple[Range, ...]
-    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    Attributes:
+        parts: local batches of a global one.
+        most: samples of a local batch at most, in place of ``parts``; 0 for ``parts``.
+        least: no local batch has fewer samples, wherever the global one has as many.
+    """
+
+    parts: int = 1
+    most: int = 0
+    least: int = 1
 
     def __post_init__(self) -> None:
-        ends = tuple(accumulate(count for _, count in self.runs))
-        object.__setattr__(self, "_ends", ends)
+        if self.parts < 1 or self.most < 0 or self.least < 1:
+            raise ProtocolError(f"expected a cut into 1 part or more, got {self}")
+
+    def parts_of(self, samples: int) -> int:
+        """Local batches of a global batch."""
+        wanted = -(-samples // self.most) if self.most else self.parts
+        return max(1, min(wanted, samples // self.least))
+
+    def largest_of(self, samples: int) -> int:
+        """Samples of the largest local batch of a global batch."""
+        return -(-samples // self.parts_of(samples))
+
+    def to_wire(self) -> tuple[int, ...]:
+        """As messages and records carry it."""
+        return self.parts, self.most, self.least
+
+
+WHOLE_BATCHES = BatchCut()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Batch sizes of an epoch, as runs of (samples, number of batches).
+
+    Attributes:
+        runs: sizes of the global batches.
+        cut: batches are numbered and counted as this cuts the global ones.
+    """
+
+    runs: tuple[Range, ...]
+    cut: BatchCut = WHOLE_BATCHES
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _starts: tuple[tuple[int, int, int], ...] = field(
+        init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
         if any(samples < 1 or count < 1 for samples, count in self.runs):
             raise ProtocolError(f"expected runs of at least 1 sample, got {self.runs}")
+        starts, at = [], (0, 0, 0)
+        for samples, count in self.runs:
+            starts.append(at)
+            parts = self.cut.parts_of(samples)
+            at = (at[0] + parts * count, at[1] + count, at[2] + samples * count)
+        object.__setattr__(self, "_starts", (*starts, at))
+        object.__setattr__(self, "_ends", tuple(end for end, _, _ in (*starts, at)[1:]))
 
     @staticmethod
     def of(sizes: Sequence[int]) -> BatchSizes:
@@ -41,28 +93,87 @@ class BatchSizes:
     @property
     def num_batches(self) -> int:
         """Batches of the epoch."""
-        return self._ends[-1] if self._ends else 0
+        return self._starts[-1][0]
 
     @property
     def num_samples(self) -> int:
         """Samples (positions) of the epoch."""
-        return sum(samples * count for samples, count in self.runs)
+        return self._starts[-1][2]
 
     def run_of(self, batch: int) -> tuple[int, int]:
         """Size of a batch, and the first batch after its run of equal sizes."""
-        run = bisect_right(self._ends, batch)
-        if batch < 0 or run == len(self._ends):
-            raise ProtocolError(f"batch {batch} is outside 0..{self.num_batches - 1}")
-        return self.runs[run][0], self._ends[run]
+        run = self._run(batch)
+        samples = self.runs[run][0]
+        parts = self.cut.parts_of(samples)
+        less, larger = divmod(samples, parts)
+        if not larger:
+            return less, self._ends[run]
+        part = (batch - self._starts[run][0]) % parts
+        if part < larger:
+            return less + 1, batch - part + larger
+        return less, batch - part + parts
+
+    def whole_of(self, batch: int) -> int:
+        """Samples of the global batch that a batch is cut from."""
+        return self.runs[self._run(batch)][0]
+
+    def part_of(self, batch: int) -> tuple[int, int, int]:
+        """The global batch of a batch, its first sample there, and one past its last.
+
+        All of it where batches are not cut.
+        """
+        run = self._run(batch)
+        samples, (first, whole, _) = self.runs[run][0], self._starts[run]
+        parts = self.cut.parts_of(samples)
+        before, part = divmod(batch - first, parts)
+        less, larger = divmod(samples, parts)
+        start = part * less + min(part, larger)
+        return whole + before, start, start + less + (part < larger)
+
+    def position_of(self, batch: int) -> int:
+        """The epoch's first sample of a batch; past the last one, their number."""
+        if batch == self.num_batches:
+            return self.num_samples
+        run = self._run(batch)
+        _, whole, position = self._starts[run]
+        at, start, _ = self.part_of(batch)
+        return position + (at - whole) * self.runs[run][0] + start
 
     def samples_in(self, start: int, stop: int) -> int:
         """Samples of the batches ``start <= batch < stop``."""
-        total = 0
-        while start < stop:
-            samples, end = self.run_of(start)
-            total += samples * (min(end, stop) - start)
-            start = min(end, stop)
-        return total
+        if start >= stop:
+            return 0
+        return self.position_of(stop) - self.position_of(start)
+
+    def cut_by(self, cut: BatchCut) -> BatchSizes:
+        """The same epoch, its global batches cut in this way."""
+        return BatchSizes(self.runs, cut)
+
+    def first_of(self, global_batch: int) -> int:
+        """The first batch of a global batch; past the last one, their number."""
+        batch = 0
+        for samples, count in self.runs:
+            done = min(count, global_batch)
+            batch += done * self.cut.parts_of(samples)
+            global_batch -= done
+        return batch
+
+    def _run(self, batch: int) -> int:
+        run = bisect_right(self._ends, batch)
+        if batch < 0 or run == len(self._ends):
+            raise ProtocolError(f"batch {batch} is outside 0..{self.num_batches - 1}")
+        return run
+
+    def batches_in(self, samples: float) -> float:
+        """How many global batches the first samples fill; a part of one as a part.
+
+        All of them beyond the epoch's end.
+        """
+        batches = 0.0
+        for size, count in self.runs:
+            batches += min(float(count), max(0.0, samples / size))
+            samples -= size * count
+        return batches
 
 
 def count_batches(ranges: Iterable[Range]) -> int:

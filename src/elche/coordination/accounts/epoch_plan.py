@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from elche.coordination.accounts.batch_ranges import BatchSizes, Range
+from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes, Range
 from elche.errors import ConfigError
 
 PLAN_VERSION = 2
@@ -46,11 +46,16 @@ class WindowPlan:
 
 @dataclass(slots=True, kw_only=True)
 class EpochPlan:
-    """What an epoch did: its windows, or under ``sync`` its grants and shares."""
+    """What an epoch did: its windows, or under ``sync`` its grants and shares.
+
+    ``cut`` is how windows cut the batches of ``sizes``; empty under ``sync``, and in
+    records of versions that did not cut them.
+    """
 
     policy: str
     world_size: int
     sizes: list[tuple[int, int]]
+    cut: list[int] = field(default_factory=list)
     windows: list[WindowPlan] = field(default_factory=list)
     steps: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -82,17 +87,20 @@ class EpochPlan:
                 f"{policy!r} and {world_size} ranks"
             )
         plan.sizes = [(size, count) for size, count in plan.sizes]
-        if plan.sizes != list(sizes.runs):
+        plan.cut = plan.cut or list(WHOLE_BATCHES.to_wire())
+        now = list(sizes.runs), list(sizes.cut.to_wire())
+        if (plan.sizes, plan.cut) != now:
             raise ConfigError(
                 "the record is of an epoch with batches of (size, count) "
-                f"{plan.sizes}, this one has {list(sizes.runs)}; replay needs the same "
-                "dataset length, batch_size and drop_last"
+                f"{plan.sizes}, this one has {now[0]}; or they are cut as {plan.cut}, "
+                f"and here as {now[1]}; replay needs the same dataset length, "
+                "batch_size, drop_last and local_batch_size"
             )
         try:
             for window in plan.windows:
                 window.parts = [[(a, b) for a, b in part] for part in window.parts]
             plan.steps = [(a, b, list(shares)) for a, b, shares in plan.steps]
-            problem = plan._problem()
+            problem = plan._problem(sizes)
         except (ValueError, TypeError) as error:
             problem = repr(error)
         if problem:
@@ -102,9 +110,9 @@ class EpochPlan:
             )
         return plan
 
-    def _problem(self) -> str:
+    def _problem(self, sizes: BatchSizes) -> str:
         """What of the epoch is given out twice, to nobody, or to no such rank."""
-        sizes, at = BatchSizes(tuple(self.sizes)), 0
+        at = 0
         for start, stop, shares in self.steps:
             if not at == start < stop <= sizes.num_batches:
                 return f"steps {start}..{stop - 1} after {at} of {sizes.num_batches}"

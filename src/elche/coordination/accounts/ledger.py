@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elche.coordination.accounts.batch_ranges import (
+    BatchCut,
     BatchSizes,
     Range,
     append_range,
@@ -155,6 +156,7 @@ class EpochLedger:
         """
         return {
             "sizes": [list(run) for run in self.sizes.runs],
+            "cut": list(self.sizes.cut.to_wire()),
             "committed": [list(part) for part in self._committed],
             "left_out": [list(part) for part in self._left_out],
         }
@@ -169,10 +171,12 @@ class EpochLedger:
             TransitionError: this ledger has begun, or the batches are others.
         """
         runs = tuple((int(samples), int(count)) for samples, count in state["sizes"])
-        if runs != self.sizes.runs:
+        cut = BatchCut(*state["cut"])
+        if BatchSizes(runs, cut) != self.sizes:
             raise TransitionError(
                 f"expected an epoch of batches {self.sizes.runs}, but the state is of "
-                f"{runs}; resume with the data and batch size of that run"
+                f"{runs}, or they are cut otherwise ({self.sizes.cut}, {cut}); resume "
+                "with the data and batch sizes of that run"
             )
         if self.pooled != self.sizes.num_batches:
             raise TransitionError(

@@ -16,6 +16,7 @@ from statistics import median
 from elche.cadence.convergence import REFERENCE_BATCHES
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.config import RunConfig
+from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 MOST_HIDDEN = 0.95
@@ -89,6 +90,7 @@ class Gauge:
         min_share_samples: samples that a rank without a share runs its loop on.
 
     Attributes:
+        cut: of the batches that windows would train on.
         sync_s: what a reduction takes.
         measurements: grants of steps, or windows, since the last :meth:`follow`.
         is_cold: knows the ranks by steps that were not warm, and by nothing since.
@@ -99,6 +101,7 @@ class Gauge:
     ) -> None:
         self._config = config
         self._few = max(1, min_share_samples)
+        self.cut = local_cut(config.windows, world_size, self._few)
         self._ranks = [_Costs() for _ in range(world_size)]
         self._exposed_s: list[float] = []
         self._syncs_s: list[float] = []
@@ -114,7 +117,7 @@ class Gauge:
         self.is_cold = False
 
     def begin_epoch(self, run_batches: float) -> None:
-        """An epoch begins, in a run that is expected to have so many batches."""
+        """An epoch begins, in a run expected to have so many local batches."""
         self._run_batches = run_batches
         self._grants.clear()
 
@@ -163,12 +166,16 @@ class Gauge:
             costs.spent_s += event.timed_s
             costs.expected_s += event.timed * costs.step_s(samples)
 
-    def reduced(self, event: WindowReduced, batch_size: int) -> bool:
+    def reduced(self, event: WindowReduced, samples: int) -> bool:
         """A rank holds a window's result; True when all do: the reduction is measured.
 
         From the end of its window on, a rank trained some batches and waited for the
         rest. That of the rank for which this was least is the reduction, up to a part
         of a batch: the others may have waited for that rank.
+
+        Args:
+            event: a rank's report.
+            samples: of a batch of these windows.
         """
         reports = self._windows.setdefault(event.window, {})
         reports[event.rank] = event
@@ -178,7 +185,7 @@ class Gauge:
         taken_s = []
         for rank, report in reports.items():
             lag_batches = max(0.0, report.adopted_at - 0.5)
-            taken_s.append(lag_batches * self.batch_s(rank, batch_size) + report.sync_s)
+            taken_s.append(lag_batches * self.batch_s(rank, samples) + report.sync_s)
         self._syncs_s.append(min(taken_s))
         self.measurements += 1
         return True
@@ -272,7 +279,7 @@ class Gauge:
         """The ranks as they are now.
 
         Args:
-            batch_size: samples of a batch.
+            batch_size: samples of a global batch; windows would train on parts of it.
         """
         ranks = self._ranks
         return MeasuredCluster(
@@ -280,7 +287,8 @@ class Gauge:
                 max(LEAST_S, costs.factor * costs.sample_s) for costs in ranks
             ],
             fixed_s=[costs.factor * costs.fixed_s for costs in ranks],
-            batch_size=batch_size,
+            batch_size=self.cut.largest_of(batch_size),
+            sync_batch_size=batch_size,
             sync_s=self.sync_s,
             hidden=self._hidden,
             jitter=self._jitter,

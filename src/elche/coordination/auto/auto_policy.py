@@ -20,8 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from elche.cadence.chooser import Chooser
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.cadence.chooser import Choice, Chooser
+from elche.coordination.accounts.batch_ranges import (
+    WHOLE_BATCHES,
+    BatchCut,
+    BatchSizes,
+)
 from elche.coordination.agreement import Settings
 from elche.coordination.auto.auto_calibration import Calibration
 from elche.coordination.auto.auto_choice import MeasuredChoice, RunLength
@@ -100,11 +104,17 @@ class AutoPolicy(Policy):
 
     def _new_chooser(self) -> Chooser:
         # A rank that trains nothing would be the slowest one that others wait for.
-        return Chooser(leaves_out=self._config.windows.max_batch_diff is None)
+        may_lead = self._config.windows.max_batch_diff is None
+        return Chooser(leaves_out=may_lead and self._config.leave_out)
 
     @property
     def _current(self) -> Policy:
         return self._switch.current
+
+    @property
+    def cut(self) -> BatchCut:  # type: ignore[override]
+        """How the policy in force cuts batches."""
+        return self._current.cut
 
     @property
     def first_window(self) -> int:
@@ -167,7 +177,8 @@ class AutoPolicy(Policy):
             self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
         )
         self._batch_size = sizes.runs[0][0]
-        self._gauge.begin_epoch(float(self._length.batches))
+        local_batches = sizes.cut_by(self._gauge.cut).num_batches
+        self._gauge.begin_epoch(float(self._length.epochs * local_batches))
         return self._switch.begin_epoch(epoch, sizes, now_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:
@@ -216,6 +227,14 @@ class AutoPolicy(Policy):
         assert self._choice is not None, self._phase
         return self._choice
 
+    def _cut_for(self, choice: Choice) -> BatchCut:
+        """How windows of a choice cut batches; one rank alone takes them whole.
+
+        Otherwise by the ranks of the run, also where some of them are left out: local
+        steps stay as large as they were.
+        """
+        return WHOLE_BATCHES if choice.is_alone else self._gauge.cut
+
     @property
     def _is_trial_due(self) -> bool:
         """Whether steps of all ranks would cost little of the time without them."""
@@ -253,11 +272,12 @@ class AutoPolicy(Policy):
         if isinstance(event, BatchesDone):
             gauge.trained(event)
         elif isinstance(event, WindowReduced):
-            if not gauge.reduced(event, self._batch_size):
+            samples = windows.policy.cut.largest_of(self._batch_size)
+            if not gauge.reduced(event, samples):
                 return
             if self._phase is _Phase.WINDOWS:
                 outcome.instructions += self._trials.try_out(
-                    windows, gauge, self._batch_size, self._now_s
+                    windows, gauge, samples, self._now_s
                 )
             if gauge.measurements >= OBSERVED_WINDOWS:
                 self._observe(outcome)
@@ -282,6 +302,9 @@ class AutoPolicy(Policy):
         """Reports the choice; windows pay less in short runs."""
         choice = self._chosen.now
         reason = f"{choice.reason}; {self._length}"
+        if self._chosen.wants_windows and not choice.is_alone:
+            samples = self._gauge.cut.largest_of(self._batch_size)
+            reason += f"; steps of {samples} samples"
         if self._switch.windows is not None:
             reason += "; from the next epoch on"
         notice.notes.append(reason)
@@ -297,11 +320,12 @@ class AutoPolicy(Policy):
         """Windows under the chosen policy, with the speeds that were measured."""
         chosen, before = self._chosen, self._switch.windows
         choice, hints = chosen.now, self._config.speed_hints
+        cut = self._cut_for(choice)
         if not self._gauge.is_cold:
             hints = self._gauge.speeds(
-                self._switch.ranks, choice.left_out, self._batch_size
+                self._switch.ranks, choice.left_out, cut.largest_of(self._batch_size)
             )
-        self._switch.build_windows(choice, hints)
+        self._switch.build_windows(choice, hints, cut)
         if before is None or before.choice.left_out != choice.left_out:
             self._trials.begin(self._now_s)
         self.name = choice.carried_out_by

@@ -33,21 +33,21 @@ class Trials:
         self._last_s, self._next = now_s, 0
 
     def try_out(
-        self, windows: RunningWindows, gauge: Gauge, batch_size: int, now_s: float
+        self, windows: RunningWindows, gauge: Gauge, samples: int, now_s: float
     ) -> list[Instruction]:
         """Leases a batch to the rank whose turn it is, if that is due.
 
         Args:
             windows: that run.
             gauge: knows what a batch takes on each rank.
-            batch_size: samples of a batch.
+            samples: of a batch of these windows.
             now_s: the time.
         """
         left_out = windows.choice.left_out
         if not left_out:
             return []
         rank = left_out[self._next % len(left_out)]
-        batch_s = gauge.batch_s(rank, batch_size)
+        batch_s = gauge.batch_s(rank, samples)
         # Others may wait for it, and its drift weighs in the mean of one window.
         if not self._may_take(batch_s + windows.choice.prediction.window_s, now_s):
             return []

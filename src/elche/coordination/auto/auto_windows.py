@@ -9,7 +9,7 @@ from typing import final
 from elche.cadence.chooser import Choice
 from elche.config import RunConfig
 from elche.config_parts import OuterConfig
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import Member, Outcome, Policy
 from elche.coordination.protocol.events import EpochLeft, Event
@@ -119,9 +119,18 @@ class PolicySwitch:
         self._samples_before += self._sizes.samples_in(0, steps)
 
     def build_windows(
-        self, choice: Choice, speed_hints: tuple[float, ...] | None
+        self,
+        choice: Choice,
+        speed_hints: tuple[float, ...] | None,
+        cut: BatchCut,
     ) -> None:
-        """Windows as chosen run from now on, or from :meth:`take_over` on."""
+        """Windows as chosen run from now on, or from :meth:`take_over` on.
+
+        Args:
+            choice: what they are to do.
+            speed_hints: batches per second of each rank, as far as they are known.
+            cut: how they cut global batches.
+        """
         if self.windows is not None:
             self._next_window = self.windows.policy.first_window
         policy = WindowPolicy(
@@ -130,6 +139,7 @@ class PolicySwitch:
             self._settings.epochs,
             idle=frozenset(choice.left_out),
             first_window=self._next_window,
+            cut=cut,
         )
         policy.start_from(self._samples_before)
         self.windows = RunningWindows(policy, choice)
@@ -151,6 +161,7 @@ class PolicySwitch:
                 step=step,
                 policy=windows.name,
                 window=windows.first_window,
+                cut=windows.cut.to_wire(),
             )
             for rank in self._members
         ]

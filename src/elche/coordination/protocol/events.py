@@ -33,7 +33,8 @@ class EpochOpened:
     ``layout`` names what is trained now and whether that has changed since the last
     epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
     round differently): both must agree. ``rates`` names what the optimizer steps with
-    (learning rate and so on, but not a rate that follows the run's progress).
+    (learning rate and so on, but not a rate that follows the run's progress). ``steps``
+    is how many the loop takes at most, -1 for a whole epoch.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class EpochOpened:
     plan: str = ""
     probe_s: float = 0.0
     rates: str = ""
+    steps: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,9 @@ class StepsDone:
     ``backward_passes`` of the run so far were reduced: as many on every rank.
     ``max_samples`` is what the rank's device turned out to hold at once (0: no limit
     was met). ``is_finite`` is False where checked parameters are NaN; ``broken`` is
-    the part since which this rank's own gradients are NaN or Inf.
+    the part since which this rank's own gradients are NaN or Inf. ``unknown`` names
+    state that moves with this rank's batches and cannot be carried to another ("" if
+    none was seen), so that no rank may be left out.
     """
 
     rank: int
@@ -76,6 +80,7 @@ class StepsDone:
     scalars: Scalars = ()
     is_finite: bool = True
     broken: OwnPart = ()
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,9 @@ class WindowClosed:
     the update is known to be none, as all gradients wait for a step (looked at only
     after one that was not finite). ``scalars`` are (name, weighted sum, weight) of what
     the user logged. ``weight`` is what the user says that its batches weigh in the mean
-    over ranks, None where their samples do.
+    over ranks, None where their samples do. ``periods`` are (calls, period) of the
+    schedulers that were handed over, ``copies`` samples of the batches that updated
+    each copy of the model that the rank knows (see `CopySamples`).
     """
 
     rank: int
@@ -122,6 +129,8 @@ class WindowClosed:
     has_moved: bool = True
     scalars: Scalars = ()
     weight: float | None = None
+    periods: Runs = ()
+    copies: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +223,16 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """A rank has nothing more to do and goes."""
+    """A rank has nothing more to do and goes.
+
+    If its loop has left an epoch of windows before: ``batches`` that it has taken in
+    the run, ``samples`` and ``steps`` (global batches) of the whole run; 0 otherwise.
+    """
 
     rank: int
+    batches: int = 0
+    samples: int = 0
+    steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elche.coordination.protocol.messages import Runs
+from elche.coordination.protocol.messages import Cut, Runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Welcome:
 class BeginEpoch:
     """All ranks have opened the epoch; rank 0 now sends its positions.
 
-    ``policy`` is the one that the epoch begins with, ``window`` the first one of it.
+    ``policy`` is the one that the epoch begins with, ``window`` the first one of it,
+    ``cut`` how it cuts the batches of ``sizes``.
     Where ``state_from`` names a rank, it has trained alone: all take its optimizer's
     state first.
     """
@@ -30,27 +31,36 @@ class BeginEpoch:
     sizes: Runs
     policy: str
     window: int
+    cut: Cut
     state_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChosen:
-    """A choice of ``auto`` and its reason; sent to the first rank."""
+    """A choice of ``auto`` and its reason; sent to the first rank.
+
+    Or, if it ``is_advice``, what another policy would bring than the default.
+    """
 
     rank: int
     policy: str
     reason: str
+    is_advice: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPolicy:
-    """From ``step`` of this epoch on there are windows under ``policy``."""
+    """From ``step`` of this epoch on there are windows under ``policy``.
+
+    They cut what is left of it by ``cut``.
+    """
 
     rank: int
     epoch: int
     step: int
     policy: str
     window: int
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,20 @@ class GrantSteps:
     start: int
     stop: int
     shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOut:
+    """``sync``: from now on ``left_out`` get no batch, and the others reduce alone.
+
+    () takes all in again. Where it changes who takes part, no granted step is under
+    way. ``reason`` is a line for the user, which may come with nothing changed.
+    """
+
+    rank: int
+    epoch: int
+    left_out: tuple[int, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +177,9 @@ class Reduce:
     ``weight`` is this rank's part of the mean; over ranks they sum to one, and a rank
     of weight zero sends zeros. ``active_ranks`` weigh something. ``attempt`` counts the
     generations that have tried. ``state_apart`` are ranks that hold other optimizer
-    state than most, where it is to be averaged and therefore is not.
+    state than most, where it is to be averaged and therefore is not. ``periods`` are of
+    the schedulers that were handed over, in batches; 0 if not known yet. ``copies`` are
+    samples by which each copy of the model (EMA) is behind the result.
     """
 
     rank: int
@@ -168,6 +194,8 @@ class Reduce:
     outer_lr: float
     outer_momentum: float
     state_apart: tuple[int, ...] = ()
+    periods: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +230,7 @@ class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
     ``plan`` records the epoch for a replay (told to the first rank only).
+    ``is_early``: a rank's loop has left it before its end.
     """
 
     rank: int
@@ -214,6 +243,7 @@ class EndEpoch:
     anchor: int
     shares: tuple[float, ...]
     plan: str = ""
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +292,7 @@ Instruction = (
     | PolicyChosen
     | SwitchPolicy
     | GrantSteps
+    | LeaveOut
     | RankLeft
     | JoinPasses
     | GrantBatches

@@ -7,10 +7,13 @@ an event, the addressee of an instruction. Times are seconds, sizes are samples.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Runs = tuple[tuple[int, int], ...]
 """Batch sizes of an epoch, run-length encoded: (samples, number of batches)."""
+
+Cut = tuple[int, ...]
+"""How windows cut global batches: the fields of a `BatchCut`."""
 
 Scalars = tuple[tuple[str, float, float], ...]
 """What users logged: (name, weighted sum, weight)."""

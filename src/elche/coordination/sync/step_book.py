@@ -24,6 +24,7 @@ class Granted:
         reports: of the others.
         is_settled: ranks of an earlier group hold their result; no more reports come.
         left: ranks whose loop has left the epoch before the end of these steps.
+        left_out: ranks that were not granted them.
     """
 
     start: int
@@ -33,6 +34,7 @@ class Granted:
     reports: dict[int, StepsDone] = field(default_factory=dict)
     is_settled: bool = False
     left: set[int] = field(default_factory=set)
+    left_out: tuple[int, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -67,9 +69,16 @@ class StepBook:
         """The grant that is completed next."""
         return self._grants[0] if self._grants else None
 
-    def grant(self, start: int, stop: int, shares: tuple[int, ...], ranks: int) -> None:
-        """Steps were granted to so many ranks."""
-        self._grants.append(Granted(start, stop, shares, ranks))
+    def grant(
+        self,
+        start: int,
+        stop: int,
+        shares: tuple[int, ...],
+        ranks: int,
+        left_out: tuple[int, ...] = (),
+    ) -> None:
+        """Steps were granted to so many ranks, and not to those left out."""
+        self._grants.append(Granted(start, stop, shares, ranks, left_out=left_out))
 
     def take(self, event: StepsDone) -> None:
         """A rank has run its part of the next grant that it owes.
@@ -170,5 +179,5 @@ def report_of(event: StepsDone | EpochLeft) -> RankReport:
 
 
 def _owes(grant: Granted, rank: int) -> bool:
-    settled = grant.is_settled or rank in grant.left
+    settled = grant.is_settled or rank in grant.left or rank in grant.left_out
     return not settled and rank not in grant.reports

@@ -12,7 +12,7 @@ steps than the rest takes over the model before the epoch ends:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import final
 
 from elche.coordination.protocol.events import EpochLeft, PassBegun
@@ -26,16 +26,13 @@ class EarlyEnd:
 
     Args:
         policy: as the user has set it.
-
-    Attributes:
-        is_settled: all hold one model, or were told to take it over.
     """
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._left: dict[int, EpochLeft] = {}
         self._begun: dict[int, PassBegun] = {}
-        self.is_settled = False
+        self._is_settled = False
 
     def __bool__(self) -> bool:
         """Whether anybody has left."""
@@ -64,7 +61,7 @@ class EarlyEnd:
         """Begins an epoch."""
         self._left.clear()
         self._begun.clear()
-        self.is_settled = False
+        self._is_settled = False
 
     def staying(self, members: Iterable[int]) -> list[int]:
         """Members that have not left."""
@@ -105,15 +102,25 @@ class EarlyEnd:
             if left.passes < last.passes
         ]
 
-    def source(self, members: Iterable[int]) -> int | None:
-        """Whose model all take over when granted steps are done; None: all are equal.
+    def settle(self, members: Set[int], *, is_needed: bool) -> int | None:
+        """Whose model all take over when granted steps are done, once.
 
         It is that of a rank that has run all of them, or has left last.
+
+        Args:
+            members: who has taken part.
+            is_needed: others need it even where all of these hold the same.
+
+        Returns:
+            None: all hold one model, or were told to take it over.
         """
+        if self._is_settled:
+            return None
+        self._is_settled = True
         if staying := self.staying(members):
             return staying[0]
         places = {r: (left.step, left.passes) for r, left in self._left.items()}
-        if len(set(places.values())) == 1:
+        if len(set(places.values())) == 1 and not is_needed:
             return None
         last = max(places.values())
         return min(rank for rank, place in places.items() if place == last)

@@ -63,6 +63,7 @@ class StepReports:
         max_samples: int = 0,
         parameter_norm: float = 0.0,
         scalars: Scalars = (),
+        unknown: str = "",
     ) -> None:
         """The grant under way is done, and its report due; see `StepsDone`."""
         assert self._due is None, "the last report has not been said"
@@ -85,6 +86,7 @@ class StepReports:
             scalars=scalars,
             is_finite=self._numbers.is_finite and not math.isnan(parameter_norm),
             broken=self._numbers.broken,
+            unknown=unknown,
         )
 
     def take(self) -> StepsDone | None:

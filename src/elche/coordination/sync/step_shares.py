@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from elche.cadence.balancer import Balancer, BalancerConfig
+from elche.cadence.split import clip_split
 from elche.cadence.throughput import SpeedHints
 from elche.coordination.agreement import Settings
 from elche.coordination.protocol.events import StepsDone
@@ -18,6 +19,9 @@ class StepShares:
     Args:
         settings: what the ranks agreed on.
         ranks: the members.
+
+    Attributes:
+        is_fixed: shares do not follow measured times.
     """
 
     def __init__(self, settings: Settings, ranks: Iterable[int]) -> None:
@@ -25,14 +29,21 @@ class StepShares:
         self._places = _places(ranks)
         self._caps = {rank: cap for rank, cap in enumerate(config.caps) if cap}
         self._accumulates = settings.micro_batches
-        self._is_fixed = config.debug.deterministic
+        self.is_fixed = config.debug.deterministic or config.shares == "fixed"
+        self._keeps_columns = config.shares == "fixed"
+        self._first: tuple[int, ...] = ()
         self._min_share_samples = settings.min_share_samples
         self._balancer = self._balanced(config.speed_hints)
         self._steps = 0
 
     def of(self, samples: int, world_size: int) -> tuple[int, ...]:
         """Samples of each rank in a step of so many, 0 for one that is gone."""
-        return self._spread(self._balancer.sizes(samples), world_size)
+        sizes = self._balancer.sizes(samples)
+        if self._keeps_columns:
+            first = self._first = self._first or sizes
+            if samples < sum(first):
+                sizes = clip_split(first, samples, self._min_share_samples) or sizes
+        return self._spread(sizes, world_size)
 
     def trial(
         self, samples: int, world_size: int, granted: int
@@ -58,12 +69,16 @@ class StepShares:
         return tuple(shares)
 
     def measured(self, reports: Sequence[StepsDone], steps: int) -> None:
-        """Takes in what so many steps took each member; in order of rank."""
-        of_members = [report for report in reports if report.rank in self._places]
-        self._balancer.report(
-            [report.samples // steps for report in of_members],
-            [report.busy_s / steps for report in of_members],
-        )
+        """Takes in what so many steps took the members that took part."""
+        if self.is_fixed:
+            return
+        samples, busy_s = [0] * len(self._places), [0.0] * len(self._places)
+        for report in reports:
+            place = self._places.get(report.rank)
+            if place is not None:
+                samples[place] = report.samples // steps
+                busy_s[place] = report.busy_s / steps
+        self._balancer.report(samples, busy_s)
         self._steps += steps
 
     def limit(self, rank: int, samples: int) -> None:
@@ -76,12 +91,28 @@ class StepShares:
         if not 0 < samples < self._caps.get(rank, samples + 1):
             return
         self._caps[rank] = samples
-        if not self._is_fixed:
+        if not self.is_fixed:
             self._balancer.limit(self._places[rank], samples)
 
     def spare(self, ranks: Iterable[int]) -> None:
         """Gives these ranks the least part of later steps."""
         self._balancer.spare([self._places[rank] for rank in ranks])
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Gives these ranks nothing from now on, and all others a part."""
+        self._balancer.leave_out([self._places[rank] for rank in ranks])
+
+    def step_s(self, samples: int, left_out: Iterable[int]) -> float:
+        """Predicted seconds of a step without these ranks, and without its reduction.
+
+        Infinite where the others' devices cannot hold it.
+        """
+        places = [self._places[rank] for rank in left_out]
+        return self._balancer.step_s(samples, places)
+
+    def least_s(self, samples: int) -> dict[int, float]:
+        """Predicted seconds of each rank's least share."""
+        return dict(zip(self._places, self._balancer.least_s(samples), strict=True))
 
     def follow(self, ranks: Iterable[int]) -> None:
         """The members are others now; a new one counts as a usual one."""
@@ -90,10 +121,13 @@ class StepShares:
             rank: 1.0 / cost for rank, cost in zip(self._places, costs, strict=True)
         }
         usual = sum(speeds.values()) / len(speeds)
+        used = dict(zip(self._places, self._balancer.used_sizes, strict=True))
         self._places = _places(ranks)
+        self._first = ()
         self._balancer = self._balanced(
             [speeds.get(rank, usual) for rank in self._places]
         )
+        self._balancer.reuse([used.get(rank, ()) for rank in self._places])
 
     def _balanced(self, hints: SpeedHints) -> Balancer:
         return Balancer(

@@ -10,14 +10,15 @@ than another step that everybody waits for the slowest device in.
 When a rank is gone, the others form a new group and say how many steps each has taken:
 one at most is in the models of some of them only, and these hand theirs over. Every
 later step that was granted is granted anew, divided among who is there. A rank that
-joins does so when all granted steps are done. Pure.
+joins does so when all granted steps are done. A rank without which steps are shorter
+may be left out (`elche.coordination.sync.left_out`). Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from elche.coordination.accounts.batch_ranges import BatchSizes
@@ -36,8 +37,8 @@ from elche.coordination.protocol.instructions import (
     Adopt,
     GrantSteps,
     Instruction,
-    MetricsReported,
 )
+from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, StepBook, report_of
 from elche.coordination.sync.step_leaving import EarlyEnd
@@ -63,6 +64,8 @@ class SyncPolicy(Policy):
         config = settings.config
         self._members = {member.rank: member.horizon_batches for member in members}
         self._shares = StepShares(settings, self._members)
+        self._left_out = LeftOutRanks(members, settings, self._shares)
+        self._is_carried = False
         self._is_deterministic = config.debug.deterministic
         self._is_stopping = self._makes_room = self._is_paused = False
         self._step_s = math.inf
@@ -79,7 +82,7 @@ class SyncPolicy(Policy):
         self._numbers = NonFiniteReports()
         self._ahead_steps = max(self._members.values()) + 2
         self._is_single = False
-        is_known = config.debug.deterministic or config.speed_hints is not None
+        is_known = self._shares.is_fixed or config.speed_hints is not None
         self._guesses = not is_known and len({member.device for member in members}) > 1
 
     @property
@@ -92,6 +95,13 @@ class SyncPolicy(Policy):
         """No step is under way; :meth:`make_room` brings that about."""
         busy = self._grants or self._is_paused or self._adopting or self._left
         return self._makes_room and not busy and self._ledger.pooled > 0
+
+    @property
+    def _active(self) -> Set[int]:
+        """Members that take part in steps."""
+        members = self._members.keys()
+        left_out = self._left_out.ranks
+        return members - set(left_out) if left_out else members
 
     @property
     def _world_size(self) -> int:
@@ -121,7 +131,8 @@ class SyncPolicy(Policy):
         self._adopting.clear()
         self._left.clear()
         self._numbers.clear()
-        return Outcome(self._top_up())
+        told = self._left_out.begin_epoch(epoch, sizes, now_s)
+        return Outcome([*told, *self._top_up()])
 
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes a report of steps, or a rank's early end of the epoch."""
@@ -133,7 +144,7 @@ class SyncPolicy(Policy):
             self._take(event)
         elif isinstance(event, PassBegun):
             is_late = event.epoch != self._epoch
-            return Outcome([] if is_late else self._left.begun(event, self._members))
+            return Outcome([] if is_late else self._left.begun(event, self._active))
         else:
             raise ProtocolError(f"sync: unexpected {type(event).__name__}")
         return Outcome() if self._is_paused else self._go_on(now_s)
@@ -142,12 +153,15 @@ class SyncPolicy(Policy):
         """Completes what all have done, grants more, and ends the epoch."""
         outcome = Outcome()
         while (oldest := self._grants.oldest) and self._is_complete(oldest):
-            outcome.instructions.append(self._complete(self._grants.pop(), now_s))
+            outcome.instructions += self._complete(self._grants.pop(), now_s)
         if self._left:
             return self._end_early(outcome, now_s)
+        if self._left_out.is_leaving and self.is_drained and self._ledger.pooled:
+            outcome.instructions += self._left_out.leave(now_s)
+            self._is_carried = False
         outcome.instructions += self._top_up()
-        if self._ledger.is_done:
-            self._numbers.check(self._epoch, self._members, is_last=True)
+        if self._ledger.is_done and not self._is_carrying(outcome):
+            self._numbers.check(self._epoch, self._active, is_last=True)
             outcome.instructions += self._totals.end_epoch(
                 sorted(self._members),
                 now_s,
@@ -156,6 +170,13 @@ class SyncPolicy(Policy):
             )
             outcome.epoch_over = True
         return outcome
+
+    def _is_carrying(self, outcome: Outcome) -> bool:
+        """Whether ranks left out have yet to take over the model of this epoch."""
+        if self._left_out.ranks and not self._is_carried:
+            last = self._granted_until - 1
+            outcome.instructions += self._hand_over(min(self._active), last)
+        return bool(self._adopting)
 
     @property
     def totals(self) -> EpochTotals:
@@ -247,6 +268,7 @@ class SyncPolicy(Policy):
 
     def _hand_over(self, source: int, last: int) -> list[Instruction]:
         """All take the model after the step ``last`` from one rank."""
+        self._is_carried = True
         self._adopting.update(self._members)
         return [
             Adopt(rank=rank, epoch=self._epoch, window=last, source=source)
@@ -258,10 +280,14 @@ class SyncPolicy(Policy):
             raise ProtocolError(f"rank {event.rank} was to adopt nothing: {event}")
         self._adopting.discard(event.rank)
         self._joining.discard(event.rank)
+        self._left_out.carried(event.sync_s)
 
     def _follow_members(self) -> None:
         self._ahead_steps = max(self._members.values()) + 2
         self._shares.follow(self._members)
+        behind = set(self._left_out.reset(sorted(self._members)))
+        behind &= self._adopting if self._is_carried else self._members.keys()
+        self._joining |= behind
 
     def check(self) -> None:
         """Asserts that every step is in one place, and who owes what."""
@@ -293,7 +319,8 @@ class SyncPolicy(Policy):
             raise ProtocolError(f"rank {event.rank} reports steps it was not granted")
         self._grants.take(event)
         self._numbers.take(event)
-        self._numbers.check(event.epoch, self._members, is_last=False)
+        self._numbers.check(event.epoch, self._active, is_last=False)
+        self._left_out.see(event)
         self._shares.limit(event.rank, event.max_samples)
 
     def _is_complete(self, grant: Granted) -> bool:
@@ -301,7 +328,7 @@ class SyncPolicy(Policy):
             return not self._adopting
         return not grant.missing and bool(grant.reports)
 
-    def _complete(self, grant: Granted, now_s: float) -> MetricsReported:
+    def _complete(self, grant: Granted, now_s: float) -> list[Instruction]:
         """All ranks have run the oldest grant: measure and commit it."""
         self._ledger.train(ALL_RANKS, grant.start, grant.stop)
         self._ledger.close(ALL_RANKS)
@@ -312,16 +339,17 @@ class SyncPolicy(Policy):
             self._totals.add(grant.stop - 1, work)
         self._guesses &= grant.stop < FIRST_STEPS
         reports = [grant.reports[rank] for rank in sorted(grant.reports)]
+        told: list[Instruction] = []
         if not (grant.is_settled or grant.left):
-            self._measure(grant, reports)
+            told += self._measure(grant, reports)
         sync_s = max((report.sync_wait_s for report in reports), default=0.0)
-        reader = min(self._members)
-        return self._totals.close_window(
-            grant.stop - 1, now_s, reader, sync_s, grant.steps
-        )
+        first, last, steps = min(self._members), grant.stop - 1, grant.steps
+        return [*told, self._totals.close_window(last, now_s, first, sync_s, steps)]
 
-    def _measure(self, grant: Granted, reports: Sequence[StepsDone]) -> None:
-        """Takes in what steps of all members took.
+    def _measure(
+        self, grant: Granted, reports: Sequence[StepsDone]
+    ) -> Sequence[Instruction]:
+        """Takes in what steps of all who take part took.
 
         Raises:
             ProtocolError: they ran different numbers of backward passes.
@@ -333,10 +361,12 @@ class SyncPolicy(Policy):
                 f"{grant.stop - 1}: {passes}; {self._left.under} a batch may only be "
                 "skipped on every rank, because their gradients are summed step by step"
             )
-        if all(report.warm for report in reports) and not self._is_deterministic:
-            steps = grant.steps
-            self._shares.measured(reports, steps)
-            self._step_s = max(report.busy_s for report in reports) / steps
+        if not all(report.warm for report in reports) or self._is_deterministic:
+            return []
+        steps = grant.steps
+        self._shares.measured(reports, steps)
+        self._step_s = max(report.busy_s for report in reports) / steps
+        return self._left_out.measured(reports, steps, self._ledger.pooled)
 
     def _top_up(self) -> list[Instruction]:
         """Grants steps until the loaders' horizon and two grants are covered."""
@@ -344,14 +374,16 @@ class SyncPolicy(Policy):
         steps = 1
         if self._step_s > 0 and math.isfinite(self._step_s):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
+        left_out = self._left_out
+        is_single = self._is_single or self._guesses or left_out.is_trying
+        steps = 1 if left_out.is_trying else steps
         holds = self._is_stopping or self._makes_room or self._is_paused
-        while self._ledger.pooled and not holds:
+        while self._ledger.pooled and not (holds or left_out.is_leaving):
             ahead = self._ledger.leased(ALL_RANKS)
             under_way = self._grants.oldest
             oldest = under_way.steps if under_way is not None else 1
-            if ahead >= self._ahead_steps + (oldest - 1) + (steps - 1):
-                break
-            if ahead and (self._is_single or self._guesses):
+            most = self._ahead_steps + (oldest - 1) + (steps - 1)
+            if ahead >= (1 if is_single else most):
                 break
             start, stop, shares = self._next_steps(steps)
             if self._record is not None:
@@ -360,10 +392,9 @@ class SyncPolicy(Policy):
             first = GrantSteps(
                 rank=0, epoch=self._epoch, start=start, stop=stop, shares=shares
             )
-            instructions += [
-                replace(first, rank=rank) for rank in sorted(self._members)
-            ]
-            self._grants.grant(start, stop, shares, len(self._members))
+            ranks = sorted(self._active)
+            instructions += [replace(first, rank=rank) for rank in ranks]
+            self._grants.grant(start, stop, shares, len(ranks), left_out.ranks)
         return instructions
 
     def _next_steps(self, most: int) -> tuple[int, int, tuple[int, ...]]:
@@ -389,7 +420,7 @@ class SyncPolicy(Policy):
                 f"rank {event.rank} left epoch {event.epoch} while the group changed"
             )
         self._grants.check_part(event)
-        told = self._left.take(event, self._members)
+        told = self._left.take(event, self._active)
         self._grants.leave(event.rank)
         self._numbers.take(event)
         self._totals.add(max(0, event.step - 1), report_of(event))
@@ -399,16 +430,16 @@ class SyncPolicy(Policy):
 
     def _end_early(self, outcome: Outcome, now_s: float) -> Outcome:
         """Ends the epoch when whoever stayed has run what was granted."""
-        staying = self._left.staying(self._members)
+        active = self._active
+        staying = self._left.staying(active)
         if (staying and self._grants) or self._adopting:
             return outcome
         done = self._granted_until if staying else self._left.step
-        source = None if self._left.is_settled else self._left.source(self._members)
-        self._left.is_settled = True
+        source = self._left.settle(active, is_needed=bool(self._left_out.ranks))
         if source is not None:
             outcome.instructions += self._hand_over(source, done - 1)
             return outcome
-        self._numbers.check(self._epoch, self._members, is_last=True)
+        self._numbers.check(self._epoch, active, is_last=True)
         ranks, steps = sorted(self._members), done - self._committed_until
         if steps > 0:
             part = self._totals.close_window(done - 1, now_s, ranks[0], 0.0, steps)

@@ -45,7 +45,6 @@ class Pace:
     wall_s: float | None
     patience_s: float | None
     batches: Mapping[int, int]
-    total_batches: int
 
 
 class Pacing:
@@ -281,9 +280,7 @@ class Pacing:
         batches = {rank: round(n * stretch) for rank, n in pace.batches.items()}
         # It ends when nothing is left, not by time, which may have been misjudged.
         wall_s = pace.wall_s + 2.0 * left_s
-        return replace(
-            pace, wall_s=wall_s, batches=batches, total_batches=sum(batches.values())
-        )
+        return replace(pace, wall_s=wall_s, batches=batches)
 
     @property
     def _slowest_s(self) -> float:
@@ -308,7 +305,7 @@ class Pacing:
             rank: round(count * stretch)
             for rank, count in zip(self._ranks, counts, strict=True)
         }
-        return Pace(wall_s, patience_s, batches, sum(batches.values()))
+        return Pace(wall_s, patience_s, batches)
 
     def _wall_ms(self) -> float:
         el_che = self.el_che

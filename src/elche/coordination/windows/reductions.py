@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
+from elche.coordination.accounts.schedule_steps import common_periods
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.window_book import Part
@@ -30,6 +31,9 @@ class Reduction:
         begun_s: when all ranks had closed the window; None where that says nothing
             about how long it takes.
         diverged: ranks whose waits are left out of pacing; see `Part`.
+
+    Attributes:
+        copies: samples by which each copy of the model is behind it.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Reduction:
         self.attempt = 0
         self.begun_s = begun_s
         self.diverged = diverged
+        self.copies: tuple[int, ...] = ()
         self.reports: dict[int, WindowReduced] = {}
         self.missing = set(ranks)
 
@@ -295,11 +300,15 @@ class ReductionPlanner:
             settings: from :meth:`settings`, or a recorded plan's.
             epoch: the epoch.
             reduction: which window's, and which attempt.
+
+        Raises:
+            MismatchError: ranks have handed over other numbers of schedulers.
         """
         counts = [part.weight for part in parts.values()]
         weights = drift_weights(self._config.windows.drift_weights, counts)
         active = sum(count > 0 for count in counts)
-        shared: dict[str, Any] = dict(settings)
+        closed = {r: p.closed.periods for r, p in parts.items() if p.closed}
+        shared: dict[str, Any] = {**settings, "periods": common_periods(closed)}
         if self._config.averages_state:
             shared["state_apart"] = _apart(parts)
         return [
@@ -310,6 +319,7 @@ class ReductionPlanner:
                 attempt=reduction.attempt,
                 weight=weight,
                 active_ranks=active,
+                copies=reduction.copies,
                 **shared,
             )
             for rank, weight in zip(parts, weights, strict=True)

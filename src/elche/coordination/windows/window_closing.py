@@ -108,6 +108,9 @@ def begin_reduction(
     _record(state, settings)
     begun_s = now_s if state.is_overlapped else None
     reduction = state.reductions.begin(window, parts, settings, begun_s)
+    copies = {r: part.closed.copies for r, part in parts.items() if part.closed}
+    is_last = state.life.is_final
+    reduction.copies = state.copies.closed(copies, state.idle, is_last=is_last)
     return [*planner.plan(parts, settings, state.epoch, reduction)]
 
 

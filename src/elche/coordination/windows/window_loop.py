@@ -78,6 +78,9 @@ LOOK_EVERY_S = 0.02
 LOOK_SOONER = 0.25
 """It looks for the result at least so often, and after this part of its wait so far."""
 
+HELD_WINDOWS = 3
+"""A live graph holds back what changes parameters for so many windows."""
+
 TRAIN = Action(Do.TRAIN)
 CATCH_UP = "the slowest rank to catch up"
 CLOSED = "the other ranks to end the window"
@@ -92,7 +95,8 @@ class WindowLoop:
 
     While the result of its last window is awaited, a rank trains on under ``async``,
     unless it is *diverged* (its last update was not finite), and waits under
-    ``cadence``.
+    ``cadence``. While a graph is *live* (a backward pass is still to come) nothing is
+    done that changes parameters, for three windows of batches at most.
 
     Args:
         batch_cost: this rank's delivered seconds per batch; outlives the epoch.
@@ -115,6 +119,8 @@ class WindowLoop:
         self._is_diverged = False
         self._opened_s = self._looked_s = 0.0
         self._idle_s: float | None = None
+        self._held_batches = 0
+        self._is_held_back = False
         self.window = reduced + 1
         self.batches = 0
         self.reduced_window = reduced
@@ -129,6 +135,11 @@ class WindowLoop:
         done = self.batches if self._is_open else plan.planned_batches
         part = min(1.0, done / max(1, plan.planned_batches))
         return plan.committed_samples + plan.planned_samples * part
+
+    @property
+    def committed_samples(self) -> int:
+        """Samples of the run before this window: the same on every rank."""
+        return 0 if self._plan is None else self._plan.committed_samples
 
     @property
     def is_throttled(self) -> bool:
@@ -188,16 +199,32 @@ class WindowLoop:
         else:
             raise ProtocolError(f"unexpected in an epoch of windows: {instruction!r}")
 
-    def next(self, now_s: float, *, has_work: bool, is_reduced: bool = False) -> Action:
+    def next(
+        self,
+        now_s: float,
+        *,
+        has_work: bool,
+        is_reduced: bool = False,
+        is_live: bool = False,
+    ) -> Action:
         """The next action.
 
         Args:
             now_s: the time.
             has_work: whether a leased batch is at hand or being loaded.
             is_reduced: whether the overlapped reduction's result is there.
+            is_live: whether a backward pass is still to come that a changed parameter
+                would break.
         """
         self._looked_s = now_s
         action = self._next(now_s, has_work, is_reduced)
+        if not is_live:
+            self._held_batches = 0
+        self._is_held_back = is_live and self._may_hold(action)
+        if self._is_held_back and has_work:
+            action = TRAIN
+        elif self._is_held_back and not self._must_close():
+            action = self._look_again(now_s, LEASE) or action
         if action.do is not Do.WAIT:
             self._idle_s = None
         return action
@@ -221,9 +248,20 @@ class WindowLoop:
             return TRAIN
         return self._linger(now_s, LEASE) or self._hold(now_s, LEASE)
 
+    def _may_hold(self, action: Action) -> bool:
+        """Whether a batch may be trained on instead; a plan's counts are kept."""
+        if self._plan is None or self._is_planned or self._is_diverged:
+            return False
+        moves_model = Do.FINISH if self._overlapped else Do.CLOSE
+        if action.do is not moves_model:
+            return False
+        limit = HELD_WINDOWS * max(1, self._plan.planned_batches)
+        return self._held_batches < limit
+
     def trained(self, busy_s: float | None) -> None:
         """A batch is done; ``busy_s`` is its delivered time, None if not timed."""
         self.batches += 1
+        self._held_batches += self._is_held_back
         if busy_s is not None:
             self._batch_cost.observe(busy_s)
 
@@ -334,6 +372,10 @@ class WindowLoop:
         """
         if self.in_flight is None or self._is_planned or self.end is not None:
             return None
+        return self._look_again(now_s, why)
+
+    def _look_again(self, now_s: float, why: str) -> Action | None:
+        """A short wait; None if it has been long enough."""
         if self._idle_s is None:
             self._idle_s = now_s
         waited_s = now_s - self._idle_s

@@ -176,8 +176,9 @@ def calibrate(state: WindowState, rank: int) -> list[Instruction]:
 def _open(state: WindowState, rank: int) -> OpenWindow:
     window = state.book.window_of(rank)
     pace, sizes = state.pace(window), state.ledger.sizes
-    batches = min(pace.total_batches, sizes.num_batches)
-    planned_samples = batches * (sizes.runs[0][0] if sizes.runs else 0)
+    planned = sum(n for other, n in pace.batches.items() if other not in state.idle)
+    batches = min(planned, sizes.num_batches)
+    planned_samples = sizes.samples_in(0, batches)
     committed = state.plan_samples(window, planned_samples)
     plan = state.planned(window)
     is_diverged = plan is None and rank in state.diverged

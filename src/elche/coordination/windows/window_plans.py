@@ -25,7 +25,10 @@ class WindowPlans:
         self._first_window = self.unleased = first_window
         self._source: WindowSource | None = None
         self._record = EpochPlan(
-            policy=policy, world_size=world_size, sizes=list(sizes.runs)
+            policy=policy,
+            world_size=world_size,
+            sizes=list(sizes.runs),
+            cut=list(sizes.cut.to_wire()),
         )
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elche.config import RunConfig
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
@@ -52,7 +52,7 @@ class TakenOver:
     """What another policy has done of an epoch.
 
     Attributes:
-        batches: the first so many are committed.
+        batches: the first so many global ones are committed.
         totals: what the ranks did for them.
         progress_samples: of the whole run so far.
     """
@@ -71,6 +71,7 @@ class WindowPolicy(Policy):
         epochs: epochs of the run if known; decides whether outer momentum pays.
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
+        cut: how it cuts global batches into the local ones that ranks train on.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class WindowPolicy(Policy):
         epochs: int | None,
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
+        cut: BatchCut = WHOLE_BATCHES,
     ) -> None:
+        self.cut = cut
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
         self._planner = ReductionPlanner(config, epochs)
@@ -101,7 +104,7 @@ class WindowPolicy(Policy):
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
         """Opens the epoch's first window with its first leases."""
-        state = self._state
+        state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes, plan)
         ranks = list(state.members)
@@ -118,9 +121,10 @@ class WindowPolicy(Policy):
         self, epoch: int, sizes: BatchSizes, now_s: float, done: TakenOver
     ) -> Outcome:
         """Goes on with an epoch of which another policy has committed the beginning."""
-        state = self._state
+        state, sizes = self._state, sizes.cut_by(self.cut)
         state.reset(sizes, epoch, now_s)
-        state.take_over(done.batches, done.totals)
+        state.take_over(sizes.first_of(done.batches), done.totals)
+        done.totals.first_window = done.batches
         state.start_from(done.progress_samples)
         ranks = list(state.members)
         told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.copy_updates import CopySamples
 from elche.coordination.accounts.epoch_plan import (
     EpochPlan,
     FixedWindows,
@@ -56,6 +57,7 @@ class WindowState:
         self.diverged = DivergedRanks()
         self.progress_samples = 0
         self._planned_samples = 0
+        self.copies = CopySamples()
         self.book = WindowBook(self.members, first_window)
         self._notes: list[str] = []
         self.reset(BatchSizes(()), 0, 0.0)
@@ -119,10 +121,9 @@ class WindowState:
         self.progress_samples = progress_samples
 
     def take_over(self, batches: int, totals: EpochTotals) -> None:
-        """The first batches of the epoch were committed under another policy."""
+        """The epoch's first batches were committed under another policy."""
         self.ledger.skip(batches)
         self.totals = totals
-        self.totals.first_window = batches
 
     def plan_samples(self, window: int, planned_samples: int) -> int:
         """Notes how many a window is planned to be of.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.errors import ConfigError
 from elche.pipeline.setup.naming import names_of_split
 from elche.pipeline.stage import Layer
@@ -174,7 +175,7 @@ def layers_of(model: Any, split: Split | None) -> LayerList:
     found = _listed(model, split)
     for index, source in enumerate(found.sources):
         if isinstance(source, nn.Module):
-            _check_sizes(source, index)
+            _check_layer(source, index)
     return found
 
 
@@ -184,7 +185,7 @@ def _listed(model: Any, split: Split | None) -> LayerList:
             raise ConfigError(
                 f"split= cuts a module, got {type(model).__name__} as the model"
             )
-        _check_sizes(model, None)
+        _check_layer(model, None)
         modules = list(split(model))
         found = names_of_split(model, modules)
         return LayerList(
@@ -217,25 +218,27 @@ def _made(factory: Callable[[], Any], index: int, device: torch.device) -> nn.Mo
             f"expected the factory of layer {index} to make an nn.Module, got "
             f"{type(made).__name__}"
         )
-    _check_sizes(made, index)
+    _check_layer(made, index)
     return made
 
 
-def _check_sizes(module: nn.Module, index: int | None) -> None:
-    """Refuses lazy modules: a stage's first batch comes long after its optimizer.
+def _check_layer(module: nn.Module, index: int | None) -> None:
+    """Refuses what torch shards, reduces or steps by itself, and lazy modules.
+
+    A stage's first batch comes long after its optimizer.
 
     Raises:
-        ConfigError: a parameter or buffer has no size yet.
+        ConfigError: it is such a module, or a parameter or buffer has no size yet.
     """
-    lacking = [
-        name
-        for name, one in (*module.named_parameters(), *module.named_buffers())
-        if is_lazy(one)
-    ]
+    where = "the model" if index is None else f"layer {index}"
+    named = (*module.named_parameters(), *module.named_buffers())
+    lacking = [name for name, one in named if is_lazy(one)]
+    unlike = (f"{name} {why}" for name, one in named if (why := why_not_plain(one)))
+    if not lacking and (fault := wrapped_module(module) or next(unlike, "")):
+        raise ConfigError(f"{where}: {fault}")
     if lacking:
         kinds = {type(one).__name__ for one in module.modules()}
         lazy = ", ".join(sorted(kind for kind in kinds if kind.startswith("Lazy")))
-        where = "the model" if index is None else f"layer {index}"
         raise ConfigError(
             f"{where} ({lazy or type(module).__name__}) has parameters or buffers "
             f"without a size: {', '.join(lacking[:3])}; run one batch through the "

@@ -14,6 +14,8 @@ from elche.runtime.data.positions import EpochPositions, check_length
 from elche.runtime.data.prefetch import DevicePrefetcher
 from elche.runtime.data.resident_data import ResidentDataset
 from elche.runtime.data.stream_data import StreamView
+from elche.runtime.data.transfer import tensors_in
+from elche.torch_internals import mark_dynamic
 
 
 class LeasedBatches:
@@ -32,6 +34,7 @@ class LeasedBatches:
 
     Attributes:
         weight: of the batch that the last :meth:`take` gave; None without ``weights``.
+        marks_dynamic: batches vary in size, and a compiled model is told so.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class LeasedBatches:
         self._weights = weights
         self._epoch = 0
         self.weight: float | None = None
+        self.marks_dynamic = False
         self._feed: BatchFeed[Any] = BatchFeed(loader, generator, refill)
         may_stay = device.type == "cuda" and weights is None
         self._resident = ResidentDataset.of(loader) if may_stay else None
@@ -97,6 +101,9 @@ class LeasedBatches:
             ConfigError: it weighs what no batch can.
         """
         got = self._prefetcher.take()
+        if got is not None and self.marks_dynamic:
+            for tensor in tensors_in(got[1]) or ():
+                mark_dynamic(tensor)
         if got is None or self._weights is None:
             return got
         (tag, self.weight), data = got

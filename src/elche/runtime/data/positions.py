@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgpack
@@ -18,7 +17,7 @@ from torch.utils.data import (
 )
 
 from elche.comm.transport.process_group import Group
-from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.sample_seeds import position_seed
@@ -32,6 +31,7 @@ class EpochPositions:
         sizes: samples of every batch.
         epoch: the epoch.
         seed: seed of sample augmentation, None for none.
+        most: batches of the user's that were drawn at most; None for a whole epoch.
     """
 
     def __init__(
@@ -40,22 +40,21 @@ class EpochPositions:
         sizes: BatchSizes,
         epoch: int,
         seed: int | None,
+        most: int | None = None,
     ) -> None:
         self._keys = keys
+        self.most = most
         self._seed = seed
         self.sizes = sizes
         self.epoch = epoch
+        self.num_batches = sizes.num_batches
         # slicing a tensor costs ten times as much, and every batch is a slice
         self._array = keys.numpy() if isinstance(keys, torch.Tensor) else None
-        self._runs: list[tuple[int, int, int]] = []
-        self._firsts: list[int] = []
-        batch = position = 0
-        for samples, count in sizes.runs:
-            self._runs.append((batch, position, samples))
-            self._firsts.append(batch)
-            batch += count
-            position += samples * count
-        self.num_batches = batch
+
+    def cut_by(self, cut: BatchCut) -> EpochPositions:
+        """The same epoch in the local batches of windows."""
+        sizes = self.sizes.cut_by(cut)
+        return EpochPositions(self._keys, sizes, self.epoch, self._seed, self.most)
 
     @property
     def key_range(self) -> tuple[int, int]:
@@ -76,11 +75,9 @@ class EpochPositions:
         self, batch: int, start: int = 0, stop: int | None = None
     ) -> IndexBatch:
         """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
-        run = bisect_right(self._firsts, batch) - 1
-        first, position, samples = self._runs[run]
-        begin = position + (batch - first) * samples
-        end = begin + (samples if stop is None else stop)
-        begin += start
+        first = self.sizes.position_of(batch)
+        end = first + (self.samples_of(batch) if stop is None else stop)
+        begin = first + start
         if self._array is None:
             plain = list(self._keys[begin:end])
         else:
@@ -95,9 +92,9 @@ class EpochPositions:
 
 
 def enumerate_batches(
-    loader: DataLoader[Any], epoch: int
+    loader: DataLoader[Any], epoch: int, most: int | None = None
 ) -> tuple[list[Any], BatchSizes]:
-    """Draws an epoch from the user's batch sampler (or sampler).
+    """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
     Draws the seed that a DataLoader draws first (but persistent workers only once), so
     that the order is the one that a plain loop over this loader would see.
@@ -108,9 +105,9 @@ def enumerate_batches(
     if epoch == 0 or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if loader.batch_sampler is None:
-        batches = [[key] for key in loader.sampler]
+        batches = [[key] for key in islice(loader.sampler, most)]
     else:
-        batches = [list(batch) for batch in loader.batch_sampler]
+        batches = [list(batch) for batch in islice(loader.batch_sampler, most)]
     batches = [batch for batch in batches if batch]
     if not batches:
         raise ConfigError(
@@ -141,6 +138,9 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
     samples, length = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
     if batches is not None and batches.drop_last:
         samples -= samples % batches.batch_size
+    if positions.most is not None:
+        batch_size = 1 if batches is None else batches.batch_size
+        samples = min(samples, positions.most * batch_size)
     drawn, last = positions.sizes.num_samples, positions.key_range[1]
     if samples != drawn or last >= length:
         raise MismatchError(

@@ -28,7 +28,7 @@ from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
 from elche.coordination.state import Coordinator
 from elche.errors import ProtocolError
-from elche.runtime.files import replace_file
+from elche.runtime.report.files import replace_file
 
 logger = logging.getLogger(__name__)
 

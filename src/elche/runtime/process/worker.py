@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -67,6 +68,7 @@ class Worker:
         max_samples: what the device turned out to hold at once; 0: no limit was met.
         on_rank_left: called while this rank waits inside a step, perhaps again and
             again, where another has left the epoch.
+        meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
         timeline: what this rank did.
     """
@@ -79,6 +81,7 @@ class Worker:
         self.world_size = placement.world_size
         self.timeout_s = timeout_s + VERDICT_S
         self.is_cold = True
+        self.meets_in_forward = False
         self.max_samples = 0
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.on_rank_left: Callable[[RankLeft], None] | None = None
@@ -87,6 +90,7 @@ class Worker:
         self._channel = channel
         self._group: Group | None = None
         self._side_groups: list[Group] = []
+        self._others: Group | None = None
         self._generation = 0
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
@@ -124,16 +128,49 @@ class Worker:
         self._side_groups.append(group)
         return group
 
-    def _formed(self, name: int | str, shares_host: bool) -> Group:
+    def group_without(self, left_out: Sequence[int], number: int) -> Group | None:
+        """The group of all but some ranks; None: this rank is not of them.
+
+        The one formed last is kept, until it is another one.
+
+        Args:
+            left_out: of the run.
+            number: of such groups of the run so far.
+        """
+        if not left_out:
+            return self.group
+        if self.rank in left_out:
+            return None
+        ranks = [rank for rank in range(self.world_size) if rank not in left_out]
+        if self._others is not None and self._others.ranks == ranks:
+            return self._others
+        if self._others is not None:
+            self._others.close()
+            self._others = None
+        if len(ranks) == 1:
+            return Group.alone(self.timeout_s)
+        name = f"{self._generation}/without/{number}"
+        self._others = group = self._formed(name, self.group.shares_host, ranks)
+        if self.group.devices is not None:
+            device = self.placement.device
+            group.devices = open_device_group(group, device, self.timeout_s)
+        return group
+
+    def _formed(
+        self, name: int | str, shares_host: bool, ranks: Sequence[int] | None = None
+    ) -> Group:
+        """Forms a group of all ranks, or of some."""
+        ranks = range(self.world_size) if ranks is None else ranks
         group = Group.form(
             self._channel,
-            self.rank,
-            self.world_size,
+            ranks.index(self.rank),
+            len(ranks),
             name,
             self.placement.listen,
             self.timeout_s,
         )
-        group.on_failure = self._why_failed
+        group.ranks = ranks
+        group.on_failure = partial(self._why_failed, ranks)
         group.check = self._check
         group.shares_host = shares_host
         return group
@@ -206,11 +243,11 @@ class Worker:
         except CommunicationError:
             pass
         finally:
-            for group in (*self._side_groups, self._group):
+            for group in (*self._side_groups, self._others, self._group):
                 if group is not None:
                     group.close()
             self._side_groups.clear()
-            self._group = None
+            self._group = self._others = None
             self._channel.close()
 
     def _check(self) -> None:
@@ -245,10 +282,13 @@ class Worker:
             raise SystemExit(abort.exit_code)
         return error
 
-    def _why_failed(self, text: str, missing: Sequence[int]) -> Exception:
+    def _why_failed(
+        self, ranks: Sequence[int], text: str, missing: Sequence[int]
+    ) -> Exception:
         """A collective failed: the coordinator knows who is gone, in a moment.
 
         Args:
+            ranks: of the collective.
             text: what failed.
             missing: who did not come to it, if that was seen.
         """
@@ -264,24 +304,24 @@ class Worker:
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
         said = text if self._aborted is None else f"{self._aborted}; {text}"
-        missing = missing or self._missing()
+        missing = missing or self._missing(ranks)
         if not missing:
             return self._aborted or CommunicationError(text)
         return late_error(said, missing)
 
-    def _missing(self) -> list[int]:
+    def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Ranks that do not report the same failure soon after this one.
 
         gloo names nobody. Ranks of a collective that fails fail together, and one that
         hangs, or is elsewhere in its loop, does not.
         """
-        keys = [f"failed/{self._generation}/{r}" for r in range(self.world_size)]
+        keys = {r: f"failed/{self._generation}/{r}" for r in ranks}
         try:
             self._channel.store_set(keys[self.rank], b"")
-            come = self._channel.store_published(keys, ROLL_CALL_S)
+            come = self._channel.store_published([*keys.values()], ROLL_CALL_S)
         except CommunicationError:  # nobody can be asked
             return []
-        return [rank for rank, key in enumerate(keys) if key not in come]
+        return [rank for rank, key in keys.items() if key not in come]
 
 
 def _as_it_is(error: NonFiniteError) -> NonFiniteError:

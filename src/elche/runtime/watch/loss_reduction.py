@@ -58,7 +58,7 @@ class SumLossWatch:
         self.detach()
         if all(is_sum(root.grad_fn) for root in roots):
             raise ConfigError(
-                "the loss is a sum over the batch, but gradients are reduced as those "
+                "the loss is a sum over the batch, but gradients are taken for those "
                 "of a mean, which is another result than on one device: give "
                 "elche.setup (or elche.Trainer) loss_reduction='sum', or make the loss "
                 "a mean"

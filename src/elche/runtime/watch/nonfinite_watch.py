@@ -65,21 +65,16 @@ class NonFiniteWatch:
         self._buffer: torch.Tensor | None = None
         self._under_way: list[tuple[list[_Seen], Readback]] = []
 
-    def begin_step(self, part: tuple[int, ...]) -> None:
-        """A step begins.
+    def look(self, part: tuple[int, ...], came: dict[int, int]) -> None:
+        """A backward pass of a step is complete, and its gradients not reduced.
 
         Args:
             part: epoch and step, and which samples of its batch are this rank's (first,
                 one past the last); () where it has none.
-        """
-        self._part, self._passes = part, 0
-
-    def look(self, came: dict[int, int]) -> None:
-        """A backward pass of the step is complete, and its gradients not reduced.
-
-        Args:
             came: how many gradients each parameter got in it, in order of the first.
         """
+        if part != self._part:
+            self._part, self._passes = part, 0
         if not self._part or not came:
             return
         epoch, step, *samples = self._part

@@ -1,4 +1,4 @@
-"""Learning rates changed by the user's loop inside an epoch of windows."""
+"""Learning rates that the user's loop moves inside an epoch of windows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import final
 
 import torch
 
+from elche.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 _follow_progress: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -20,57 +22,88 @@ def follows_progress(optimizer: torch.optim.Optimizer) -> None:
     _follow_progress.add(optimizer)
 
 
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler of torch's has been made for an optimizer."""
+    groups = optimizer.param_groups
+    return "step" in vars(optimizer) and any("initial_lr" in each for each in groups)
+
+
 @final
 class RateWatch:
-    """Warns once of a schedule that counts one rank's batches.
+    """Refuses a scheduler that counts one rank's batches; warns of a rate set by hand.
 
     In windows each rank runs other numbers of batches, so a schedule that moves with
     them ends elsewhere than on one device, and on each rank elsewhere.
+
+    Args:
+        policy: of the run.
+
+    Attributes:
+        has_read_progress: the loop asks for the run's progress; a rate that it sets by
+            hand follows that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
         self._rates: dict[int, list[float]] = {}
         self._has_warned = False
+        self.has_read_progress = False
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """An epoch of windows begins with these rates."""
+        """An epoch begins with these rates, or goes on with them."""
         self._rates = {id(optimizer): _rates(optimizer) for optimizer in optimizers}
 
-    def check(self, optimizers: Iterable[torch.optim.Optimizer], policy: str) -> None:
-        """A window has ended; the epoch has not."""
-        if self._has_warned:
-            return
-        for optimizer in optimizers:
-            before = self._rates.get(id(optimizer))
-            if before is None or optimizer in _follow_progress:
-                continue
-            now = _rates(optimizer)
-            if any(map(operator.ne, before, now)):
-                self._warn(optimizer, before, now, policy)
-                return
+    def has_moved(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Whether a rate that does not follow the run's progress has moved since."""
+        return any(
+            self._rates.get(id(optimizer), _rates(optimizer)) != _rates(optimizer)
+            for optimizer in optimizers
+            if optimizer not in _follow_progress
+        )
 
-    def _warn(
-        self,
-        optimizer: torch.optim.Optimizer,
-        before: list[float],
-        now: list[float],
-        policy: str,
+    def expect(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scheduler that was handed over has set these rates."""
+        self._rates[id(optimizer)] = _rates(optimizer)
+
+    def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Compares rates inside an epoch.
+
+        Raises:
+            ConfigError: a scheduler that was not handed over has moved one.
+        """
+        for optimizer in optimizers:
+            now = _rates(optimizer)
+            before = self._rates.setdefault(id(optimizer), now)
+            if optimizer in _follow_progress:
+                continue
+            if any(map(operator.ne, before, now)):
+                self._moved(optimizer, before, now)
+
+    def _moved(
+        self, optimizer: torch.optim.Optimizer, before: list[float], now: list[float]
     ) -> None:
-        self._has_warned = True
         old, new = next(
             pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]
         )
-        logger.warning(
-            "the learning rate of %s moved inside an epoch (%.3g to %.3g) under policy "
-            "%r, where each rank runs its own number of batches: a schedule that is "
-            "stepped per batch ends elsewhere than on one device, and on each rank "
-            "elsewhere. Let it follow the run's progress with elche.ProgressLR("
-            "optimizer, fn, total_samples), or choose policy 'sync'",
-            type(optimizer).__name__,
-            old,
-            new,
-            policy,
+        moved = (
+            f"the learning rate of {type(optimizer).__name__} moved inside an epoch "
+            f"({old:.3g} to {new:.3g}) under policy {self._policy!r}, in whose windows "
+            "each rank runs its own number of batches: it would end elsewhere than on "
+            "one device, and on each rank elsewhere; "
         )
+        if is_scheduled(optimizer):
+            raise ConfigError(
+                moved + "hand its scheduler over (elche.setup(..., schedulers="
+                "[scheduler]), or elche.follow(scheduler) after it), or choose policy "
+                "'sync'"
+            )
+        if not (self._has_warned or self.has_read_progress):
+            self._has_warned = True
+            logger.warning(
+                "%scompute it from elche.progress_steps() (or let elche.ProgressLR "
+                "do so), or choose policy 'sync'",
+                moved,
+            )
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:

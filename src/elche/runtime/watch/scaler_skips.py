@@ -34,12 +34,16 @@ class ScalerSkips:
     Args:
         optimizer: what the scaler steps.
         scalars: where it is logged.
+
+    Attributes:
+        has_scaler: one has asked, as far as is known.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scalars: ScalarLog) -> None:
         self._optimizer = optimizer
         self._scalars = scalars
         self._is_asked = False
+        self.has_scaler = False
         self._flag: _Flag | None = None
         self._handle: RemovableHandle | None = None
 
@@ -84,7 +88,7 @@ class ScalerSkips:
 
     def asked(self) -> None:
         """A scaler is about to step, or not; or somebody else has asked the flag."""
-        self._is_asked = True
+        self._is_asked = self.has_scaler = True
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_asked or self._flag is None:

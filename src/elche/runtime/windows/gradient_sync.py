@@ -40,6 +40,9 @@ class GradientSync(WindowSync):
             that of the sum over all samples of the window; else both are means.
     """
 
+    weighs_gradients = True
+    is_common_step = True
+
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -132,7 +135,7 @@ class GradientSync(WindowSync):
         return self._buffers.changed()
 
     @override
-    def begin_batch(self, weight: float) -> None:
+    def begin_batch(self, weight: float, parts: float = 1.0) -> None:
         self._hooks.keep_last()
         self._weight = weight
         self._pass = None

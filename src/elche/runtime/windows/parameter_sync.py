@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from typing import Any, final
 
+import torch
 from typing_extensions import override
 
 from elche.comm.averaging.averaging import Averager, ParameterAverager
@@ -26,8 +27,11 @@ class AveragedSync(WindowSync):
     Args:
         averager: averages parameters.
         steps: this rank's own; optimizers lose their state after a non-finite update.
-        own_factor: of the gradients of a batch, where each says what it weighs: one
-            that weighs nothing adds none.
+        own_factor: of the gradients of a batch, where each says what it weighs (one
+            that weighs nothing adds none) or losses are sums; else None.
+        is_sum: a loss is the sum over a batch's samples: of a local batch it counts as
+            often as the global one is larger, so that a local step is as long as one
+            device's.
     """
 
     def __init__(
@@ -35,8 +39,12 @@ class AveragedSync(WindowSync):
         averager: Averager,
         steps: LocalSteps,
         own_factor: GradientFactor | None,
+        *,
+        is_sum: bool = False,
     ) -> None:
         self._own_factor = own_factor
+        self._is_sum = is_sum
+        self.weighs_gradients = own_factor is not None
         self._averager = averager
         self._steps = steps
         self._was_finite = True
@@ -65,10 +73,11 @@ class AveragedSync(WindowSync):
         self._averager.load_state_dict(state)
 
     @override
-    def begin_batch(self, weight: float) -> None:
+    def begin_batch(self, weight: float, parts: float = 1.0) -> None:
         self._in_hand = weight
         if self._own_factor is not None:
-            self._own_factor.value = float(weight > 0.0)
+            factor = parts if self._is_sum else 1.0
+            self._own_factor.value = factor if weight > 0.0 else 0.0
 
     @override
     def batch_done(self) -> None:
@@ -114,7 +123,7 @@ class ParameterSync(AveragedSync):
         averager: averages them.
         steps: this rank's own; optimizers lose their state after a non-finite update,
             where that state is not averaged.
-        own_factor: see `AveragedSync`.
+        own_factor, is_sum: see `AveragedSync`.
     """
 
     _averager: ParameterAverager
@@ -124,8 +133,10 @@ class ParameterSync(AveragedSync):
         averager: ParameterAverager,
         steps: LocalSteps,
         own_factor: GradientFactor | None,
+        *,
+        is_sum: bool = False,
     ) -> None:
-        super().__init__(averager, steps, own_factor)
+        super().__init__(averager, steps, own_factor, is_sum=is_sum)
         self._has_told = False
 
     @override
@@ -160,7 +171,7 @@ class OverlappedSync(AveragedSync):
     Args:
         averager: averages them.
         steps: this rank's own; optimizers lose their state after a non-finite update.
-        own_factor: see `AveragedSync`.
+        own_factor, is_sum: see `AveragedSync`.
         drift_weights: how drifts are weighted; see `drift_weight`.
     """
 
@@ -173,8 +184,10 @@ class OverlappedSync(AveragedSync):
         steps: LocalSteps,
         own_factor: GradientFactor | None,
         drift_weights: str,
+        *,
+        is_sum: bool = False,
     ) -> None:
-        super().__init__(averager, steps, own_factor)
+        super().__init__(averager, steps, own_factor, is_sum=is_sum)
         self._drift_weights = drift_weights
 
     def _take(self, weight: float, *, begins: bool) -> bool:
@@ -189,6 +202,10 @@ class OverlappedSync(AveragedSync):
     @override
     def poll(self) -> bool:
         return self._averager.poll()
+
+    @override
+    def common(self) -> dict[int, torch.Tensor]:
+        return self._averager.common()
 
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:

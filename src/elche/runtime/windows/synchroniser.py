@@ -19,6 +19,7 @@ from elche.comm.gradients.gradient_window import GradientWindow
 from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.model_buffers.window_buffers import WindowBuffers
+from elche.comm.norm.norm_scope import NormScope
 from elche.comm.norm.sync_batch_norm import bind_sync_batchnorm, sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
 from elche.config import RunConfig
@@ -28,7 +29,6 @@ from elche.runtime.watch.parameter_watch import ParameterWatch
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
-from elche.runtime.windows.summed_loss import SummedReducer
 from elche.runtime.windows.window_sync import WindowSync
 
 
@@ -72,7 +72,7 @@ class Synchroniser:
         self._signature: list[tuple[int, bool, torch.dtype | None]] = []
         self._watch = ParameterWatch(model)
         self.policy = "sync" if config.policy == "auto" else config.policy
-        self.reducer: GradientReducer | SummedReducer | None = None
+        self.reducer: GradientReducer | None = None
         self.windows: WindowSync | None = None
         self._is_nan_from_start = math.isnan(self._norm())
 
@@ -111,20 +111,7 @@ class Synchroniser:
             if self._norm_group is None and sync_batchnorm_layers(self._model):
                 self._norm_group = self._side_group()
             norms = bind_sync_batchnorm(self._model, self._norm_group)
-            reducer = GradientReducer(
-                self._trainable,
-                self._group,
-                int(self._config.transport.bucket_cap_mb * 2**20),
-                BufferAverager.for_model(self._model, self._group),
-                norms,
-                [name for name, p in self._model.named_parameters() if p.requires_grad],
-            )
-            self.reducer = reducer
-            if self._config.loss_reduction == "sum":
-                self.reducer = SummedReducer(reducer, self._trainable)
-            elif self._is_weighed:
-                reducer.weigh_by_user()
-            self.reducer.attach()
+            self._build_reducer(self._group, norms)
         else:
             config = replace(self._config, policy=self.policy)
             self.windows = make_window_sync(
@@ -136,6 +123,33 @@ class Synchroniser:
                 steps=self._steps,
                 is_weighed=self._is_weighed,
             )
+
+    def share_with(self, group: Group | None) -> None:
+        """From the next step on reduces gradients in this group, with its ranks.
+
+        Args:
+            group: this rank's; None: it is left out, and reduces nothing.
+        """
+        assert self.reducer is not None
+        self.reducer.detach()
+        if group is not None:
+            self._build_reducer(group, None)
+
+    def _build_reducer(self, group: Group, norms: NormScope | None) -> None:
+        reducer = GradientReducer(
+            self._trainable,
+            group,
+            int(self._config.transport.bucket_cap_mb * 2**20),
+            BufferAverager.for_model(self._model, group),
+            norms,
+            [name for name, p in self._model.named_parameters() if p.requires_grad],
+        )
+        self.reducer = reducer
+        if self._config.loss_reduction == "sum":
+            reducer.sum_losses()
+        elif self._is_weighed:
+            reducer.weigh_by_user()
+        reducer.attach()
 
     def detach(self) -> None:
         """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
@@ -251,9 +265,11 @@ def make_window_sync(
         codec=codec,
     )
     averager.build()
-    own_factor = GradientFactor(parameters) if is_weighed else None
+    is_sum = config.loss_reduction == "sum"
+    own_factor = GradientFactor(parameters) if is_weighed or is_sum else None
     if own_factor is not None:
         own_factor.attach()
     if isinstance(averager, OverlappedAverager):
-        return OverlappedSync(averager, steps, own_factor, config.windows.drift_weights)
-    return ParameterSync(averager, steps, own_factor)
+        drift_weights = config.windows.drift_weights
+        return OverlappedSync(averager, steps, own_factor, drift_weights, is_sum=is_sum)
+    return ParameterSync(averager, steps, own_factor, is_sum=is_sum)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
+
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
@@ -14,6 +16,10 @@ class WindowSync(ABC):
     """How one rank takes part in the reductions of its windows."""
 
     is_overlapped = False
+    weighs_gradients = False
+    """Whether gradients are weighed by the batch in hand."""
+    is_common_step = False
+    """Whether the window's end is a step of the optimizer, the same on every rank."""
     has_moved = True
     """False where the last window's update is known to be none, as gradients wait for a
     step; looked at only after one that was not finite."""
@@ -27,8 +33,13 @@ class WindowSync(ABC):
     def rebase(self) -> None:
         """Takes the present model as the common one."""
 
-    def begin_batch(self, weight: float) -> None:  # noqa: B027
-        """A loop body begins on so many samples, or on what the user says it weighs."""
+    def begin_batch(self, weight: float, parts: float = 1.0) -> None:  # noqa: B027
+        """A loop body begins on a batch.
+
+        Args:
+            weight: its samples, or what the user says that it weighs.
+            parts: samples of its global batch over its own.
+        """
 
     def batch_done(self) -> None:  # noqa: B027
         """The loop body has run."""
@@ -68,6 +79,13 @@ class WindowSync(ABC):
             ConfigError: there is a state, but nothing is averaged here.
         """
         refuse_state(state)
+
+    def common(self) -> dict[int, torch.Tensor]:
+        """What ranks hold in common of parameters and buffers, by their ids.
+
+        After a reduction; empty where that is what the model holds.
+        """
+        return {}
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.

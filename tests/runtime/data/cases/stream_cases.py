@@ -128,7 +128,7 @@ class Broken(Stream):
 
     def order(self) -> Iterator[int]:
         for index in range(len(self.samples)):
-            if index == 70 and elche.rank() == 1:
+            if index == 20 and elche.rank() == 1:
                 raise OSError("the disk is gone")
             yield index
 

@@ -1,0 +1,1 @@
+"""Forty-eight everyday features of PyTorch, plain and under each policy."""

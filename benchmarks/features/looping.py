@@ -1,0 +1,244 @@
+"""Loops: how they begin, step, break off and go on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.features.feature import (
+    EPOCHS,
+    Seen,
+    Trained,
+    adamw,
+    batches_of,
+    feature,
+    labelled,
+    network,
+)
+
+STEPS = 40
+HELD_OUT = slice(245, None)
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """Epochs without end."""
+    while True:
+        yield from loader
+
+
+@feature(windows="L lr samples", why="the loss decides; all ranks stop at one epoch")
+def early_stop(elche: Any) -> Trained:
+    """Early stop by the loss over a second loader."""
+    model, loader, seen = network(), batches_of(), Seen()
+    x_val, y_val = labelled(400)[HELD_OUT]
+    optimizer = adamw(model, lr=0.1)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    best, bad = float("inf"), 0
+    for _epoch in range(4 * EPOCHS):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+        with torch.no_grad():
+            now = F.cross_entropy(model(x_val), y_val).item()
+        bad = 0 if now < 0.95 * best else bad + 1
+        best = min(best, now)
+        if bad == 2:
+            break
+    return Trained(model, optimizer, seen)
+
+
+@feature(windows="D samples", why="under windows each rank counts its own batches")
+def break_off(elche: Any) -> Trained:
+    """`break` after ten batches of each epoch."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for _epoch in range(EPOCHS):
+        for i, (x, y) in enumerate(loader):
+            if i == 10:
+                break
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature(windows="N", why="StopIteration: a rank has other batches than the run")
+def next_iter(elche: Any) -> Trained:
+    """`next(iter(loader))`, `len(loader)` times in each epoch."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for _epoch in range(EPOCHS):
+        batches = iter(loader)
+        for _step in range(len(loader)):
+            x, y = next(batches)
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature(windows="N loader.steps(", why="the error names `loader.steps(n)`")
+def endless_iterator(elche: Any) -> Trained:
+    """Counted steps over an endless iterator."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    batches = endless(loader)
+    for _step in range(STEPS):
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature(why="the run's steps, on all ranks together")
+def counted_steps(elche: Any) -> Trained:
+    """Counted steps by `loader.steps(n)`."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    is_plain = not hasattr(loader, "steps")
+    for x, y in islice(endless(loader), STEPS) if is_plain else loader.steps(STEPS):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature(windows="D samples", why="under windows each rank counts its own batches")
+def skipping(elche: Any) -> Trained:
+    """`continue` at every fourth batch."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for _epoch in range(EPOCHS):
+        for i, (x, y) in enumerate(loader):
+            if i % 4 == 3:
+                continue
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature(windows="N swap the two lines", why="the error says so")
+def fetch_ahead(elche: Any) -> Trained:
+    """The next batch fetched before backward."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    batches = endless(loader)
+    x, y = next(batches)
+    for _step in range(STEPS):
+        loss = F.cross_entropy(model(x), y)
+        seen(loss, len(x))
+        x, y = next(batches)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Trained(model, optimizer, seen)
+
+
+@feature(why="opens an epoch and leaves it; its batch is no step")
+def peek(elche: Any) -> Trained:
+    """The first batch looked at before the loop."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    x, _ = next(iter(loader))
+    assert model(x).shape[1] == 4
+    for _epoch in range(EPOCHS):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature()
+def restore(elche: Any) -> Trained:
+    """Checkpoint after an epoch, restored into new objects."""
+    checkpoint, seen = io.BytesIO(), Seen()
+    for first, last in ((0, 1), (1, EPOCHS)):
+        model, loader = network(), batches_of()
+        optimizer = adamw(model)
+        if first:
+            checkpoint.seek(0)
+            saved = torch.load(checkpoint, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        model, optimizer, loader = elche.setup(model, optimizer, loader)
+        for _epoch in range(first, last):
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen(loss, len(x))
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, checkpoint)
+    return Trained(model, optimizer, seen)
+
+
+@feature(why="the bar's total is the run's; under windows a rank fills its part")
+def progress_bar(elche: Any) -> Trained:
+    """A progress bar around the loader (rich, tqdm)."""
+    model, loader, seen = network(), batches_of(), Seen()
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    console = Console(file=io.StringIO())
+    for epoch in range(EPOCHS):
+        for x, y in track(loader, f"epoch {epoch}", console=console):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+    return Trained(model, optimizer, seen)
+
+
+@feature()
+def evaluation(elche: Any) -> Trained:
+    """Evaluation under `no_grad` inside the epoch."""
+    model, loader, seen = network(), batches_of(), Seen()
+    x_val, y_val = labelled(400)[HELD_OUT]
+    optimizer = adamw(model)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for _epoch in range(EPOCHS):
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen(loss, len(x))
+            if i % 5 == 0:
+                model.eval()
+                with torch.no_grad():
+                    assert F.cross_entropy(model(x_val), y_val).isfinite()
+                model.train()
+    return Trained(model, optimizer, seen)

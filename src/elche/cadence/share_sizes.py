@@ -1,0 +1,160 @@
+"""The few sizes that a rank's share takes in a run. Pure.
+
+A new size costs: a compiled model may be compiled again, libraries search for a kernel,
+a device caches memory of one more kind. So a split is made of sizes that each rank has
+had before, and a new one is used only when doing without it has cost more: each time in
+vain, in steps, adds up, and what a new size must have cost grows with their number.
+So shares follow a lasting change soon and noise hardly ever. More than `MAX_SIZES` are
+used only where a step without them would take a third longer, for many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from elche.cadence.split import pick_sizes, split_from_sizes
+from elche.cadence.throughput import check_int, check_measure
+
+MAX_SIZES = 8
+"""As many as Dynamo compiles a function for at most."""
+PRICES = (0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 3.0)
+"""Steps that must have been lost, by the sizes that a rank has had; the eighth is kept
+for the batch at an epoch's end, whose split is the first of its kind.
+"""
+URGENT_GAIN, URGENT_PRICE, LAST_PRICE = 0.25, 0.3, 20.0
+"""What saves a quarter of a step costs no more; beyond eight sizes, the last."""
+FRUGAL = 0.01
+"""By which part a step may be longer than the shortest, to be of fewer new sizes."""
+TRIAL_SIZES = 5
+"""A trial takes a new size of a rank that has had fewer."""
+LEAST_TRIAL = 1.2
+"""A trial that is larger by a smaller factor shows too little."""
+
+
+class SplitChoice(NamedTuple):
+    """Ways to divide a batch.
+
+    Attributes:
+        known: the shortest step of used sizes; None if they do not make up the batch.
+        fresh: nearly the shortest of all, with new sizes where it needs them.
+    """
+
+    known: tuple[int, ...] | None
+    fresh: tuple[int, ...]
+
+
+@final
+class ShareSizes:
+    """Sizes that each rank's share has had, in the order of their first use.
+
+    Args:
+        used: what they were before.
+    """
+
+    __slots__ = ("_lost_steps", "_used")
+
+    def __init__(self, used: Iterable[Iterable[int]]) -> None:
+        self._used = [list(sizes) for sizes in used]
+        self._lost_steps = 0.0
+
+    @property
+    def used(self) -> list[list[int]]:
+        """Of each rank."""
+        return [list(sizes) for sizes in self._used]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was used and lost, as values that JSON keeps exactly."""
+        return {"used": self.used, "lost_steps": self._lost_steps}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> ShareSizes:
+        """Makes what ``state_dict`` described.
+
+        Raises:
+            ConfigError: the state holds impossible values.
+            KeyError: the state lacks something.
+        """
+        sizes = cls([check_int("a size", n, 1) for n in used] for used in state["used"])
+        sizes._lost_steps = check_measure("lost steps", state["lost_steps"])
+        return sizes
+
+    def use(self, split: Sequence[int]) -> None:
+        """A batch is divided so; a rank without a part has no size."""
+        for used, part in zip(self._used, split, strict=True):
+            if part and part not in used:
+                used.append(part)
+                self._lost_steps = 0.0
+
+    def choices(
+        self,
+        best: tuple[int, ...],
+        ranges: Sequence[tuple[int, int]],
+        end: Callable[[int, int], float],
+    ) -> SplitChoice:
+        """Splits of used sizes, and with new ones.
+
+        Args:
+            best: the shortest split of any sizes.
+            ranges: least and largest part that each rank may have.
+            end: when a rank would finish a part.
+        """
+        total = sum(best)
+        used = [
+            [part] if least == most else [n for n in sizes if least <= n <= most]
+            for part, sizes, (least, most) in zip(best, self._used, ranges, strict=True)
+        ]
+        near_s = max(map(end, range(len(best)), best)) * (1.0 + FRUGAL)
+        near = [
+            [*(n for n in sizes if end(rank, n) <= near_s), best[rank]]
+            for rank, sizes in enumerate(used)
+        ]
+        return SplitChoice(
+            split_from_sizes(total, used, end), pick_sizes(total, near) or best
+        )
+
+    def had(self, split: Sequence[int]) -> int:
+        """Most sizes that a rank has had for which a split has a new one, or 0."""
+        pairs = zip(self._used, split, strict=True)
+        return max((len(used) for used, n in pairs if n and n not in used), default=0)
+
+    def is_worth(
+        self, fresh: Sequence[int], gain: float, steps: int, is_settled: bool
+    ) -> bool:
+        """Whether a split is worth its new sizes by now.
+
+        Args:
+            fresh: the split.
+            gain: part of a step that it saves.
+            steps: since this was last asked.
+            is_settled: times are not changing right now.
+        """
+        had = self.had(fresh)
+        self._lost_steps += gain * steps
+        if had <= 1:
+            return True
+        is_last = had >= len(PRICES)
+        price = math.inf if is_last else PRICES[had]
+        if gain >= URGENT_GAIN:
+            price = min(price, LAST_PRICE if is_last else URGENT_PRICE)
+        return is_settled and self._lost_steps >= price
+
+    def trial(self, rank: int, part: int, most: int, later: int) -> int | None:
+        """A larger share of a rank, to be tried once; None if there is none.
+
+        Args:
+            rank: whose.
+            part: its share.
+            most: samples that may be tried now.
+            later: samples that may be tried in time, if no others are known and a new
+                size is not to be had.
+        """
+        used = self._used[rank]
+        least = max(part + 1, math.ceil(LEAST_TRIAL * part))
+        known = [size for size in used if size >= least]
+        if any(size <= most for size in known):
+            return max(size for size in known if size <= most)
+        if most >= least and len(used) < TRIAL_SIZES:
+            return most
+        return min((size for size in known if size <= later), default=None)

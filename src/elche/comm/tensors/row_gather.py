@@ -1,0 +1,132 @@
+"""Rows of all ranks as one tensor, with gradient, over unequal numbers of rows.
+
+Gradients of rank r are reduced with the weight w_r, so the common loss is the sum of
+w_r L_r over ranks, up to a common factor. A row reaches the losses of all ranks: its
+gradient is the sum of w_s dL_s over ranks s. What comes after it in backward is
+weighted w_r by the reduction, so here that sum is divided by w_r. Whether every rank
+computes the loss of all rows or only that of its own ones, as a mean, the reduction
+gives the gradient of the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from elche.comm.transport.process_group import Group, gather_texts
+from elche.errors import MismatchError
+from elche.torch_internals import disable_dynamo
+
+WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowParts:
+    """Whose rows are where.
+
+    Attributes:
+        first: this rank's first row among those of all.
+        rows: of this rank; 0 where its weight is.
+        total: rows of all ranks.
+        weight: of this rank's loss.
+    """
+
+    first: int
+    rows: int
+    total: int
+    weight: float
+
+
+@final
+class RowGather:
+    """Gathers rows in a group of its own, so also beside a backward pass's reductions.
+
+    Args:
+        group: of all ranks; nothing else runs in it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._calls = 0
+
+    @disable_dynamo
+    def gather(self, tensor: torch.Tensor, weight: float) -> torch.Tensor:
+        """The rows of all ranks, in the order of ranks.
+
+        Args:
+            tensor: this rank's rows, along its first dimension.
+            weight: of this rank's loss beside those of others. 0: it adds no row.
+
+        Raises:
+            MismatchError: ranks gather different kinds of rows.
+            CommunicationError: a rank did not arrive in time.
+        """
+        self._calls += 1
+        what = f"elche.all_gather, call {self._calls}"
+        apply: Callable[..., torch.Tensor] = _GatherRows.apply
+        return apply(tensor, self._group, self._parts(tensor, weight, what), what)
+
+    def _parts(self, tensor: torch.Tensor, weight: float, what: str) -> RowParts:
+        group, rows = self._group, tensor.shape[0] if weight else 0
+        needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+        kind = f"rows {list(tensor.shape[1:])} {tensor.dtype}" + (
+            " with gradient" if needs_grad else ""
+        )
+        table = torch.zeros(group.world_size, 2, dtype=torch.int64, device="cpu")
+        mine = (rows, zlib.crc32(kind.encode()))
+        table[group.rank] = torch.tensor(mine, device="cpu")
+        group.all_reduce(table, what)
+        if len(set(table[:, 1].tolist())) > 1:
+            kinds = gather_texts(group, kind, what)
+            raise MismatchError(f"{what}: ranks bring {kinds}; bring the same kind")
+        counts: list[int] = table[:, 0].tolist()
+        return RowParts(sum(counts[: group.rank]), rows, sum(counts), weight)
+
+
+class _GatherRows(torch.autograd.Function):
+    """A sum of disjoint rows; backward a weighted sum of gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: Group, parts: RowParts, what: str
+    ) -> torch.Tensor:
+        """Exact in any dtype: sums of bytes of which all but one are zero."""
+        ctx.group, ctx.parts, ctx.what = group, parts, what
+        ctx.shape, ctx.dtype = tensor.shape, tensor.dtype
+        width = math.prod(tensor.shape[1:]) * tensor.element_size()
+        size = parts.total * width
+        message = torch.zeros(
+            -(-size // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device="cpu"
+        )
+        if parts.rows and size:
+            own = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+            start = parts.first * width
+            message[start : start + own.numel()] = own
+        if size:
+            group.all_reduce(message.view(torch.int64), what)
+        rows = message[:size].view(tensor.dtype)
+        return rows.view(parts.total, *tensor.shape[1:]).to(tensor.device)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The gradient of all ranks' losses by this rank's rows."""
+        parts: RowParts = ctx.parts
+        grad = grads[0]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if parts.weight:
+            message = grad.to("cpu", wide, copy=True).contiguous().mul_(parts.weight)
+        else:  # not 0 times a gradient, which may be NaN
+            message = torch.zeros(grad.shape, dtype=wide, device="cpu")
+        if message.numel():
+            ctx.group.all_reduce(message, f"the backward pass of {ctx.what}")
+        own = torch.zeros(ctx.shape, dtype=wide, device="cpu")
+        if parts.rows:
+            own = message[parts.first : parts.first + parts.rows] / parts.weight
+        return own.to(grad.device, ctx.dtype), None, None, None

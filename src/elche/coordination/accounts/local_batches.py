@@ -1,0 +1,57 @@
+"""Local batches of windows: how a run cuts its global batches. Pure."""
+
+from __future__ import annotations
+
+from elche.config_parts import WindowConfig
+from elche.coordination.accounts.batch_ranges import BatchCut
+from elche.errors import ConfigError
+
+
+def local_cut(windows: WindowConfig, world_size: int, least: int) -> BatchCut:
+    """How windows of a run cut its global batches.
+
+    Args:
+        windows: the run's settings.
+        world_size: ranks that the run began with. The cut stays as it is when ranks are
+            left out, die or join: another local batch would be another optimisation.
+        least: samples that the model can train on.
+    """
+    return BatchCut(world_size, windows.local_batch_size or 0, least)
+
+
+def check_local_batches(
+    windows: WindowConfig, world_size: int, least: int, batch_size: int | None
+) -> None:
+    """Refuses local batches that cannot be as they were asked for.
+
+    Args:
+        windows: the run's settings.
+        world_size: ranks of the run.
+        least: samples that the model can train on.
+        batch_size: of the loader; None where its batches have none in common.
+
+    Raises:
+        ConfigError: says what to set.
+    """
+    given = windows.local_batch_size
+    if given is not None and given < least:
+        raise ConfigError(
+            f"local_batch_size={given}, but the model has BatchNorm layers, which "
+            f"train on {least} samples or more; give local_batch_size={least} or more"
+        )
+    if batch_size is None:
+        return
+    if given is not None and given > batch_size:
+        raise ConfigError(
+            f"local_batch_size={given} is more than batch_size={batch_size}, and a "
+            "local batch is a part of a batch; give the loader a larger batch_size"
+        )
+    usual = max(1, batch_size // world_size)
+    if given is None and usual < least <= batch_size:
+        raise ConfigError(
+            f"a batch of {batch_size} makes local batches of {usual} on {world_size} "
+            "ranks, but the model "
+            f"has BatchNorm layers, which train on {least} samples or more: give the "
+            f"loader batch_size={least * world_size} or more, or set "
+            f"windows=elche.WindowConfig(local_batch_size={least})"
+        )

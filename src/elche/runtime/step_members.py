@@ -1,0 +1,156 @@
+"""Ranks that take part in the steps of ``sync``, as one rank carries it out.
+
+Which ones the coordinator decides. Those left out take over model and optimizers when
+the epoch ends, as do ranks whose loop has left it early.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from elche.comm.gradients.reducer import GradientReducer
+from elche.comm.transport.process_group import gather_texts
+from elche.coordination.protocol.instructions import LeaveOut
+from elche.errors import ConfigError
+from elche.runtime.notifications import RunNotifications
+from elche.runtime.process.worker import Worker
+from elche.runtime.resume_sync import (
+    broadcast_from,
+    take_gradients,
+    take_schedules,
+)
+from elche.runtime.training import Training
+from elche.runtime.watch.batch_state import BatchStateWatch
+from elche.runtime.watch.optimizers_seen import OptimizersSeen
+from elche.runtime.windows.synchroniser import Synchroniser
+
+logger = logging.getLogger(__name__)
+
+
+class StepMembers:
+    """Forms the groups of those who take part, and brings the others up to date.
+
+    Args:
+        worker: this rank's shell.
+        training: what is trained.
+        synchroniser: reduces its gradients.
+        optimizers: that step it.
+        batch_state: what cannot be carried to another rank.
+        notifications: emits lines for the user.
+
+    Attributes:
+        late_error: this rank's loop left an epoch and cannot begin the next one.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        training: Training,
+        synchroniser: Synchroniser,
+        optimizers: OptimizersSeen,
+        batch_state: BatchStateWatch,
+        notifications: RunNotifications,
+    ) -> None:
+        self._worker = worker
+        self._training = training
+        self._synchroniser = synchroniser
+        self._optimizers = optimizers
+        self._batch_state = batch_state
+        self._notifications = notifications
+        self._left_out: tuple[int, ...] = ()
+        self._changes = 0
+        self.late_error: ConfigError | None = None
+
+    def reset(self) -> None:
+        """What reduces gradients was built anew, with all ranks."""
+        self._left_out = ()
+
+    def leave_out(self, told: LeaveOut) -> GradientReducer:
+        """Other ranks take part from now on; returns what reduces their gradients."""
+        if told.reason and self._worker.rank == 0:
+            self._notifications.emit(f"elche: {told.reason}")
+        if told.left_out != self._left_out:
+            self._left_out = told.left_out
+            self._changes += 1
+            group = self._worker.group_without(told.left_out, self._changes)
+            self._synchroniser.share_with(group)
+        assert self._synchroniser.reducer is not None
+        return self._synchroniser.reducer
+
+    def meet(self, call: str) -> None:
+        """The loop has called inside an epoch what every rank must come to.
+
+        Raises:
+            ConfigError: some ranks are left out, and do not.
+        """
+        self._batch_state.meets(call)
+        if self._left_out:
+            raise ConfigError(
+                f"{call} inside the loop waits for every rank, and ranks "
+                f"{[*self._left_out]} are left out of steps; call it between epochs, "
+                "or keep all ranks with leave_out=False"
+            )
+
+    def unknown(self) -> str:
+        """What of this rank cannot be carried to another; "" if nothing was seen.
+
+        Raises:
+            ConfigError: a GradScaler has come where ranks are left out, whose loss it
+                would scale otherwise.
+        """
+        if self._left_out and self._batch_state.has_scaler:
+            raise ConfigError(
+                f"a GradScaler has begun to step while ranks {[*self._left_out]} are "
+                "left out, whose own is behind; use it from the first step on, or keep "
+                "all ranks with leave_out=False"
+            )
+        return self._batch_state.unknown()
+
+    def adopt(self, source: int, epoch: int) -> None:
+        """Takes over what one rank trains, with all ranks.
+
+        Raises:
+            ConfigError: optimizers have stepped on some ranks only.
+        """
+        optimizers, worker = self._optimizers.all(), self._worker
+        counts = gather_texts(worker.group, str(len(optimizers)), "counting optimizers")
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"ranks left epoch {epoch} after different steps, when {counts} "
+                "optimizers had stepped; leave it when all of them have, or keep all "
+                "ranks in every step with leave_out=False"
+            )
+        schedulers = self._batch_state.carried_schedulers
+        followed = {id(scheduler.optimizer) for scheduler in schedulers}
+        others = [each for each in optimizers if id(each) not in followed]
+        before = _rates(others)
+        broadcast_from(worker.group, self._training.model, optimizers, source)
+        take_gradients(worker.group, self._synchroniser.parameters, source)
+        if schedulers:
+            take_schedules(worker.group, schedulers, source)
+        for copy in self._training.copies:
+            broadcast_from(worker.group, copy, [], source)
+        if worker.rank in self._left_out:
+            return
+        if worker.rank == source and not self._left_out:
+            logger.info(
+                "ranks left epoch %d after different steps: all hold the model and the "
+                "optimizer of rank %d now; what elche does not see (a scheduler, a "
+                "GradScaler, an average of weights) has not moved along",
+                *(epoch, source),
+            )
+        if before != _rates(others):
+            self.late_error = ConfigError(
+                f"rank {worker.rank} left epoch {epoch} earlier than rank {source}, "
+                "and a learning rate moved in between: its scheduler is behind; leave "
+                "an epoch after the same step on every rank if another follows, or "
+                "step schedulers between epochs"
+            )
+
+
+def _rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [float(group["lr"]) for group in groups]

@@ -1,0 +1,271 @@
+"""Learning rate schedulers that were handed over, and follow the run in windows."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
+from itertools import chain, repeat
+from typing import Any, final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from elche.comm.transport.process_group import Group
+from elche.coordination.accounts.schedule_steps import ScheduleSteps
+from elche.coordination.accounts.step_count import StepCount
+from elche.coordination.protocol.messages import Runs
+from elche.errors import ConfigError
+from elche.runtime.watch.rate_watch import RateWatch
+
+
+class LoopPlace(Enum):
+    """Where the user's loop is, and what a call of ``scheduler.step()`` does there.
+
+    =======  ===================  ===========================================
+    place    entered by           a call
+    =======  ===================  ===========================================
+    OUTSIDE  ``end_epoch()``      steps; a metric is the mean over ranks
+    STEPS    ``begin_epoch()``    steps, and is counted
+    WINDOWS  ``begin_windows()``  is counted: ``advance()`` steps what is due
+    =======  ===================  ===========================================
+    """
+
+    OUTSIDE = auto()
+    STEPS = auto()
+    WINDOWS = auto()
+
+
+@final
+class FollowedSchedulers:
+    """Steps schedulers as often as the run's progress says, equally on every rank.
+
+    A scheduler's own ``step()`` is called, never another way around it, so its state is
+    that of a single process at every epoch's end. Under ``sync`` nothing is touched.
+
+    Args:
+        policy: of the run.
+        mean: of a number over all ranks, with all of them.
+        count: steps of the run.
+
+    Attributes:
+        schedulers: those that were handed over, in that order.
+        rates: sees those that were not.
+    """
+
+    def __init__(
+        self, policy: str, mean: Callable[[float], float], count: StepCount
+    ) -> None:
+        self._policy = policy
+        self._mean = mean
+        self._count = count
+        self._before = count.before
+        self._place = LoopPlace.OUTSIDE
+        self._samples_before = 0
+        self._steps: list[ScheduleSteps] = []
+        self._ahead: list[int] = []
+        self._kinds: list[type[LRScheduler]] = []
+        self.schedulers: list[LRScheduler] = []
+        self.rates = RateWatch(policy)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose rates they set."""
+        return [scheduler.optimizer for scheduler in self.schedulers]
+
+    @property
+    def _is_touched(self) -> bool:
+        return self._policy != "sync"
+
+    def add(self, scheduler: LRScheduler) -> None:
+        """Follows the run with a scheduler from now on.
+
+        Raises:
+            ConfigError: the loop is inside an epoch.
+        """
+        if self._place is not LoopPlace.OUTSIDE:
+            raise ConfigError(
+                "elche.follow(scheduler) inside the loop; call it before the loop, on "
+                "every rank"
+            )
+        if any(scheduler is each for each in self.schedulers):
+            return
+        self.schedulers.append(scheduler)
+        kind = type(scheduler)
+        self._kinds.append(kind)
+        if self._is_touched:
+            self._intercept(scheduler, kind, len(self.schedulers) - 1)
+
+    def _intercept(self, scheduler: LRScheduler, kind: type, at: int) -> None:
+        """Takes the user's calls, by a class that is the scheduler's own but for that.
+
+        ``state_dict()``, which lists attributes, stays as it was; copies are torch's.
+        """
+
+        def step(_: LRScheduler, *args: Any, **named: Any) -> None:
+            self._called(at, args, named)
+
+        def reduce(each: LRScheduler) -> tuple[Any, ...]:
+            return kind.__new__, (kind,), vars(each)
+
+        names = {"step": step, "__reduce__": reduce, "__module__": kind.__module__}
+        scheduler.__class__ = type(kind.__name__, (kind,), names)
+
+    def detach(self) -> None:
+        """Gives every scheduler its own ``step()`` back."""
+        for scheduler, kind in zip(self.schedulers, self._kinds, strict=True):
+            scheduler.__class__ = kind
+        self.schedulers.clear()
+        self._kinds.clear()
+
+    def begin_epoch(
+        self, samples_before: int, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """An epoch begins, and with it what the loop's calls are counted against.
+
+        Args:
+            samples_before: of the run, before it.
+            optimizers: those that step the model.
+        """
+        self._samples_before, self._before = samples_before, self._count.before
+        of_epoch = self._count.of_epoch
+        ahead = chain(self._ahead, repeat(0))
+        self._steps = [
+            ScheduleSteps(of_epoch, _steps_left(scheduler), before)
+            for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
+        ]
+        self._place = LoopPlace.STEPS
+        if self._is_touched:
+            self.rates.begin(optimizers)
+
+    def begin_windows(self) -> None:
+        """What is left of the epoch is run in windows."""
+        self._place = LoopPlace.WINDOWS
+
+    def advance(self, samples: float, *, is_agreed: bool = False) -> None:
+        """Takes the steps due in windows after so many samples of the run.
+
+        Args:
+            samples: planned ones too.
+            is_agreed: only those that every rank takes here, for a step in common.
+        """
+        batches = self._count.at(samples - self._samples_before) - self._before
+        self._take([each.due(batches, is_agreed=is_agreed) for each in self._steps])
+
+    def batch_done(self) -> None:
+        """The loop has run a batch."""
+        for steps in self._steps:
+            steps.batch_done()
+
+    def check(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Refuses a schedule that was not handed over, where windows run or may.
+
+        Raises:
+            ConfigError: it has moved a learning rate inside this epoch.
+        """
+        if self._is_touched:
+            self.rates.check(optimizers)
+
+    def periods(self) -> Runs:
+        """What this rank's loop has shown of each schedule, for a window's end."""
+        return tuple(steps.report for steps in self._steps)
+
+    def agree(self, periods: tuple[int, ...]) -> None:
+        """Takes what all ranks' loops have shown."""
+        for steps, period in zip(self._steps, periods, strict=True):
+            steps.agree(period)
+
+    def end_epoch(self, *, has_ended: bool) -> None:
+        """The epoch has ended, and its steps are counted; or it was broken off."""
+        self._ahead = []
+        if self._place is LoopPlace.WINDOWS and has_ended:
+            batches = self._count.before - self._before
+            self._take([steps.due_at_end(batches) for steps in self._steps])
+            self._ahead = [steps.ahead(batches) for steps in self._steps]
+        self._place = LoopPlace.OUTSIDE
+        self._steps = []
+
+    def _take(self, due: list[int]) -> None:
+        for at, count in enumerate(due):
+            for _ in range(count):
+                with _without_order(self._steps[at]):
+                    self._step(at)
+
+    def _step(self, at: int, *args: Any, **named: Any) -> None:
+        """The scheduler's own step."""
+        scheduler = self.schedulers[at]
+        optimizer = scheduler.optimizer
+        if self._steps:
+            self.rates.check([optimizer])
+            self._steps[at].taken += 1
+        self._kinds[at].step(scheduler, *args, **named)
+        self.rates.expect(optimizer)
+
+    def _called(self, at: int, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The user's call."""
+        scheduler, name = self.schedulers[at], self._kinds[at].__name__
+        if self._place is LoopPlace.OUTSIDE:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                args, named = self._with_mean(*args, **named)
+            self._step(at, *args, **named)
+            return
+        if args or named:
+            raise ConfigError(
+                f"{name}.step() with an argument inside the loop, under policy "
+                f"{self._policy!r}: it says how far this rank is, or what it measured, "
+                "not the run; call step() without one (ReduceLROnPlateau: between "
+                "epochs), or choose policy 'sync'"
+            )
+        if not self._steps[at].called():
+            raise ConfigError(
+                f"{name}.step() twice in one batch, under policy {self._policy!r}: "
+                "expected once in as many batches each time; choose policy 'sync'"
+            )
+        if self._place is LoopPlace.STEPS and self._steps[at].is_called_for:
+            self._step(at)
+
+    def _with_mean(
+        self, metrics: Any, *args: Any, **named: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call with the mean of a metric over all ranks."""
+        return (self._mean(float(metrics)), *args), named
+
+
+def check_scheduler(scheduler: object) -> None:
+    """Refuses what is no scheduler of torch's.
+
+    Raises:
+        ConfigError: says what was expected.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            "expected a scheduler of torch.optim.lr_scheduler, got "
+            f"{type(scheduler).__name__}; compute a rate of another kind from "
+            "elche.progress_steps()"
+        )
+
+
+def mean_of(group: Group, metric: float) -> float:
+    """The mean of a metric over all ranks; called by all of them."""
+    total = torch.tensor(metric, dtype=torch.float64, device="cpu")
+    group.all_reduce(total, "agreeing on the metric of a scheduler")
+    return total.item() / group.world_size
+
+
+def _steps_left(scheduler: LRScheduler) -> int | None:
+    """Steps until a scheduler raises; None where it goes on for ever."""
+    if not isinstance(scheduler, OneCycleLR):
+        return None
+    return scheduler.total_steps - scheduler.last_epoch
+
+
+@contextlib.contextmanager
+def _without_order(steps: ScheduleSteps) -> Iterator[None]:
+    """Silences torch's advice on the order of steps on a rank that has taken none."""
+    if steps.has_called:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -1,0 +1,257 @@
+"""Copies of the model that a loop keeps (EMA, SWA): equal on all ranks in windows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from elche.comm.transport.process_group import Group
+from elche.coordination.accounts.copy_updates import DueUpdates
+from elche.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Averaged:
+    """One `AveragedModel`, and the module that it is an average of.
+
+    ``samples`` are those of batches in this window whose body updated it; it
+    ``is_called`` when one of this epoch has.
+    """
+
+    copy: weakref.ref[AveragedModel]
+    source: nn.Module
+    samples: int = 0
+    is_called: bool = False
+    due: DueUpdates = field(default_factory=DueUpdates)
+
+
+@final
+class ModelCopies:
+    """Keeps the loop's copies of the model equal on all ranks.
+
+    A batch's ``update_parameters`` of torch's `AveragedModel` is put off, wherever one
+    is updated with the model or a part of it: at a commit it is called as often as
+    global batches were committed, with the common model. That is the user's own rule,
+    so an EMA of decay d moves by 1 - d^k in k of them. Outside of windows, and between
+    epochs, calls go through. Any other copy becomes its mean over the ranks that
+    trained, at every epoch's end.
+
+    Args:
+        model: what is trained.
+        copies: modules handed over by the user.
+
+    Attributes:
+        is_in_steps: the loop is in an epoch of ``sync``, where updates go through.
+        has_unknown: one that was not handed over was updated there.
+    """
+
+    def __init__(self, model: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self._held = {id(parameter) for parameter in model.parameters()}
+        self._averaged = [
+            _Averaged(weakref.ref(copy), model)
+            for copy in copies
+            if isinstance(copy, AveragedModel)
+        ]
+        self._others = [c for c in copies if not isinstance(c, AveragedModel)]
+        self._in_hand = 0
+        self._epoch = 1, 1
+        self._updated: set[int] = set()
+        self._handed_over = {id(copy) for copy in copies}
+        self._has_said = self._has_warned = False
+        self.is_in_steps = self.has_unknown = False
+        self._original: Callable[[AveragedModel, Any], None] | None = None
+
+    def attach(self) -> None:
+        """Begins to see updates, if it has not begun."""
+        if self._original is not None:
+            return
+        original = self._original = AveragedModel.update_parameters
+        me = weakref.WeakMethod(self._puts_off)
+
+        @functools.wraps(original)
+        def update_parameters(copy: AveragedModel, model: nn.Module) -> None:
+            puts_off = me()
+            if puts_off is None or not puts_off(copy, model):
+                original(copy, model)
+
+        setattr(AveragedModel, "update_parameters", update_parameters)  # noqa: B010
+
+    def detach(self) -> None:
+        """Ends it."""
+        if self._original is not None:
+            setattr(AveragedModel, "update_parameters", self._original)  # noqa: B010
+            self._original = None
+
+    def begin_epoch(self, batches: int, samples: int) -> None:
+        """An epoch begins in which a single process takes so many steps.
+
+        Args:
+            batches: global ones.
+            samples: of all of them.
+        """
+        self._epoch = batches, samples
+        self._updated.clear()
+        for each in self._averaged:
+            each.is_called = False
+
+    def begin_batch(self, samples: int) -> None:
+        """The loop is at a batch of a window."""
+        self._in_hand = samples
+
+    def batch_done(self) -> None:
+        """The loop came back."""
+        self._in_hand = 0
+
+    def closed(self, *, is_finite: bool) -> tuple[int, ...]:
+        """This rank's window has ended; samples whose batches updated each copy."""
+        samples = tuple(each.samples for each in self._averaged)
+        for each in self._averaged:
+            each.samples = 0
+        return samples if is_finite else (0,) * len(samples)
+
+    @torch.no_grad()
+    def committed(
+        self, samples: Sequence[int], common: Callable[[], Mapping[int, torch.Tensor]]
+    ) -> None:
+        """A commit is in the model: copies are updated as often as is due.
+
+        Args:
+            samples: by which each copy is behind.
+            common: tensors of the common model by the ids of the model's, where these
+                have moved on.
+        """
+        due = [
+            (each, each.due.take(more, *self._epoch))
+            for each, more in zip(self._averaged, samples, strict=False)
+        ]
+        self._updated.update(i for i, more in enumerate(samples) if more)
+        if not any(count for _, count in due):
+            return
+        held, update = common(), self._original
+        assert update is not None
+        for each, count in due:
+            copy = each.copy()
+            if copy is not None and count:
+                source = _Common(each.source, held)
+                for _ in range(count):
+                    update(copy, source)
+
+    @torch.no_grad()
+    def end_epoch(self, group: Group, *, has_trained: bool) -> None:
+        """Other copies become their mean, with all ranks.
+
+        Args:
+            group: the ranks.
+            has_trained: this rank, in the epoch.
+        """
+        self._warn_of_missing(has_trained)
+        if self._others and not self._has_said and group.rank == 0:
+            self._has_said = True
+            logger.warning(
+                "copies of the model become their mean over the ranks at each epoch's "
+                "end; an AveragedModel follows the run instead"
+            )
+        for copy in self._others:
+            for tensor in (*copy.parameters(), *copy.buffers()):
+                _average(tensor.detach(), group, counts=has_trained)
+
+    def _warn_of_missing(self, has_trained: bool) -> None:
+        """Warns once where only other ranks have updated a copy in this epoch."""
+        if self._has_warned:
+            return
+        for index in self._updated:
+            is_known = index < len(self._averaged)
+            if is_known and (self._averaged[index].is_called or not has_trained):
+                continue
+            self._has_warned = True
+            logger.warning(
+                "other ranks have updated an AveragedModel in this epoch, and this one "
+                "has not: updates follow only the batches of ranks whose loops call "
+                "update_parameters, so call it on every rank; where policy 'auto' may "
+                "leave a rank out, hand it over: elche.setup(..., copies=[...])"
+            )
+            return
+
+    def _puts_off(self, copy: AveragedModel, model: nn.Module) -> bool:
+        """Notes an update of a copy of the model; False for one to be made now."""
+        if not self._in_hand:
+            is_known = id(copy) in self._handed_over
+            self.has_unknown |= self.is_in_steps and not is_known
+            return False
+        known = next((e for e in self._averaged if e.copy() is copy), None)
+        if known is None:
+            if self._held.isdisjoint(map(id, model.parameters())):
+                return False
+            known = _Averaged(weakref.ref(copy), model)
+            self._averaged.append(known)
+        known.source = model
+        known.samples += self._in_hand
+        known.is_called = True
+        return True
+
+
+class _Common:
+    """A module's tensors as all ranks hold them, for ``update_parameters``."""
+
+    def __init__(self, module: nn.Module, common: Mapping[int, torch.Tensor]) -> None:
+        def held(tensor: torch.Tensor) -> torch.Tensor:
+            found = common.get(id(tensor))
+            return tensor if found is None else found.to(tensor.device, tensor.dtype)
+
+        self._parameters = [held(each) for each in module.parameters()]
+        self._buffers = [held(each) for each in module.buffers()]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """As `torch.nn.Module` has it."""
+        return iter(self._parameters)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """As `torch.nn.Module` has it."""
+        return iter(self._buffers)
+
+
+def check_copies(copies: Sequence[nn.Module], model: nn.Module) -> None:
+    """Refuses what is no copy of the model.
+
+    Raises:
+        ConfigError: names it.
+    """
+    held = {id(parameter) for parameter in model.parameters()}
+    shapes = [parameter.shape for parameter in model.parameters()]
+    for copy in copies:
+        if not isinstance(copy, nn.Module):
+            raise ConfigError(f"expected copies= to hold modules, got {copy!r}")
+        own = list(copy.parameters())
+        if not held.isdisjoint(map(id, own)):
+            raise ConfigError(
+                f"copies= holds a {type(copy).__name__} that shares parameters with "
+                "the model; expected copies with tensors of their own"
+            )
+        if isinstance(copy, AveragedModel) and [p.shape for p in own] != shapes:
+            raise ConfigError(
+                "copies= holds an AveragedModel of another module than the model; "
+                "leave it out: it is recognised when it is updated"
+            )
+
+
+def _average(tensor: torch.Tensor, group: Group, *, counts: bool) -> None:
+    """Makes a tensor its mean over the ranks that count; integers are rounded."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    message = torch.zeros(values.numel() + 1, dtype=torch.float64, device="cpu")
+    if counts:
+        message[:-1] = values.reshape(-1)
+        message[-1] = 1.0
+    group.all_reduce(message, "averaging copies of the model")
+    mean = (message[:-1] / message[-1]).view(values.shape)
+    if message[-1]:
+        values.copy_(mean if values.is_floating_point() else mean.round())

@@ -1,0 +1,33 @@
+"""The 48 features: each trains as plain PyTorch, and docs/features.md has them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.features.__main__ import docs_rows, run_plain
+from benchmarks.features.everything import FEATURES
+from benchmarks.features.verdict import compare
+
+DOCS = Path(__file__).parents[2] / "docs" / "features.md"
+
+
+def test_the_docs_have_what_is_declared() -> None:
+    assert len(FEATURES) == 48
+    assert docs_rows() in DOCS.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_features_train_as_plain_pytorch(tmp_path: Path) -> None:
+    """Each learns, and is the same when it is run again beside others."""
+    (tmp_path / "all").mkdir()
+    (tmp_path / "some").mkdir()
+    plain = run_plain([*FEATURES], tmp_path / "all")
+    for name, result in plain.items():
+        losses = [loss for loss, _ in result["losses"]]
+        assert sum(losses[-5:]) < sum(losses[:5]), name
+    again = run_plain(["dropout", "ema"], tmp_path / "some")
+    for name, result in again.items():
+        verdict = compare([result], plain[name])
+        assert (verdict.distance, verdict.differs) == (0.0, set()), name

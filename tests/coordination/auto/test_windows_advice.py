@@ -1,0 +1,130 @@
+"""The default's one line on what windows would bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.cadence.goodput import MeasuredCluster, predict
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings, settings_of
+from elche.coordination.auto.windows_advice import ADVICE_GRANTS, advice
+from elche.coordination.policies import build_policy
+from elche.coordination.policy import Member, Policy
+from elche.coordination.protocol.events import Join, StepsDone
+from elche.coordination.protocol.instructions import (
+    GrantSteps,
+    Instruction,
+    PolicyChosen,
+)
+from tests.harness.reached import reach
+
+BATCH = 64
+KEEPING = RunConfig(leave_out=False)
+"""Both ranks report all steps here."""
+DEFAULT = Settings(config=KEEPING, is_default=True)
+
+
+def run_steps(policy: Policy, exposed_s: float, steps: int = 200) -> list[Instruction]:
+    """What two ranks receive in an epoch: a sample takes 1 ms, or 2 on rank 1."""
+    sizes = BatchSizes.of([BATCH] * steps)
+    told = list(policy.begin_epoch(0, sizes, 0.0).instructions)
+    grants = [each for each in told if isinstance(each, GrantSteps) and not each.rank]
+    while grants:
+        grant = grants.pop(0)
+        count = grant.stop - grant.start
+        busy_s = [0.001 * (rank + 1) * n for rank, n in enumerate(grant.shares)]
+        for rank, share in enumerate(grant.shares):
+            report = StepsDone(
+                rank=rank,
+                epoch=0,
+                start=grant.start,
+                stop=grant.stop,
+                samples=share * count,
+                busy_s=count * busy_s[rank],
+                data_wait_s=0.0,
+                sync_wait_s=count * (max(busy_s) - busy_s[rank] + exposed_s),
+                warm=grant.start > 0,
+                backward_passes=grant.stop,
+            )
+            new = policy.handle(report, 0.0).instructions
+            told += new
+            grants += [g for g in new if isinstance(g, GrantSteps) and not g.rank]
+    return told
+
+
+def members() -> list[Member]:
+    return [Member(rank, "CPU", 3) for rank in range(2)]
+
+
+def said(told: list[Instruction]) -> list[PolicyChosen]:
+    return [each for each in told if isinstance(each, PolicyChosen)]
+
+
+def test_it_is_said_once_and_changes_nothing_else() -> None:
+    """A reduction that shows for seven times a step."""
+    told = run_steps(build_policy(members(), DEFAULT), exposed_s=0.3)
+    (line,) = said(told)
+    assert line.rank == 0
+    assert line.is_advice
+    assert line.reason.startswith("policy='async' is predicted to train ")
+    named = build_policy(members(), Settings(config=KEEPING))
+    plain = run_steps(named, exposed_s=0.3)
+    assert [each for each in told if each is not line] == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "exposed_s", "steps"),
+    [
+        (DEFAULT, 0.0, 200),
+        (DEFAULT, 0.001, 200),
+        (DEFAULT, 0.3, ADVICE_GRANTS),
+        (Settings(config=KEEPING), 0.3, 200),
+        (Settings(config=RunConfig(policy="sync", leave_out=False)), 0.3, 200),
+    ],
+    ids=["hidden", "short", "few steps", "named", "by name"],
+)
+def test_otherwise_it_is_silent(
+    settings: Settings, exposed_s: float, steps: int
+) -> None:
+    assert not said(run_steps(build_policy(members(), settings), exposed_s, steps))
+
+
+@pytest.mark.reaches("a line", "silence")
+@given(
+    seconds=st.lists(st.floats(1e-4, 1e-2), min_size=2, max_size=6),
+    exposed=st.floats(0.0, 20.0),
+    batches=st.integers(100, 50_000),
+)
+def test_no_gain_is_said_that_the_shown_wait_does_not_explain(
+    seconds: list[float], exposed: float, batches: int
+) -> None:
+    """Windows save what shows of a reduction, and what whole samples leave idle."""
+    cluster = MeasuredCluster(
+        seconds_per_sample=seconds, batch_size=BATCH, sync_s=0.0, run_batches=batches
+    )
+    step = predict("sync", cluster)
+    shown_s = exposed * step.window_s
+    line = advice(
+        MeasuredCluster(
+            seconds_per_sample=seconds,
+            batch_size=BATCH,
+            sync_s=shown_s,
+            run_batches=batches,
+        )
+    )
+    reach("a line" if line else "silence")
+    if line:
+        gain = float(line.split(" times as fast")[0].rsplit(" ", 1)[1])
+        most = (1.0 + exposed) / step.hardware_efficiency
+        assert 1.1 <= gain <= most * 1.05
+
+
+def test_it_travels_with_the_settings() -> None:
+    fields: dict[str, Any] = {"tensors": (), "device": "CPU", "horizon_batches": 2}
+    join = Join(rank=0, version=1, world_size=1, settings=DEFAULT.as_pairs(), **fields)
+    assert settings_of(join).is_default

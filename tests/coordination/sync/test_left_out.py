@@ -1,0 +1,121 @@
+"""Who may be left out of steps, and the one line that says why nobody is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elche.config import RunConfig
+from elche.coordination.accounts.batch_ranges import BatchSizes
+from elche.coordination.agreement import Settings
+from elche.coordination.policy import Member
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.protocol.instructions import LeaveOut
+from elche.coordination.sync.left_out import LeftOutRanks
+from elche.coordination.sync.step_shares import StepShares
+from tests.harness.settings import nested
+
+SLOW_S = 0.2
+
+
+class Core:
+    """Two ranks whose steps are measured, the second one slow."""
+
+    def __init__(self, **options: Any) -> None:
+        settings = Settings(config=RunConfig(**nested(options)))
+        self.shares = StepShares(settings, [0, 1])
+        members = [Member(rank, "CPU", 1) for rank in (0, 1)]
+        self.left_out = LeftOutRanks(members, settings, self.shares)
+        self.now_s = 0.0
+        self.slow_s = SLOW_S
+
+    def epoch(self, number: int, steps: int = 100, unknown: str = "") -> list[LeaveOut]:
+        """An epoch of steps of 32 samples that take a millisecond each."""
+        sizes = BatchSizes(((32, steps),))
+        told = self.left_out.begin_epoch(number, sizes, self.now_s)
+        for step in range(steps):
+            if self.left_out.is_leaving:
+                told += self.left_out.leave(self.now_s)
+            parts = self.shares.of(32, 2)
+            busy_s = [0.001 * parts[0], 0.001 * parts[1] + self.slow_s]
+            done = [
+                StepsDone(
+                    rank=rank,
+                    epoch=number,
+                    start=step,
+                    stop=step + 1,
+                    samples=parts[rank],
+                    busy_s=busy_s[rank],
+                    data_wait_s=0.0,
+                    sync_wait_s=0.0,
+                    warm=True,
+                    backward_passes=1,
+                    unknown=unknown,
+                )
+                for rank in (0, 1)
+                if rank not in self.left_out.ranks
+            ]
+            for each in done:
+                self.left_out.see(each)
+            self.shares.measured(done, 1)
+            told += self.left_out.measured(done, 1, steps - step - 1)
+            self.now_s += max(each.busy_s for each in done)
+        return told
+
+
+def reasons(told: list[LeaveOut]) -> list[str]:
+    return [one.reason for one in told if one.reason and one.rank == 0]
+
+
+def test_a_rank_that_brings_nothing_is_left_out() -> None:
+    core = Core()
+    (line,) = reasons(core.epoch(0))
+    assert core.left_out.ranks == (1,)
+    assert "rank 1 left out: steps of 202 ms take 32 ms without it (6.3" in line
+
+
+def test_all_keep_a_share_where_state_would_stay_behind() -> None:
+    """Which is said once, with what it costs."""
+    core, why = Core(), "the loop steps with a GradScaler"
+    (line,) = reasons(core.epoch(0, unknown=why) + core.epoch(1, unknown=why))
+    assert line.startswith("steps are predicted to be 6.")
+    assert line.endswith(f" times as fast without rank 1, but all keep a share: {why}")
+    assert core.left_out.ranks == ()
+
+
+def test_all_stay_where_state_is_seen_in_an_epochs_first_step() -> None:
+    """Nobody is behind there. Once: its average of weights stood still unsaid."""
+    core, why = Core(), "elche does not know of the AveragedModel (copies=[...])"
+    core.epoch(0)
+    assert core.left_out.ranks == (1,)
+    told = core.epoch(1, unknown=why)
+    assert [one.left_out for one in told if one.rank == 0] == [(), ()]
+    (line,) = reasons(told)
+    assert line.endswith(f"without rank 1, but all keep a share: {why}")
+    assert core.epoch(2, unknown=why) == []
+
+
+def test_who_is_as_fast_again_comes_back() -> None:
+    core = Core()
+    core.epoch(0)
+    core.slow_s = 0.0
+    lines = [line for number in range(1, 40) for line in reasons(core.epoch(number))]
+    assert core.left_out.ranks == ()
+    assert lines == ["rank 1 takes part again: 2.00 times as fast"]
+
+
+def test_an_epoch_too_short_to_gain_by_it_keeps_all() -> None:
+    core = Core()
+    core.left_out.carried(30.0)
+    assert core.epoch(0) + core.epoch(1) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"leave_out": False}, {"record": "x"}, {"policy": "auto"}],
+    ids=str,
+)
+def test_nobody_is_ever_left_out(options: dict[str, Any]) -> None:
+    core = Core(**options)
+    assert core.epoch(0) + core.epoch(1) == []

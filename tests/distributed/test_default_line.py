@@ -1,0 +1,47 @@
+"""The default policy's one line, from the coordinator to the user."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.coordination.auto import windows_advice
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, build
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+LINE = "policy='async' is predicted"
+
+
+def _heard() -> list[list[str]]:
+    """What is said of windows in a run that names no policy, and in one that does."""
+    return [_said({}), _said({"policy": "sync"})]
+
+
+def _said(options: dict[str, str]) -> list[str]:
+    said: list[str] = []
+    model, optimizer, loader = build(Task())
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    run = session.current_run()
+    assert run is not None
+    run.notifications.emit = said.append
+    for _ in range(2):
+        for x, y, *_ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elche.shutdown()
+    return [line for line in said if LINE in line]
+
+
+def test_only_a_run_that_names_no_policy_says_it_once(
+    ranks2: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows_advice, "ADVICE_GRANTS", 2)
+    monkeypatch.setattr(windows_advice, "advice", lambda cluster: f"{LINE} to win")
+    found = ranks2.run(_heard, case_setup=serve_in_thread)
+    assert found == [[[f"elche: {LINE} to win"], []], [[], []]]

@@ -1,0 +1,207 @@
+"""A rank that only slows steps down is left out of them, and comes back."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import elche
+from elche import session
+from elche.coordination.protocol.events import StepsDone
+from elche.coordination.sync import left_out, step_gauge, sync_policy
+from elche.coordination.sync.sync_policy import SyncPolicy
+from elche.errors import ElcheError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, build, difference, identical
+from tests.harness.rank_pool import RankPool
+from tests.harness.settings import nested
+
+pytestmark = pytest.mark.distributed
+
+STEPS, BATCH = 40, 12
+SLOW, SLOW_S, SLOW_EPOCHS, EPOCHS = 1, 0.1, 2, 4
+SAMPLE_S = 0.001
+
+
+@dataclass
+class Found:
+    """What a rank trained on and holds."""
+
+    steps: list[list[list[int]]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+def train(task: Task, kind: str = "") -> Found:
+    """Trains for some epochs; ``kind`` says what else is done."""
+    found = Found()
+    try:
+        with session.failing_together():
+            _train(found, task, kind)
+    except ElcheError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    elche.shutdown()
+    return found
+
+
+def _train(found: Found, task: Task, kind: str) -> None:
+    model, optimizer, loader = build(task)
+    options: dict[str, Any] = {"timeout_s": 100.0, **task.options}
+    average, scheduler = averaged(model), scheduled(optimizer)
+    model, optimizer, loader = elche.setup(
+        *(model, optimizer, loader),
+        epochs=EPOCHS,
+        copies=[average],
+        schedulers=[scheduler],
+        **nested(options),
+    )
+    run = session.current_run()
+    assert run is not None
+    run.notifications.emit = found.lines.append
+    for epoch in range(EPOCHS):
+        steps: list[list[int]] = []
+        for x, y, index, _ in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            scheduler.step()
+            steps.append(index.tolist() if run.samples_in_hand else [])
+            leaves = kind == "break" and elche.rank() == 2 and epoch == 1
+            if leaves and len(steps) == STEPS // 2:
+                break
+            if kind == "long" and epoch == 1:
+                run.worker.timeout_s = 1.5  # of a rank that waits for grants
+                time.sleep(0.06)
+            if kind == "barrier" and len(steps) == STEPS // 2:
+                elche.barrier()
+        run.worker.timeout_s = 100.0
+        found.steps.append(steps)
+        found.progress.append(elche.progress_samples())
+        found.states.append(held(model, average))
+
+
+def averaged(model: torch.nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> MultiStepLR:
+    """Its state is of no kind that JSON holds, but what moves in it is."""
+    return MultiStepLR(optimizer, range(5, 200, 7), gamma=0.95)
+
+
+def held(*modules: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{at} {name}": value.detach().clone()
+        for at, module in enumerate(modules)
+        for name, value in module.state_dict().items()
+    }
+
+
+def alone(task: Task, ranks: list[Found]) -> dict[str, torch.Tensor]:
+    """One process trains on what they have trained on, step by step."""
+    model, optimizer, loader = build(task)
+    average, scheduler = averaged(model), scheduled(optimizer)
+    data: Any = loader.dataset
+    for epoch in range(EPOCHS):
+        for number in range(len(ranks[0].steps[epoch])):
+            parts = [r.steps[epoch][number : number + 1] for r in ranks]
+            index = [one for part in parts for each in part for one in each]
+            F.cross_entropy(model(data.x[index]), data.y[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            scheduler.step()
+    return held(model, average)
+
+
+def task_of(**changes: Any) -> Task:
+    kept = {"samples": STEPS * BATCH, "batch_size": BATCH, "dtype": "float64"}
+    return Task(**{**kept, "optimizer": "adamw", **changes})
+
+
+@pytest.fixture(autouse=True)
+def decided_by_given_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks train as fast as they do; the core, which is here, takes other times.
+
+    It decides after a few steps, and tries ranks again in every epoch.
+    """
+    take = SyncPolicy._take
+
+    def timed(policy: SyncPolicy, event: StepsDone) -> None:
+        is_slow = event.rank == SLOW and event.epoch < SLOW_EPOCHS
+        steps = event.stop - event.start
+        busy_s = SAMPLE_S * event.samples + SLOW_S * steps * is_slow
+        take(policy, replace(event, busy_s=busy_s, sync_wait_s=0.0, warm=True))
+
+    monkeypatch.setattr(SyncPolicy, "_take", timed)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
+    monkeypatch.setattr(step_gauge, "SETTLING_GRANTS", 2)
+    monkeypatch.setattr(step_gauge, "MEASURED_STEPS", 4)
+    monkeypatch.setattr(step_gauge, "MEASURED_S", 0.0)
+    monkeypatch.setattr(left_out, "CARRYING_S", 0.0)
+    monkeypatch.setattr(left_out, "TRIAL_COST", math.inf)
+
+
+def check(ranks: list[Found], task: Task) -> None:
+    """All hold what one process does that trains on the same, at every epoch's end."""
+    assert [rank.error for rank in ranks] == [""] * len(ranks)
+    for epoch in range(EPOCHS):
+        assert identical([rank.states[epoch] for rank in ranks])
+    assert [rank.progress for rank in ranks] == [ranks[0].progress] * len(ranks)
+    assert difference(alone(task, ranks), ranks[0].states[-1]) < 1e-9
+
+
+def sizes(found: Found) -> list[int]:
+    return [len(steps) for steps in found.steps]
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_slow_rank_is_left_out_and_comes_back(
+    ranks3: RankPool, transport: str
+) -> None:
+    task = task_of(options={"transport": transport})
+    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    check(ranks, task)
+    for epoch in range(EPOCHS):
+        seen = [one for r in ranks for step in r.steps[epoch] for one in step]
+        assert sorted(seen) == list(range(STEPS * BATCH))
+    assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
+    first, second, *later = sizes(ranks[SLOW])
+    assert STEPS > first > second > 1
+    assert later == [STEPS, STEPS]
+    said = [line.partition(":")[2] for line in ranks[0].lines]
+    assert said[0].startswith(" rank 1 left out: steps of")
+    assert said[1].startswith(" rank 1 takes part again")
+
+
+def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None:
+    """The one that goes on finishes what was granted; the third waits all the time."""
+    task = task_of()
+    ranks = ranks3.run(train, task, kind="break", case_setup=serve_in_thread)
+    check(ranks, task)
+    first, left_out_after, third = (sizes(rank)[1] for rank in ranks)
+    assert left_out_after < third == STEPS // 2 <= first < STEPS
+
+
+def test_it_waits_longer_than_for_anything_else(ranks2: RankPool) -> None:
+    task = task_of()
+    check(ranks2.run(train, task, kind="long", case_setup=serve_in_thread), task)
+
+
+def test_a_barrier_in_the_loop_names_the_rank_that_does_not_come(
+    ranks2: RankPool,
+) -> None:
+    ranks = ranks2.run(train, task_of(), kind="barrier", case_setup=serve_in_thread)
+    assert "ranks [1] are left out of steps" in ranks[0].error
+    assert "elche.barrier() inside the loop waits for every rank" in ranks[1].error

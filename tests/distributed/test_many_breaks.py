@@ -1,0 +1,106 @@
+"""Loops that break off at random steps, on random ranks: nobody waits long."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import elche
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import Task, build
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+TASK = Task(samples=240, batch_size=12, optimizer="adamw")
+STALL_S = 2.0
+POLICIES = ["sync", "cadence", "async", "auto"]
+
+
+@dataclass
+class Broken:
+    """What a rank went through, by epochs.
+
+    Attributes:
+        stall_s: the longest time without a batch, but that of its own loop.
+        breaks: epochs that its loop has left.
+        seen: samples that it trained on.
+        samples: of the epoch, as reported.
+        sums: of all bits of the parameters.
+    """
+
+    stall_s: float = 0.0
+    breaks: int = 0
+    seen: list[list[int]] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+
+
+def break_often(policy: str, epochs: int, seed: int) -> Broken:
+    """In each epoch one to all of the ranks break off, each in a step of its own."""
+    draw, found = random.Random(seed), Broken()
+    model, optimizer, loader = build(TASK)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+    left_s = time.monotonic()
+    for _ in range(epochs):
+        world_size = elche.world_size()
+        leavers = draw.sample(range(world_size), draw.randint(1, world_size))
+        steps = {rank: draw.randrange(6) for rank in leavers}
+        place = {rank: draw.choice(["begin", "backward", "end"]) for rank in leavers}
+        at = steps.get(elche.rank(), -1)
+        found.seen.append([])
+        for number, (x, y, index, _) in enumerate(loader):
+            found.stall_s = max(found.stall_s, time.monotonic() - left_s)
+            leaves = place[elche.rank()] if number == at else ""
+            found.breaks += bool(leaves)
+            if leaves == "begin":
+                break
+            F.cross_entropy(model(x), y).backward()
+            found.seen[-1] += index.tolist() if elche.batch_weight() else []
+            if leaves == "backward":
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            if leaves:
+                break
+            left_s = time.monotonic()
+        optimizer.zero_grad()
+        found.stall_s = max(found.stall_s, time.monotonic() - left_s)
+        left_s = time.monotonic()
+        found.samples.append(elche.epoch_metrics().samples)
+        bits = [p.detach().view(torch.int32).sum() for p in model.parameters()]
+        found.sums.append(int(torch.stack(bits).sum()))
+    elche.shutdown()
+    return found
+
+
+def breaks_of(ranks: list[Broken]) -> int:
+    """How often loops broke off; in windows some have too few batches for that."""
+    assert max(rank.stall_s for rank in ranks) <= STALL_S
+    assert all(rank.sums == ranks[0].sums for rank in ranks)
+    assert all(rank.samples == ranks[0].samples for rank in ranks)
+    for epoch in range(len(ranks[0].seen)):
+        seen = [index for rank in ranks for index in rank.seen[epoch]]
+        assert len(seen) == len(set(seen)) <= TASK.samples
+    return sum(rank.breaks for rank in ranks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_breaks_on_random_ranks_stall_nobody(ranks3: RankPool, policy: str) -> None:
+    ranks = ranks3.run(break_often, policy, 6, 1, case_setup=serve_in_thread)
+    assert breaks_of(ranks) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hundred_breaks(ranks3: RankPool, policy: str) -> None:
+    breaks = 0
+    for seed in range(4):
+        ranks = ranks3.run(break_often, policy, 32, seed, case_setup=serve_in_thread)
+        breaks += breaks_of(ranks)
+    assert breaks >= 100

@@ -148,7 +148,7 @@ class Run:
         """Steps of the run so far, the same function on every rank."""
         epochs = self._epochs
         epochs.schedulers.rates.has_read_progress = True
-        return epochs.steps.at(epochs.progress_samples - epochs.samples_before)
+        return epochs.steps.at(epochs.epoch_samples)
 
     def steps_left(self, steps: int) -> int:
         """How many of so many steps of the whole run are still to be taken."""

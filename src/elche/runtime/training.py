@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.watch.followed_schedulers import check_scheduler
+
+
+class Pauses:
+    """Where an epoch pauses; nowhere, but for what a subclass says."""
+
+    def wants_cut(self) -> bool:
+        """Whether rank 0 is to have the epoch cut; asked at every batch."""
+        return False
+
+    def cut(self) -> None:
+        """The epoch is cut, on every rank: all is in the model that they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,7 @@ class Training:
         copies: of the model, which the loop updates (EMA).
         is_default: the policy was not named, and windows could take its place.
         epochs: of the run, if the user has said so.
+        pauses: when an epoch is to be cut, and what is done then.
     """
 
     config: RunConfig
@@ -77,3 +89,4 @@ class Training:
     copies: Sequence[nn.Module] = ()
     is_default: bool = False
     epochs: int | None = None
+    pauses: Pauses = field(default_factory=Pauses)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from elche.coordination.accounts.step_count import ROUNDING
 from elche.coordination.protocol.messages import Runs
@@ -40,6 +40,26 @@ class ScheduleSteps:
         self._gaps: Counter[int] = Counter()
         self._batches = self._calls = self._last_call = self._agreed = 0
         self.taken = ahead
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted so far."""
+        return {
+            "gaps": [list(each) for each in sorted(self._gaps.items())],
+            "batches": self._batches,
+            "calls": self._calls,
+            "last_call": self._last_call,
+            "agreed": self._agreed,
+            "taken": self.taken,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`, with the schedule as it was then."""
+        self._gaps = Counter({gap: count for gap, count in state["gaps"]})
+        self._batches, self._calls = state["batches"], state["calls"]
+        self._last_call, self._agreed = state["last_call"], state["agreed"]
+        if self._most is not None:
+            self._most += state["taken"] - self.taken
+        self.taken = state["taken"]
 
     @property
     def has_called(self) -> bool:

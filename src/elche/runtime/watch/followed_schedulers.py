@@ -65,6 +65,7 @@ class FollowedSchedulers:
         self._samples_before = 0
         self._steps: list[ScheduleSteps] = []
         self._ahead: list[int] = []
+        self._resumed: list[dict[str, Any]] = []
         self._kinds: list[type[LRScheduler]] = []
         self.schedulers: list[LRScheduler] = []
         self.rates = RateWatch(policy)
@@ -135,9 +136,24 @@ class FollowedSchedulers:
             ScheduleSteps(of_epoch, _steps_left(scheduler), before)
             for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
         ]
+        for steps, state in zip(self._steps, self._resumed, strict=False):
+            steps.load_state_dict(state)
+        self._resumed = []
         self._place = LoopPlace.STEPS
         if self._is_touched:
             self.rates.begin(optimizers)
+
+    def begin_part(self) -> None:
+        """An epoch that was cut goes on, and so does what is counted."""
+        self._place = LoopPlace.STEPS
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What is counted in an epoch that is cut; [] between epochs."""
+        return [steps.state_dict() for steps in self._steps]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Goes on from :meth:`state_dict` in the epoch that begins next."""
+        self._resumed = state
 
     def begin_windows(self) -> None:
         """What is left of the epoch is run in windows."""

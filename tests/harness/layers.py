@@ -36,6 +36,7 @@ LAYERS = {
     "elche.monitor": Layer.PURE,
     "elche.schedule": Layer.PURE,
     "elche.sim": Layer.PURE,
+    "elche.checkpoint": Layer.SHELL,
     "elche.comm": Layer.SHELL,
     "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,

@@ -42,7 +42,7 @@ from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.step_members import StepMembers
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.training import Training
+from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
 from elche.runtime.watch.live_graph import LiveGraph
@@ -120,6 +120,7 @@ class RunEpochs:
         self._is_mixed = not on_cpu and len(set(devices)) > 1
         self._probe_s = 0.0
         self._batches: LeasedBatches | None = None
+        self._generator = torch.Generator()
         self._batch_cost = CostEstimate()
         self._epoch = -1
         self._course: EpochCourse | None = None
@@ -175,15 +176,33 @@ class RunEpochs:
         course, samples = self._course, self.samples_before
         return {
             "next": self._epoch + (course is None),
-            "course": None
-            if course is None
-            else course.state_dict(self.samples_before),
+            "course": None if course is None else course.state_dict(samples),
             "schedules": self.schedulers.state_dict(),
             "copies": self._copies.state_dict(),
         }
 
+    def parts(self, state: dict[str, Any]) -> RunParts:
+        """What a checkpoint is made of beside this state of the run."""
+        windows = self._synchroniser.windows
+        return RunParts(
+            model=self._training.model,
+            optimizers=self._optimizers.all(),
+            copies=self._training.copies,
+            generators={
+                "feed": self._generator,
+                **generators_of(self._training.loader),
+            },
+            is_common=windows is None or windows.is_common_step,
+            state=state,
+            epochs=self.state_dict(),
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`, before the first epoch."""
+        """Goes on from :meth:`state_dict`, before the first epoch.
+
+        Raises:
+            ConfigError: one has begun.
+        """
         if self._epoch >= 0:
             raise ConfigError(
                 "expected elche.resume() before the first epoch, got it after "
@@ -211,7 +230,7 @@ class RunEpochs:
             separate_rank(rank)
         else:
             seed_rank(config.seed, rank)
-        generator = torch.Generator()
+        generator = self._generator
         generator.manual_seed(rank_seed(torch.initial_seed(), rank))
         self._batches = LeasedBatches(
             loader,
@@ -271,6 +290,8 @@ class RunEpochs:
             self.under_way.refill()
 
     def _run_epoch(self, steps: int) -> Generator[Any, None, None]:
+        if not self._training.pauses.begin_pass():
+            return
         self._course, self._resumed = self._resumed, None
         self._is_new = True
         try:
@@ -439,7 +460,9 @@ class RunEpochs:
         self._course = course
         if is_new:
             self.steps.begin_epoch(course.sizes)
-            self.schedulers.begin_epoch(course.samples_before, self._optimizers.all())
+            before = course.samples_before
+            done = self.samples_before - before
+            self.schedulers.begin_epoch(before, self._optimizers.all(), done)
         else:
             self._numbers = NonFiniteRecord()  # it names steps of a part
             self.schedulers.begin_part()

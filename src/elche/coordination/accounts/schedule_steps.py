@@ -39,7 +39,12 @@ class ScheduleSteps:
         self._most = None if most is None else most + ahead
         self._gaps: Counter[int] = Counter()
         self._batches = self._calls = self._last_call = self._agreed = 0
+        self._skipped = 0.0
         self.taken = ahead
+
+    def skip(self, batches: float) -> None:
+        """So many batches of the epoch are done, and the schedule is where they end."""
+        self._skipped = batches
 
     def state_dict(self) -> dict[str, Any]:
         """What is counted so far."""
@@ -49,6 +54,7 @@ class ScheduleSteps:
             "calls": self._calls,
             "last_call": self._last_call,
             "agreed": self._agreed,
+            "skipped": self._skipped,
             "taken": self.taken,
         }
 
@@ -57,6 +63,7 @@ class ScheduleSteps:
         self._gaps = Counter({gap: count for gap, count in state["gaps"]})
         self._batches, self._calls = state["batches"], state["calls"]
         self._last_call, self._agreed = state["last_call"], state["agreed"]
+        self._skipped = state["skipped"]
         if self._most is not None:
             self._most += state["taken"] - self.taken
         self.taken = state["taken"]
@@ -132,6 +139,7 @@ class ScheduleSteps:
 
     def _owed(self, batches: float, period: int) -> int:
         steps = int(batches + ROUNDING) // period if period else 0
+        steps -= int(self._skipped + ROUNDING) // period if period else 0
         if self._most is not None:
             steps = min(steps, self._most)
         return max(0, steps - self.taken)

@@ -71,6 +71,10 @@ class EpochCourse:
             None if self._is_whole else self._left,
         )
 
+    def rebase(self, samples: int) -> None:
+        """The run's samples are counted on from so many."""
+        self.samples_before += samples
+
     def ended(self, end: EndEpoch) -> None:
         """A part has ended: what it left is left."""
         self.ends.append(end)

@@ -121,13 +121,17 @@ class FollowedSchedulers:
         self._kinds.clear()
 
     def begin_epoch(
-        self, samples_before: int, optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        samples_before: int,
+        optimizers: Iterable[torch.optim.Optimizer],
+        done_samples: int = 0,
     ) -> None:
         """An epoch begins, and with it what the loop's calls are counted against.
 
         Args:
             samples_before: of the run, before it.
             optimizers: those that step the model.
+            done_samples: of the epoch, where it was begun by a run that was resumed.
         """
         self._samples_before, self._before = samples_before, self._count.before
         of_epoch = self._count.of_epoch
@@ -136,8 +140,12 @@ class FollowedSchedulers:
             ScheduleSteps(of_epoch, _steps_left(scheduler), before)
             for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
         ]
-        for steps, state in zip(self._steps, self._resumed, strict=False):
-            steps.load_state_dict(state)
+        for at, steps in enumerate(self._steps):
+            state = self._resumed[at] if at < len(self._resumed) else None
+            if state is not None and state["calls"]:
+                steps.load_state_dict(state)
+            elif done_samples:
+                steps.skip(self._count.at(done_samples) - self._before)
         self._resumed = []
         self._place = LoopPlace.STEPS
         if self._is_touched:

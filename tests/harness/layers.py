@@ -51,6 +51,7 @@ LAYERS = {
     "elche.process": Layer.SURFACE,
     "elche.by_hand": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
+    "elche.session_checkpoint": Layer.SURFACE,
     "elche.session_gather": Layer.SURFACE,
     "elche.session_metrics": Layer.SURFACE,
     "elche.session_state": Layer.SURFACE,

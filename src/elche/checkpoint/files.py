@@ -6,6 +6,7 @@ process after any operation.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -54,6 +55,10 @@ class Disk:
         """Makes a folder, which may be there."""
         path.mkdir(parents=True, exist_ok=True)
 
+    def create(self, path: Path) -> int:
+        """Opens an empty file for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
     def write(self, descriptor: int, data: memoryview) -> int:
         """Appends to an open file; returns the bytes that it took."""
         return os.write(descriptor, data)
@@ -82,7 +87,7 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileReco
     """
     digest, length = hashlib.sha256(), 0
     partial = path.with_name(path.name + PARTIAL)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = disk.create(partial)
     try:
         for chunk in chunks:
             for start in range(0, len(chunk), CHUNK_BYTES):
@@ -93,7 +98,8 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileReco
                     piece = piece[disk.write(descriptor, piece) :]
         disk.sync(descriptor)
     except OSError:
-        partial.unlink(missing_ok=True)  # a full disk needs the room
+        with contextlib.suppress(OSError):
+            disk.remove(partial)  # a full disk needs the room
         raise
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -77,9 +78,11 @@ def written_part(folder: Path, rank: int, run_id: str) -> Records | None:
     return {**records, rest.name: record_of(rest)}
 
 
-def refuse_part(folder: Path, rank: int, why: str) -> None:
+def refuse_part(disk: Disk, folder: Path, rank: int, why: str) -> None:
     """Says to rank 0 that a part will not come, as far as the disk lets it."""
     with contextlib.suppress(OSError):
-        refusal = folder / f"{part_of_rank(rank)}.failed"
-        refusal.touch()
-        refusal.write_text(why, encoding="utf-8")
+        descriptor = disk.create(folder / f"{part_of_rank(rank)}.failed")
+        try:
+            disk.write(descriptor, memoryview(why.encode()))
+        finally:
+            os.close(descriptor)

@@ -183,7 +183,8 @@ class CheckpointWriter:
             if self._rank == 0:
                 self._store.drop(job.name)
             else:
-                refuse_part(self._store.folder / job.name, self._rank, str(error))
+                folder = self._store.folder / job.name
+                refuse_part(self._store.disk, folder, self._rank, str(error))
             return failure
         return None
 

@@ -274,7 +274,7 @@ def shutdown() -> None:
     end_manual_run()
     run, process.run = process.run, None
     try:
-        process.checkpoints.end_run()
+        process.checkpoints.end_run(has_failed=run is None)
         if run is not None:
             run.leave()
     finally:

@@ -371,7 +371,8 @@ class CheckpointKeeper(Pauses):
         if was_there:
             restore_random(own["random"], parts.generators)
         if run.rank == 0:
-            logger.info("resumed from %s", found.path)
+            at = f"epoch {self._epoch}, after {run.described()['samples']} samples"
+            run.notifications.emit(f"elche: goes on from {found.path}: {at}")
         return True
 
     def _newest(self, folder: Path) -> Checkpoint | None:

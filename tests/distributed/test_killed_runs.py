@@ -12,11 +12,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.resume_cases import train, train_until_killed
+from tests.distributed.cases.tasks import Task, identical
+from tests.harness.rank_pool import RankPool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "cases" / "killed_script.py"
+UNEQUAL = [
+    {"ELCHE_SPEED": "1", "ELCHE_MS_PER_SAMPLE": "1"},
+    {"ELCHE_SPEED": "0.5", "ELCHE_MS_PER_SAMPLE": "1"},
+]
 ROOT = Path(__file__).parents[2]
 
 
@@ -75,31 +83,31 @@ def test_sigterm_makes_a_last_checkpoint(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_twenty_kills_at_random_moments(policy: str, tmp_path: Path) -> None:
-    """Under ``sync`` it ends as a run that was not killed, bit for bit."""
-    epochs, samples, draws = 4, 1600, random.Random(policy)
-    kept = tmp_path / "killed"
-    kept.mkdir()
-    kills = 0
-    while True:
-        process = start(kept, policy, epochs, samples, 0.3, "deterministic")
-        wanted = draws.randrange(1, 60) if kills < 20 else 10**9
-        if wait_for_batches(process, wanted) < wanted:
-            break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
-        kills += 1
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert kills == 20
-    assert_once(kept, epochs, samples)
-    if policy == "sync":
-        whole = tmp_path / "whole"
-        whole.mkdir()
-        process = start(whole, policy, epochs, samples, 600.0, "deterministic")
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
-        ends = [
-            torch.load(each / "end.pt", weights_only=True) for each in (kept, whole)
-        ]
-        for name, value in ends[0].items():
-            assert torch.equal(value, ends[1][name])
+    """Under ``sync`` it ends as a run that was never killed, bit for bit."""
+    options = {"policy": policy, "deterministic": True}
+    task = Task(samples=1600, batch_size=8, epochs=3, options=options)
+    draws, resumed = random.Random(policy), 0
+    with RankPool(2) as pool:
+        for kill in range(20):
+            resumed += bool(list(tmp_path.glob("*/manifest.json")))
+            victim, delay_s = draws.randrange(2), draws.uniform(0.1, 4.0)
+            outcomes = pool.run(
+                train_until_killed,
+                *(task, str(tmp_path), victim, delay_s),
+                case_setup=serve_in_thread,
+                env=UNEQUAL,
+                expect_failure=True,
+            )
+            assert outcomes[victim].error, kill
+        ranks = pool.run(
+            *(train, task, str(tmp_path), (), None), case_setup=serve_in_thread
+        )
+        assert resumed > 10
+        seen = Counter(pair for rank in ranks for pair in rank.pairs)
+        assert seen == Counter({(e, at): 1 for e in range(3) for at in range(1600)})
+        assert identical([rank.state for rank in ranks])
+        if policy == "sync":
+            whole = pool.run(
+                *(train, task, str(tmp_path / "whole")), case_setup=serve_in_thread
+            )
+            assert identical([whole[0].state, ranks[0].state])

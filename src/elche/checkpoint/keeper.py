@@ -6,7 +6,6 @@ the pause all ranks hand copies of what they hold to a thread that writes them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -20,15 +19,14 @@ from typing import Any, Final, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.bare_model import bare_state
-from elche.checkpoint.capture import copied, random_state, restore_random
+from elche.checkpoint.contents import Contents
 from elche.checkpoint.signals import LastCheckpoint
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
-from elche.errors import CheckpointError, ConfigError, ElcheError, MismatchError
+from elche.errors import CheckpointError, ConfigError, DeadlineError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
-from elche.runtime.training import Pauses, RunParts
+from elche.runtime.training import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -235,42 +233,60 @@ class CheckpointKeeper(Pauses):
         run = self._current
         said = ""
         if run.rank == 0:
-            folders = list(dict.fromkeys(self._asked))
-            is_due = self._is_due or self._signals.number
-            if is_due and self._config is not None:
-                folders.append(self._config.folder)
             self._run_id = self._run_id or uuid.uuid4().hex
-            names = [(str(each), self._name_in(each)) for each in folders]
-            said = json.dumps([self._run_id, names, self._signals.number])
+            said = json.dumps([self._run_id, self._names(), self._signals.number])
         told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
         self._run_id, names, number = told
-        parts = run.parts()
-        own, shared, model = self._captured(parts, epoch, passes)
+        held = self._contents().capture({"epoch": epoch, "passes": passes})
+        info = run.described() | {"epoch": epoch}
         for folder, name in names:
             self._writer(Path(folder)).begin(
                 name,
-                own=own,
-                shared=shared if run.rank == 0 else None,
-                manifest=run.described() | {"epoch": epoch} if run.rank == 0 else None,
-                model=model if run.rank == 0 else None,
+                own=held.own,
+                shared=held.shared,
+                manifest=info,
+                model=held.model or None,
             )
         self._plan_next()
         if number:
             self._end_by(number)
+
+    def _contents(self) -> Contents:
+        return Contents(
+            rank=self._current.rank,
+            parts=self._current.parts(),
+            schedulers=self._schedulers,
+            registered=self._registered,
+        )
+
+    def _names(self) -> list[tuple[str, str]]:
+        """Folders and names of the checkpoints to make now; on rank 0.
+
+        One whose folder still waits for the last one is left out.
+        """
+        folders = list(dict.fromkeys(self._asked))
+        is_due = self._is_due or self._signals.number
+        if is_due and self._config is not None:
+            folders.append(self._config.folder)
+        names = []
+        for folder in folders:
+            try:
+                if folder in self._writers:
+                    self._writers[folder].wait(self._current.timeout_s / 2)
+            except DeadlineError as error:
+                logger.warning("no checkpoint: %s", error)
+                continue
+            except CheckpointError:
+                pass  # it was said
+            names.append((str(folder), self._store(folder).next_name()))
+        return names
 
     def _end_by(self, number: int) -> None:
         """The last checkpoint is written, and the process ends as a signal told it."""
         for writer in self._writers.values():
             writer.close(AT_EXIT_S)
         raise SystemExit(128 + number)
-
-    def _name_in(self, folder: Path) -> str:
-        """The next one's name, when the last one is written."""
-        if folder in self._writers:
-            with contextlib.suppress(CheckpointError):  # it was said
-                self._writers[folder].wait(self._current.timeout_s)
-        return self._store(folder).next_name()
 
     def _store(self, folder: Path) -> CheckpointStore:
         return self._stores.setdefault(folder, CheckpointStore(folder))
@@ -287,89 +303,16 @@ class CheckpointKeeper(Pauses):
             )
         return self._writers[folder]
 
-    def _captured(
-        self, parts: RunParts, epoch: int, passes: int
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """What is this rank's own, what all hold in common, and the model."""
-        others = [
-            each
-            for each in parts.optimizers[1:]
-            if not any(each is one for one in self._registered.values())
-        ]
-        if others:
-            raise ConfigError(
-                f"{type(others[0]).__name__} steps the model beside the optimizer of "
-                "elche.setup: call elche.register_for_checkpointing(optimizer) before "
-                "the first epoch, so that it can be resumed"
-            )
-        is_first = self._current.rank == 0
-        bound = {"optimizer": parts.optimizers[0].state_dict()}
-        bound["registered"] = {
-            name: each.state_dict() for name, each in self._registered.items()
-        }
-        own: dict[str, Any] = {
-            "bound": None if parts.is_common else copied(bound),
-            "free": {
-                name: state
-                for name, state in copied(bound["registered"]).items()
-                if parts.is_common and not _is_bound(self._registered[name])
-            },
-            "averaging": _without_common(parts.state["averaging"], is_first),
-            "random": random_state(parts.generators),
-        }
-        if not is_first:
-            return copied(own), {}, {}
-        model = copied(bare_state(parts.model))
-        shared = {
-            "model": {
-                name: value
-                for name, value in parts.model.state_dict().items()
-                if not hasattr(value, "dtype")
-            },
-            "bound": bound if parts.is_common else None,
-            "schedulers": [each.state_dict() for each in self._schedulers],
-            "copies": [each.state_dict() for each in parts.copies],
-            "run": {**parts.state, "averaging": None},
-            "epochs": parts.epochs,
-            "loop": {"epoch": epoch, "passes": passes},
-        }
-        return copied(own), copied(shared), model
-
     def resume(self, folder: Path) -> bool:
         """Goes on from the newest checkpoint; see `elche.resume`."""
         run, self._is_used, self._is_resumed = self._current, True, True
         found = self._newest(folder)
         if found is None:
             return False
-        parts, was_there = run.parts(), run.rank < found.manifest.world_size
-        shared = found.shared()
-        own = found.of_rank(run.rank if was_there else 0)
-        with _fitting(found, "model"):
-            self._load_model(parts, found, shared)
-        bound = shared["bound"] or own["bound"]
-        with _fitting(found, "optimizer"):
-            parts.optimizers[0].load_state_dict(bound["optimizer"])
-        self._load_registered(found, {**bound["registered"], **own["free"]})
-        handed: dict[str, Sequence[Any]] = {
-            "schedulers": self._schedulers,
-            "copies": parts.copies,
-        }
-        for what, objects in handed.items():
-            if len(objects) != len(shared[what]):
-                raise MismatchError(
-                    f"{found.name} holds {len(shared[what])} {what}, this script hands "
-                    f"over {len(objects)}; resume with the script that saved it"
-                )
-            for each, state in zip(objects, shared[what], strict=True):
-                with _fitting(found, what):
-                    each.load_state_dict(state)
-        first = own if run.rank == 0 or not was_there else found.of_rank(0)
-        averaging = _joined(first["averaging"], own["averaging"] if was_there else None)
-        run.resume({**shared["run"], "averaging": averaging}, shared["epochs"])
+        shared = self._contents().load(found)
+        run.resume(shared["run"], shared["epochs"])
         self._epoch, self._passes = shared["loop"]["epoch"], 0
         self._passes_done = shared["loop"]["passes"]
-        if was_there:
-            restore_random(own["random"], parts.generators)
         if run.rank == 0:
             at = f"epoch {self._epoch}, after {run.described()['samples']} samples"
             run.notifications.emit(f"elche: goes on from {found.path}: {at}")
@@ -387,78 +330,3 @@ class CheckpointKeeper(Pauses):
         if not name:
             return None
         return found or self._store(folder).open(name)
-
-    def _load_model(
-        self, parts: RunParts, found: Checkpoint, shared: dict[str, Any]
-    ) -> None:
-        held, saved = parts.model.state_dict(), found.model()
-        names = [name for name, value in held.items() if hasattr(value, "dtype")]
-        bare = list(bare_state(parts.model))
-        if set(bare) != set(saved):
-            more = sorted(set(bare) ^ set(saved))
-            raise MismatchError(
-                f"{found.name} is of another model: {', '.join(more[:5])} on one side "
-                "only"
-            )
-        state = {own: saved[name] for own, name in zip(names, bare, strict=True)}
-        parts.model.load_state_dict({**state, **shared["model"]})
-
-    def _load_registered(self, found: Checkpoint, states: Mapping[str, Any]) -> None:
-        if set(states) != set(self._registered):
-            raise MismatchError(
-                f"{found.name} holds registered objects {sorted(states)}, this script "
-                f"has registered {sorted(self._registered)}; register the same ones "
-                "before elche.resume"
-            )
-        for name, state in states.items():
-            with _fitting(found, name):
-                self._registered[name].load_state_dict(state)
-
-
-def _is_bound(each: Any) -> bool:
-    """Whether it moves with the model, so that ranks of common steps hold it alike."""
-    module = type(each).__module__.split(".")[0]
-    return (
-        module == "torch"
-        or hasattr(each, "parameters")
-        or hasattr(each, "param_groups")
-    )
-
-
-def _without_common(
-    averaging: dict[str, Any] | None, is_first: bool
-) -> dict[str, Any] | None:
-    """What only this rank holds of averaging; on the first one all of it."""
-    if averaging is None or is_first:
-        return averaging
-    groups = [{**each, "momentum": None, "base": None} for each in averaging["groups"]]
-    return {**averaging, "groups": groups}
-
-
-def _joined(
-    first: dict[str, Any] | None, own: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """The first rank's state of averaging with a rank's own residuals, if any."""
-    if first is None:
-        return None
-    residuals = [None] * len(first["groups"])
-    if own is not None:
-        residuals = [each["residual"] for each in own["groups"]]
-    groups = [
-        {**each, "residual": residual}
-        for each, residual in zip(first["groups"], residuals, strict=True)
-    ]
-    return {**first, "groups": groups}
-
-
-@contextlib.contextmanager
-def _fitting(found: Checkpoint, what: str) -> Iterator[None]:
-    """Says which checkpoint does not fit what it is loaded into."""
-    try:
-        yield
-    except ElcheError:
-        raise
-    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise MismatchError(
-            f"{found.path} does not fit the {what} of this script: {error}"
-        ) from error

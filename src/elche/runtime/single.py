@@ -25,6 +25,7 @@ from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.notifications import RunNotifications
 from elche.runtime.process.seeding import rank_seed, seed_rank
 from elche.runtime.training import RunParts, Training, generators_of
+from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
 
 WINDOW_S = 1.0
@@ -72,6 +73,7 @@ class SingleRun:
         self._times = DeliveredTimes()
         self.notifications = RunNotifications(0)
         self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
+        self._optimizers = OptimizersSeen(training.model, training.optimizer)
         self.progress_samples = 0
         self.progress_steps = 0.0
         self.is_in_epoch = self.was_left_early = False
@@ -86,6 +88,7 @@ class SingleRun:
     def leave(self) -> None:
         """Leaves the optimizer as it was. May be called twice."""
         self._skips.detach()
+        self._optimizers.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """What this run holds between epochs: its progress, as nothing is averaged."""
@@ -137,7 +140,7 @@ class SingleRun:
         others = course is not None
         return RunParts(
             model=training.model,
-            optimizers=[training.optimizer],
+            optimizers=self._optimizers.all(),
             copies=training.copies,
             generators={"feed": self._generator, **generators_of(training.loader)},
             is_common=True,
@@ -270,6 +273,9 @@ class SingleRun:
             whole, before = PartRanges(((0, sizes.num_samples),)), self.progress_samples
             course = EpochCourse(self._epoch, keys, sizes, whole, before, most)
         self._course = course
+        if self._training.pauses.is_active:
+            self._optimizers.detach()
+            self._optimizers.attach()
         while not course.is_over:
             left = yield from self._part_of(course)
             course.done(left)

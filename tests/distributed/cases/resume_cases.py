@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ def train(
     task: Task,
     folder: str,
     saves: tuple[int, ...] = (),
-    resumes: bool = False,
+    resumes: bool | None = False,
     dropout: float = 0.0,
 ) -> Trained:
     """Trains; rank 0 asks for a checkpoint after so many of its own batches."""
@@ -71,7 +74,8 @@ def train(
             model, optimizer, loader, schedulers=[scheduler], **nested(task.options)
         )
         elche.register_for_checkpointing(seen=seen)
-        assert elche.resume(folder) == resumes
+        found = elche.resume(folder)
+        assert resumes is None or found == resumes
         if resumes and elche.rank() >= _world_size(folder):
             seen = Seen()
         for epoch in elche.epochs(task.epochs):
@@ -94,6 +98,23 @@ def train(
     elche.shutdown()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
+
+
+def train_until_killed(task: Task, folder: str, victim: int, delay_s: float) -> Trained:
+    """Trains with a checkpoint in every 0.2 s; after a while a rank is killed.
+
+    Any number of seconds from the beginning of all, setting up included.
+    """
+    if int(os.environ["RANK"]) == victim:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    os.environ["ELCHE_CHECKPOINT_DIR"] = folder
+    os.environ["ELCHE_CHECKPOINT_EVERY_S"] = "0.2"
+    try:
+        return train(task, folder, resumes=None)
+    finally:
+        del os.environ["ELCHE_CHECKPOINT_DIR"], os.environ["ELCHE_CHECKPOINT_EVERY_S"]
+        if int(os.environ["RANK"]) == victim:  # it was not in time
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _world_size(folder: str) -> int:

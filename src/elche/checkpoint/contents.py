@@ -1,0 +1,228 @@
+"""What a checkpoint holds of a run: taken from a rank, and put into one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from elche.checkpoint.bare_model import bare_state
+from elche.checkpoint.capture import copied, random_state, restore_random
+from elche.checkpoint.store import Checkpoint
+from elche.errors import ConfigError, ElcheError, MismatchError
+from elche.runtime.training import RunParts
+from elche.runtime.watch.rate_watch import is_scheduled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Copies for the writer.
+
+    Attributes:
+        own: what only this rank holds.
+        shared: what all hold in common; {} but on rank 0.
+        model: the model alone; {} but on rank 0.
+    """
+
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    model: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The objects whose state a checkpoint is.
+
+    *Bound* state moves with the optimizer's steps, so that ranks hold it alike where
+    these are common; *free* is a rank's own.
+
+    Attributes:
+        rank: this one.
+        parts: of the run.
+        schedulers: that follow it.
+        registered: by the user, by name.
+    """
+
+    rank: int
+    parts: RunParts
+    schedulers: Sequence[LRScheduler]
+    registered: Mapping[str, Any]
+
+    def capture(self, loop: Mapping[str, int]) -> Captured:
+        """Copies of everything, with what is given of the user's loop.
+
+        Raises:
+            ConfigError: something that trains was not handed over.
+        """
+        self._refuse_unknown()
+        parts, registered = self.parts, self.registered
+        bound: dict[str, Any] = {
+            "optimizer": parts.optimizers[0].state_dict(),
+            "registered": {n: r.state_dict() for n, r in registered.items()},
+        }
+        free: dict[str, Any] = {}
+        if parts.is_common:
+            names = [name for name, each in registered.items() if not _is_bound(each)]
+            free = {name: bound["registered"].pop(name) for name in names}
+        averaging, is_first = parts.state["averaging"], self.rank == 0
+        own = {
+            "bound": None if parts.is_common else bound,
+            "free": free,
+            "averaging": averaging if is_first else _without_common(averaging),
+            "random": random_state(parts.generators),
+        }
+        if not is_first:
+            return Captured(own=copied(own), shared={}, model={})
+        held = parts.model.state_dict()
+        shared = {
+            "model": {n: v for n, v in held.items() if not _is_tensor(v)},
+            "bound": bound if parts.is_common else None,
+            "schedulers": [each.state_dict() for each in self.schedulers],
+            "copies": [each.state_dict() for each in parts.copies],
+            "run": {**parts.state, "averaging": None},
+            "epochs": parts.epochs,
+            "loop": dict(loop),
+        }
+        model = copied(bare_state(parts.model))
+        return Captured(own=copied(own), shared=copied(shared), model=model)
+
+    def _refuse_unknown(self) -> None:
+        registered = list(self.registered.values())
+        for optimizer in self.parts.optimizers[1:]:
+            if not any(optimizer is each for each in registered):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} steps the model beside the optimizer "
+                    "of elche.setup: call elche.register_for_checkpointing(optimizer) "
+                    "before the first epoch, so that it can be resumed"
+                )
+        for optimizer in self.parts.optimizers:
+            known = [getattr(e, "optimizer", None) for e in registered]
+            known += [each.optimizer for each in self.schedulers]
+            if is_scheduled(optimizer) and not any(optimizer is e for e in known):
+                raise ConfigError(
+                    f"a scheduler sets the learning rate of {type(optimizer).__name__}"
+                    ", and its state is in no checkpoint: hand it over by elche.setup("
+                    "..., schedulers=[...]), or call elche.register_for_checkpointing("
+                    "scheduler)"
+                )
+
+    def load(self, found: Checkpoint) -> dict[str, Any]:
+        """Puts a checkpoint into everything but the run itself.
+
+        Returns:
+            What all held in common; with ``run``, this rank's state of the run.
+
+        Raises:
+            MismatchError: something does not fit.
+            CheckpointError: a file is damaged.
+        """
+        was_there = self.rank < found.manifest.world_size
+        shared = found.shared()
+        own = found.of_rank(self.rank if was_there else 0)
+        with _fitting(found, "model"):
+            self._load_model(found, shared["model"])
+        bound = shared["bound"] or own["bound"]
+        with _fitting(found, "optimizer"):
+            self.parts.optimizers[0].load_state_dict(bound["optimizer"])
+        self._load_registered(found, {**bound["registered"], **own["free"]})
+        self._load_all(found, "schedulers", self.schedulers, shared)
+        self._load_all(found, "copies", self.parts.copies, shared)
+        first = own if self.rank == 0 or not was_there else found.of_rank(0)
+        averaging = _joined(first["averaging"], own["averaging"] if was_there else None)
+        if was_there:
+            restore_random(own["random"], self.parts.generators)
+        return {**shared, "run": {**shared["run"], "averaging": averaging}}
+
+    def _load_model(self, found: Checkpoint, more: Mapping[str, Any]) -> None:
+        model, saved = self.parts.model, found.model()
+        names = [
+            name for name, value in model.state_dict().items() if _is_tensor(value)
+        ]
+        bare = list(bare_state(model))
+        if set(bare) != set(saved):
+            others = sorted(set(bare) ^ set(saved))
+            raise MismatchError(
+                f"{found.path} is of another model: {', '.join(others[:5])} on one "
+                "side only"
+            )
+        state = {own: saved[name] for own, name in zip(names, bare, strict=True)}
+        model.load_state_dict({**state, **more})
+
+    def _load_registered(self, found: Checkpoint, states: Mapping[str, Any]) -> None:
+        if set(states) != set(self.registered):
+            raise MismatchError(
+                f"{found.path} holds registered objects {sorted(states)}, this script "
+                f"has registered {sorted(self.registered)}; register the same ones "
+                "before elche.resume"
+            )
+        for name, state in states.items():
+            with _fitting(found, name):
+                self.registered[name].load_state_dict(state)
+
+    def _load_all(
+        self,
+        found: Checkpoint,
+        what: str,
+        objects: Sequence[Any],
+        shared: Mapping[str, Any],
+    ) -> None:
+        if len(objects) != len(shared[what]):
+            raise MismatchError(
+                f"{found.path} holds {len(shared[what])} {what}, this script hands "
+                f"over {len(objects)}; resume with the script that saved it"
+            )
+        for each, state in zip(objects, shared[what], strict=True):
+            with _fitting(found, what):
+                each.load_state_dict(state)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_bound(each: Any) -> bool:
+    """Whether it moves with the model, as torch's own and its like do."""
+    module = type(each).__module__.split(".")[0]
+    has_parameters = hasattr(each, "parameters") or hasattr(each, "param_groups")
+    return module == "torch" or has_parameters or hasattr(each, "optimizer")
+
+
+def _without_common(averaging: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What only one rank holds of averaging."""
+    if averaging is None:
+        return None
+    groups = [{**each, "momentum": None, "base": None} for each in averaging["groups"]]
+    return {**averaging, "groups": groups}
+
+
+def _joined(
+    first: dict[str, Any] | None, own: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The first rank's state of averaging with a rank's own residuals, if any."""
+    if first is None:
+        return None
+    residuals = [None] * len(first["groups"])
+    if own is not None:
+        residuals = [each["residual"] for each in own["groups"]]
+    groups = [
+        {**each, "residual": residual}
+        for each, residual in zip(first["groups"], residuals, strict=True)
+    ]
+    return {**first, "groups": groups}
+
+
+@contextlib.contextmanager
+def _fitting(found: Checkpoint, what: str) -> Iterator[None]:
+    """Says which checkpoint does not fit what it is loaded into."""
+    try:
+        yield
+    except ElcheError:
+        raise
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise MismatchError(
+            f"{found.path} does not fit the {what} of this script: {error}"
+        ) from error

@@ -1,0 +1,189 @@
+"""What is refused of saving and resuming, on one device, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche.errors import ConfigError, MismatchError
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    elche.shutdown()
+
+
+def set_up(width: int = 4, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))
+    data = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=4)
+    return elche.setup(model, torch.optim.Adam(model.parameters()), data, **more)
+
+
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(folder: Path) -> None:
+    model, optimizer, loader = set_up()
+    for _ in elche.epochs(1):
+        for _ in loader:
+            step(model, optimizer)
+        elche.save(folder)
+    elche.shutdown()
+
+
+def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
+    set_up()
+    assert not elche.resume(tmp_path / "none")
+    assert list(elche.epochs(2)) == [0, 1]
+
+
+def test_between_epochs_the_next_one_follows(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model, _, loader = set_up()
+    assert elche.resume(str(tmp_path))
+    assert elche.progress_steps() == 3
+    assert [(epoch, len(list(loader))) for epoch in elche.epochs(3)] == [(1, 3), (2, 3)]
+    plain = load_file(next(tmp_path.glob("*/model.safetensors")))
+    assert plain.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain[name])
+
+
+def test_resume_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    set_up()
+    assert list(elche.epochs(3)) == [1, 2]
+
+
+def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:
+    """The epoch is over: the checkpoint is made before the next one."""
+    _, _, loader = set_up()
+    for _ in elche.epochs(2):
+        for _ in loader:
+            elche.save(tmp_path)
+            break
+    elche.shutdown()
+    _, _, loader = set_up()
+    assert elche.resume(tmp_path)
+    assert list(elche.epochs(3)) == [2]
+
+
+def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
+    _, _, loader = set_up()
+    for _ in elche.epochs(1):
+        for number in range(2):
+            for at, _ in enumerate(loader):
+                if (number, at) == (1, 0):
+                    elche.save(tmp_path)
+    elche.shutdown()
+    _, _, loader = set_up()
+    assert elche.resume(tmp_path)
+    assert list(elche.epochs(1)) == [0]
+    elche.shutdown()
+    _, _, loader = set_up()
+    elche.resume(tmp_path)
+    assert [[len(list(loader)), len(list(loader))] for _ in elche.epochs(1)] == [[0, 2]]
+
+
+def other_model(folder: Path) -> None:
+    set_up(width=5)
+    elche.resume(folder)
+
+
+def others_registered(folder: Path) -> None:
+    set_up()
+    elche.register_for_checkpointing(ema=nn.Linear(1, 1))
+    elche.resume(folder)
+
+
+def another_scheduler(folder: Path) -> None:
+    _, optimizer, _ = set_up()
+    elche.follow(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    elche.resume(folder)
+
+
+def too_late(folder: Path) -> None:
+    _, _, loader = set_up()
+    list(loader)
+    elche.resume(folder)
+
+
+def scheduled(folder: Path) -> None:
+    _, optimizer, _ = set_up()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    elche.save(folder)
+
+
+def second_optimizer(folder: Path) -> None:
+    model, optimizer, loader = set_up()
+    other = torch.optim.SGD(model[1].parameters())  # type: ignore[index]
+    for _ in elche.epochs(1):
+        for _ in loader:
+            step(model, optimizer, other)
+        elche.save(folder)
+
+
+def inside_a_plain_loop(folder: Path) -> None:
+    _, _, loader = set_up()
+    for _ in loader:
+        elche.save(folder)
+
+
+def no_state(folder: Path) -> None:
+    set_up()
+    elche.register_for_checkpointing(folder)
+
+
+def twice_as(folder: Path) -> None:
+    set_up()
+    elche.register_for_checkpointing(a=nn.Linear(1, 1))
+    elche.register_for_checkpointing(a=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (other_model, MismatchError, "does not fit the model of this script"),
+        (others_registered, MismatchError, r"this script has registered \['ema'\]"),
+        (another_scheduler, MismatchError, "holds 0 schedulers, this script hands"),
+        (too_late, ConfigError, "before the first epoch, got it after 1"),
+        (scheduled, ConfigError, "a scheduler sets the learning rate of Adam"),
+        (second_optimizer, ConfigError, "SGD steps the model beside the optimizer"),
+        (inside_a_plain_loop, ConfigError, "could not say what is left of the"),
+        (no_state, ConfigError, r"expected object 0 to have state_dict\(\)"),
+        (twice_as, ConfigError, "two objects are registered as 'a'"),
+        (lambda folder: elche.save(folder), ConfigError, r"elche.save\(\) needs a run"),
+        (lambda folder: elche.epochs(-1), ConfigError, "number of epochs from 0 on"),
+        (
+            lambda folder: set_up() and elche.save_every(folder, every_s=0.0),
+            ConfigError,
+            "expected every_s above 0, got 0.0",
+        ),
+        (
+            lambda folder: set_up() and elche.save_every(folder, keep=0),
+            ConfigError,
+            "expected keep of at least 1, got 0",
+        ),
+    ],
+)
+def test_what_is_refused(
+    act: Callable[[Path], Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path)
+    with pytest.raises(error, match=message):
+        act(tmp_path)

@@ -323,7 +323,12 @@ class SingleRun:
     def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
         samples, moved_s = self.samples_in_hand, self._transfer_s
         self.progress_samples += samples
-        self.progress_steps += 1.0
+        course = self._course
+        if course is not None and course.is_cut:  # what is left of a batch is no step
+            trained = self.progress_samples - course.samples_before
+            self.progress_steps = self._steps_before + course.sizes.batches_in(trained)
+        else:
+            self.progress_steps += 1.0
         self._batch += 1
         self._skips.settle()
         times_s = began_s, loaded_s + moved_s, now_s

@@ -56,6 +56,11 @@ class EpochCourse:
         return not self._left.ranges
 
     @property
+    def is_cut(self) -> bool:
+        """Whether some of it was done before this part."""
+        return not self._is_whole
+
+    @property
     def part_sizes(self) -> BatchSizes:
         """Global batches of the part that is left."""
         return self.sizes if self._is_whole else self._left.sizes_in(self.sizes)

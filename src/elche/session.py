@@ -355,6 +355,7 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run = current_run()
+    process.checkpoints.run_failed()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:

@@ -104,6 +104,11 @@ class CheckpointKeeper(Pauses):
         self._run, self._schedulers = run, list(schedulers)
         self.configure(CheckpointConfig.from_environment())
 
+    def run_failed(self) -> None:
+        """Other ranks write no more; what they have written may still be completed."""
+        for writer in self._writers.values():
+            writer.stop_waiting()
+
     def end_run(self) -> None:
         """The run ends when what is being written is written, or takes too long."""
         for writer in self._writers.values():

@@ -274,7 +274,7 @@ def shutdown() -> None:
     end_manual_run()
     run, process.run = process.run, None
     try:
-        process.checkpoints.end_run()
+        process.checkpoints.end_run(has_failed=run is None)
         if run is not None:
             run.leave()
     finally:
@@ -355,7 +355,6 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run = current_run()
-    process.checkpoints.run_failed()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:

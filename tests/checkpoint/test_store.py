@@ -158,23 +158,6 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
         writer.begin(store.next_name(), own=1)
 
 
-def test_a_run_that_fails_waits_for_nobody(tmp_path: Path) -> None:
-    """What other ranks have written by then is completed."""
-    stores = [CheckpointStore(tmp_path) for _ in range(2)]
-    first, second = (CheckpointWriter(s, r, 2, "a", 1e6) for r, s in enumerate(stores))
-    first.begin("checkpoint-00000001", own=1, shared=2)
-    first.stop_waiting()
-    with pytest.raises(CheckpointError, match="the run failed before rank 1's part"):
-        first.wait(WAIT_S)
-    second.begin("checkpoint-00000002", own=1)
-    second.close(WAIT_S)
-    first.begin("checkpoint-00000002", own=1, shared=2)
-    first.close(WAIT_S)
-    newest = stores[0].newest()
-    assert newest is not None
-    assert newest.name == "checkpoint-00000002"
-
-
 def test_part_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     for run_id in ("dead", "alive"):
         store = CheckpointStore(tmp_path)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.bare_model import bare_state
 from elche.checkpoint.capture import copied, random_state, restore_random
+from elche.checkpoint.signals import LastCheckpoint
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError, ElcheError, MismatchError
@@ -32,7 +33,8 @@ from elche.runtime.training import Pauses, RunParts
 logger = logging.getLogger(__name__)
 
 AT_EXIT_S: Final = 60.0
-"""So long a process that ends waits for what is being written."""
+FAILED_S: Final = 3.0
+"""So long a process that ends, or has failed, waits for what is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class CheckpointKeeper(Pauses):
         self._config: CheckpointConfig | None = None
         self._stores: dict[Path, CheckpointStore] = {}
         self._writers: dict[Path, CheckpointWriter] = {}
+        self._signals = LastCheckpoint()
         self._clear()
 
     def _clear(self) -> None:
@@ -104,21 +107,17 @@ class CheckpointKeeper(Pauses):
         self._run, self._schedulers = run, list(schedulers)
         self.configure(CheckpointConfig.from_environment())
 
-    def run_failed(self) -> None:
-        """Other ranks write no more; what they have written may still be completed."""
-        for writer in self._writers.values():
-            writer.stop_waiting()
-
-    def end_run(self) -> None:
+    def end_run(self, *, has_failed: bool = False) -> None:
         """The run ends when what is being written is written, or takes too long."""
         for writer in self._writers.values():
-            writer.close(AT_EXIT_S)
+            writer.close(FAILED_S if has_failed else AT_EXIT_S)
         if self._asked:
             logger.warning("no checkpoint was made: the run ended before its epoch")
         self._writers.clear()
         self._stores.clear()
         self._registered.clear()
         self._config = None
+        self._signals.detach()
         self._clear()
 
     def configure(self, config: CheckpointConfig | None) -> None:
@@ -128,6 +127,7 @@ class CheckpointKeeper(Pauses):
             self._current.check_record()
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
             self._is_used = True
+            self._signals.attach()
             self._plan_next()
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class CheckpointKeeper(Pauses):
 
     def wants_cut(self) -> bool:
         """Whether a checkpoint was asked for, or is due."""
-        return bool(self._asked) or self._is_due
+        return bool(self._asked) or self._is_due or bool(self._signals.number)
 
     @property
     def _is_due(self) -> bool:
@@ -236,14 +236,15 @@ class CheckpointKeeper(Pauses):
         said = ""
         if run.rank == 0:
             folders = list(dict.fromkeys(self._asked))
-            if self._is_due and self._config is not None:
+            is_due = self._is_due or self._signals.number
+            if is_due and self._config is not None:
                 folders.append(self._config.folder)
             self._run_id = self._run_id or uuid.uuid4().hex
             names = [(str(each), self._name_in(each)) for each in folders]
-            said = json.dumps([self._run_id, names])
+            said = json.dumps([self._run_id, names, self._signals.number])
         told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
-        self._run_id, names = told
+        self._run_id, names, number = told
         parts = run.parts()
         own, shared, model = self._captured(parts, epoch, passes)
         for folder, name in names:
@@ -255,6 +256,14 @@ class CheckpointKeeper(Pauses):
                 model=model if run.rank == 0 else None,
             )
         self._plan_next()
+        if number:
+            self._end_by(number)
+
+    def _end_by(self, number: int) -> None:
+        """The last checkpoint is written, and the process ends as a signal told it."""
+        for writer in self._writers.values():
+            writer.close(AT_EXIT_S)
+        raise SystemExit(128 + number)
 
     def _name_in(self, folder: Path) -> str:
         """The next one's name, when the last one is written."""
@@ -362,7 +371,8 @@ class CheckpointKeeper(Pauses):
         if was_there:
             restore_random(own["random"], parts.generators)
         if run.rank == 0:
-            logger.info("resumed from %s", found.path)
+            at = f"epoch {self._epoch}, after {run.described()['samples']} samples"
+            run.notifications.emit(f"elche: goes on from {found.path}: {at}")
         return True
 
     def _newest(self, folder: Path) -> Checkpoint | None:

@@ -81,7 +81,7 @@ class CheckpointWriter:
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()  # the first is being written
         self._thread: threading.Thread | None = None
-        self._is_closed = self._is_alone = False
+        self._is_closed = False
         self._failure: str | None = None
 
     @property
@@ -150,12 +150,6 @@ class CheckpointWriter:
                 )
             if self._failure is not None:
                 raise CheckpointError(self._failure)
-
-    def stop_waiting(self) -> None:
-        """The run has failed: parts of other ranks that are not there will not come."""
-        with self._changed:
-            self._is_alone = True
-            self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread when all is written, or the time is over."""
@@ -230,15 +224,10 @@ class CheckpointWriter:
         until_s = time.monotonic() + self._deadline_s
         while (found := written_part(folder, rank, self._run_id)) is None:
             with self._changed:
-                if self._is_alone:
-                    raise CheckpointError(f"the run failed before rank {rank}'s part")
                 if self._is_closed or time.monotonic() > until_s:
                     raise DeadlineError(
                         f"rank {rank}'s part did not come within {self._deadline_s:g} "
                         "s; do all ranks see the same folder?"
                     )
-                self._changed.wait_for(self._has_ended, POLL_S)
+                self._changed.wait_for(lambda: self._is_closed, POLL_S)
         return found
-
-    def _has_ended(self) -> bool:
-        return self._is_closed or self._is_alone

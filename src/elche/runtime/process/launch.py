@@ -162,7 +162,8 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     environments = rank_environments(config.world_size, address, key)
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if network is None else None
-    processes = RankProcesses(server)
+    makes = "ELCHE_CHECKPOINT_DIR" in {**os.environ, **config.environment}
+    processes = RankProcesses(server, makes_checkpoints=makes)
     processes.handle_signals()
     readers: list[asyncio.Future[None]] = []
     watched, held = os.pipe()  # this process alone has the end that it holds

@@ -23,6 +23,8 @@ LATE_S = (3.0, 4.0)
 HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
+LAST_CHECKPOINT_S: Final = 30.0
+"""For ranks that make a last checkpoint after a signal, before they are ended."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -32,6 +34,7 @@ class RankProcesses:
 
     Args:
         server: the run's coordinator, told of ends and of interruptions.
+        makes_checkpoints: after a signal ranks make a last one, and end by themselves.
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
@@ -40,8 +43,11 @@ class RankProcesses:
         failed_s: when the first failure was seen, by the monotonic clock.
     """
 
-    def __init__(self, server: CoordinatorServer) -> None:
+    def __init__(
+        self, server: CoordinatorServer, *, makes_checkpoints: bool = False
+    ) -> None:
         self._server = server
+        self._makes_checkpoints = makes_checkpoints
         self._processes: list[asyncio.subprocess.Process] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
@@ -68,12 +74,19 @@ class RankProcesses:
         """The launcher was sent a signal: all ranks are told; the second kills them.
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
-        others get the signal itself, unless the terminal has sent it to them already.
+        others get the signal itself, unless the terminal has sent it to them already;
+        so do all of a run that makes checkpoints.
         """
         if self.signal is not None:
             self._kill()
             return
         self.signal, heed_s = number, GRACE_S
+        if self._makes_checkpoints:
+            if number != signal.SIGINT or not _has_terminal():
+                for process in self._processes:
+                    _send(process, number)
+            self._waits_s.put_nowait((None, LAST_CHECKPOINT_S))
+            return
         self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
             heed_s = HEED_S

@@ -38,6 +38,8 @@ PATIENT = (
 )
 
 ELCHE = ("-m", "elche")
+FIRST_BATCHES: list[int] = []
+"""How many lines there were when the coordinator first heard of batches."""
 
 
 class Started:
@@ -109,11 +111,13 @@ def is_stopped(pid: int) -> bool:
 def launched(*arguments: str) -> tuple[LaunchResult, list[tuple[int, str]]]:
     """A run of two ranks from this process, and their lines."""
     lines: list[tuple[int, str]] = []
+    FIRST_BATCHES.clear()
     result = launch(
         LaunchConfig(
             command=python_command(*arguments),
             num_ranks=2,
             on_line=lambda rank, line: lines.append((rank, line)),
+            on_first_batch=lambda: FIRST_BATCHES.append(len(lines)),
         )
     )
     return result, lines
@@ -185,6 +189,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     result, _ = launched(RANKS, case, str(tmp_path))
     assert result.exit_codes == (1, code)
     assert result.failed_first == 1
+    assert result.failed_s is not None
+    assert not FIRST_BATCHES
     assert result.exit_code == code
 
 
@@ -239,6 +245,8 @@ def test_groups_of_elche_do_not_meet_in_the_store_of_torch(
     assert sorted(lines) == [(0, "done 0 of 2"), (1, "done 1 of 2")]
     assert served == []
     assert result.have_met
+    assert result.failed_s is None
+    assert FIRST_BATCHES == [0]
 
 
 @pytest.mark.parametrize("meets", [False, True])

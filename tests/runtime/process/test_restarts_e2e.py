@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+DEATHS = 20
 CASES = Path(__file__).parent / "cases"
 
 
@@ -40,3 +43,31 @@ def test_a_pipeline_that_saves_by_hand(tmp_path: Path) -> None:
         ends.append(torch.load(folder / "end.pt", weights_only=True))
     for key, value in ends[0].items():
         assert torch.equal(value, ends[1][key])
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_twenty_deaths_in_one_run(
+    tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every sample is seen once per epoch, counting what is in the model at the end."""
+    checkpoints = tmp_path / "checkpoints"
+    ended = run(
+        *("--nproc", "2", "--max-restarts", str(DEATHS)),
+        *("--checkpoint-dir", str(checkpoints), "--checkpoint-every", "0.5"),
+        *(str(CASES / "restarted_loop.py"), str(tmp_path), policy, str(DEATHS)),
+        timeout_s=2300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("was killed by SIGKILL") == DEATHS
+    resumed = re.findall(r"anew from (checkpoint-\d+)", ended.stderr)
+    assert len(set(resumed)) > DEATHS / 2  # most starts have won something
+    counts = sum(torch.load(tmp_path / f"seen{rank}.pt") for rank in range(2))
+    assert torch.equal(counts, torch.full_like(counts, 16))
+    lost_s = [float(s) for s in re.findall(r"first batches ([\d.]+) s", ended.stderr)]
+    assert len(lost_s) == DEATHS
+    with capsys.disabled():
+        print(
+            f"\n{policy}: {statistics.median(lost_s)} s from a death to the first "
+            f"batches (median of {DEATHS}; {min(lost_s)} to {max(lost_s)})"
+        )

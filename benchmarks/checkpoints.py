@@ -1,8 +1,8 @@
 """Throughput with a checkpoint every few seconds beside without, on emulated devices.
 
-Pairs of runs, in turn; a run is timed over a given time from its 20th batch on.
+Pairs of runs, in turn; a run is timed from its 20th batch on.
 
-Run: ``python benchmarks/checkpoints.py --pairs 5 --seconds 40 --every 10``.
+Run: ``python benchmarks/checkpoints.py --pairs 5 --steps 1500 --every 10``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 WARM_BATCHES = 20
 
 
-def train(seconds: float, every_s: float, folder: str) -> None:
+def train(steps: int, every_s: float, folder: str) -> None:
     """What a rank runs; rank 0 prints samples per second of the run, and the pauses."""
     import torch
     from torch import nn
@@ -33,33 +33,26 @@ def train(seconds: float, every_s: float, folder: str) -> None:
     )
     loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = elche.setup(model, optimizer, loader, epochs=100)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, leave_out=False)
     if every_s:
         elche.save_every(folder, every_s=every_s)
-    batches, began_s, before = 0, 0.0, 0.0
-    for _ in elche.epochs(100):
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            batches += 1
-            if batches == WARM_BATCHES:
-                began_s, before = time.monotonic(), elche.progress_samples()
-            if batches > WARM_BATCHES and time.monotonic() - began_s > seconds:
-                break
-        else:
-            continue
-        break
+    began_s = before = 0.0
+    for number, (x, y) in enumerate(loader.steps(steps)):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == WARM_BATCHES:
+            began_s, before = time.monotonic(), elche.progress_samples()
     if elche.is_main_process():
         passed_s = time.monotonic() - began_s
         print((elche.progress_samples() - before) / passed_s, flush=True)
 
 
-def measure(seconds: float, every_s: float, policy: str) -> float:
+def measure(steps: int, every_s: float, policy: str) -> float:
     """Samples per second of one run."""
     with tempfile.TemporaryDirectory() as folder:
         options = f"elche run --speeds 1,0.5 --policy {policy} {__file__} --rank"
-        words = ("-m", *options.split(), str(seconds), str(every_s), folder)
+        words = ("-m", *options.split(), str(steps), str(every_s), folder)
         ended = subprocess.run(
             [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
         )
@@ -72,18 +65,18 @@ def measure(seconds: float, every_s: float, policy: str) -> float:
 def main() -> None:
     """Prints each pair, and the mean ratio with its standard error."""
     if sys.argv[1:2] == ["--rank"]:
-        train(float(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+        train(int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--every", type=float, default=10.0)
     parser.add_argument("--policy", default="sync")
     asked = parser.parse_args()
     ratios = []
     for pair in range(asked.pairs):
         order = (0.0, asked.every) if pair % 2 else (asked.every, 0.0)
-        rates = {each: measure(asked.seconds, each, asked.policy) for each in order}
+        rates = {each: measure(asked.steps, each, asked.policy) for each in order}
         ratios.append(rates[asked.every] / rates[0.0])
         print(f"{rates[0.0]:.1f} without, {rates[asked.every]:.1f} with, samples/s")
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")

@@ -81,6 +81,7 @@ def test_sigterm_makes_a_last_checkpoint(policy: str, tmp_path: Path) -> None:
     assert_once(tmp_path, 2, 400)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_twenty_kills_at_random_moments(policy: str, tmp_path: Path) -> None:
     """Under ``sync`` it ends as a run that was never killed, bit for bit."""

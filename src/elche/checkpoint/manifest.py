@@ -7,14 +7,15 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Final
 
-from elche import __version__
 from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
 from elche.errors import CheckpointError, ConfigError
 
+_VERSION: Final[str] = import_module("elche").__version__
+"""Asked for by name: the package's own module lists every other one."""
 FORMAT: Final = 1
 """Counted up when files of before cannot be read any more."""
 MANIFEST: Final = "manifest.json"
@@ -70,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
         return CheckpointError(f"{MANIFEST} has another checksum than when written")
     if body.get("format") != FORMAT:
         raise CheckpointError(
-            f"expected a checkpoint of format {FORMAT}, which elche {__version__} "
+            f"expected a checkpoint of format {FORMAT}, which elche {_VERSION} "
             f"reads, got format {body.get('format')} by elche "
             f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
             f"{folder}; resume with that version, or from another folder"
@@ -102,7 +103,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 def _versions() -> dict[str, str]:
     return {
-        "elche": __version__,
+        "elche": _VERSION,
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
     }

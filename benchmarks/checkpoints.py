@@ -2,6 +2,8 @@
 
 Pairs of runs, in turn; a run is timed from its 20th batch on.
 
+``python benchmarks/checkpoints.py --cpu`` prints what one costs of a processor.
+
 Run: ``python benchmarks/checkpoints.py --pairs 5 --steps 1500 --every 10``.
 """
 
@@ -48,6 +50,40 @@ def train(steps: int, every_s: float, folder: str) -> None:
         print((elche.progress_samples() - before) / passed_s, flush=True)
 
 
+def cpu(checkpoints: int = 8) -> None:
+    """Prints what a checkpoint costs of a processor, on one device."""
+    import torch
+    from torch import nn
+
+    import elche
+
+    torch.set_num_threads(1)
+    layers = [nn.Linear(512, 1400), nn.ReLU(), nn.Linear(1400, 1024), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(1024, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.randn(64, 512))
+    loader = torch.utils.data.DataLoader(data, batch_size=32)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for (x,) in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    own_s, all_s = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(checkpoints):
+            before_s = time.process_time()
+            began_s = time.thread_time()
+            elche.save(folder)
+            own_s.append(time.thread_time() - began_s)
+            while len(list(Path(folder).glob("*/manifest.json"))) < min(2, number + 1):
+                time.sleep(0.05)
+            time.sleep(1.0)
+            all_s.append(time.process_time() - before_s)
+        elche.shutdown()
+    print(
+        f"training thread {1e3 * fmean(own_s):.1f} ms, all {1e3 * fmean(all_s):.1f} ms"
+    )
+
+
 def measure(steps: int, every_s: float, policy: str) -> float:
     """Samples per second of one run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +102,9 @@ def main() -> None:
     """Prints each pair, and the mean ratio with its standard error."""
     if sys.argv[1:2] == ["--rank"]:
         train(int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+        return
+    if sys.argv[1:] == ["--cpu"]:
+        cpu()
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)

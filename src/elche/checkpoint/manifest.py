@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from elche import __version__
 from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
 from elche.errors import CheckpointError, ConfigError
 
@@ -69,9 +68,10 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
     if whole.get("sha256") != _digest(body):
         return CheckpointError(f"{MANIFEST} has another checksum than when written")
     if body.get("format") != FORMAT:
+        own = metadata.version("elche")
         raise CheckpointError(
-            f"expected a checkpoint of format {FORMAT}, which elche {__version__} "
-            f"reads, got format {body.get('format')} by elche "
+            f"expected a checkpoint of format {FORMAT}, which elche {own} reads, got "
+            f"format {body.get('format')} by elche "
             f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
             f"{folder}; resume with that version, or from another folder"
         )
@@ -102,7 +102,6 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 def _versions() -> dict[str, str]:
     return {
-        "elche": __version__,
-        "torch": metadata.version("torch"),
+        **{name: metadata.version(name) for name in ("elche", "torch")},
         "python": platform.python_version(),
     }

@@ -7,15 +7,13 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
 from elche.errors import CheckpointError, ConfigError
 
-_VERSION: Final[str] = import_module("elche").__version__
-"""Asked for by name: the package's own module lists every other one."""
 FORMAT: Final = 1
 """Counted up when files of before cannot be read any more."""
 MANIFEST: Final = "manifest.json"
@@ -70,9 +68,10 @@ def read_manifest(folder: Path) -> Manifest | CheckpointError:
     if whole.get("sha256") != _digest(body):
         return CheckpointError(f"{MANIFEST} has another checksum than when written")
     if body.get("format") != FORMAT:
+        own = metadata.version("elche")
         raise CheckpointError(
-            f"expected a checkpoint of format {FORMAT}, which elche {_VERSION} "
-            f"reads, got format {body.get('format')} by elche "
+            f"expected a checkpoint of format {FORMAT}, which elche {own} reads, got "
+            f"format {body.get('format')} by elche "
             f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
             f"{folder}; resume with that version, or from another folder"
         )
@@ -103,7 +102,6 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 def _versions() -> dict[str, str]:
     return {
-        "elche": _VERSION,
-        "torch": metadata.version("torch"),
+        **{name: metadata.version(name) for name in ("elche", "torch")},
         "python": platform.python_version(),
     }

@@ -138,10 +138,10 @@ class _Restarts:
                 break
             config = remaining
             self._keep_story(number)
+            nothing = "the beginning" if self._store else "what the script has saved"
             self._say(
                 f"{error}, after {lived_s:.1f} s; starting {_all(config.world_size)} "
-                f"anew from {self._newest() or 'what the script has saved'}, "
-                f"restarts left: {left - 1}"
+                f"anew from {self._newest() or nothing}, restarts left: {left - 1}"
             )
         return result
 

@@ -150,7 +150,10 @@ class ElcheTrainerMixin(_Base):
     def _run_epoch(self, **kwargs: Any) -> None:
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
-        kwargs["train_dataloader"].leave()
+        if self._epochs is not None and self._epochs.is_under_way:
+            if session.current_run() is not None:
+                session.barrier()  # where a callback stops one rank alone it fails here
+            self._epochs.leave()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
@@ -160,8 +163,7 @@ class ElcheTrainerMixin(_Base):
         Some of these are empty where the part has fewer micro-batches.
         """
         batch = next(epoch_iterator, None)
-        if batch is None:  # another rank has left the epoch
-            self.control.should_training_stop = True
+        if batch is None:
             return [], None
         pairs = list(zip(batch.parts, batch.items, strict=True))
         counted = [pair for pair in pairs if pair[1]]

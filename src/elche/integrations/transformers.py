@@ -29,6 +29,7 @@ from elche.integrations.transformers_arguments import (
     ElcheArgumentsMixin,
     ElcheTrainingArguments,
 )
+from elche.runtime.process.environment import read_placement
 from elche.runtime.training import SetupConfig
 
 import transformers.trainer as hf_trainer  # isort: skip (the arguments check for it)
@@ -81,7 +82,7 @@ class ElcheTrainerMixin(_Base):
         self._main_evaluation: MainEvaluation | None = None
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
-        if session.world_size() > 1:
+        if read_placement().world_size > 1:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -118,7 +119,7 @@ class ElcheTrainerMixin(_Base):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on one rank only."""
-        if session.world_size() > 1:
+        if read_placement().world_size > 1:
             raise ConfigError(
                 "hyperparameter_search would draw other parameters on each rank; run "
                 "it on one device, and train with what it has found"

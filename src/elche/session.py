@@ -24,7 +24,7 @@ from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
-from elche.runtime.loader import RunLoader
+from elche.runtime.loader import RunLoader, check_unstarted
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
@@ -191,6 +191,7 @@ def set_up(
         process.run, process.metrics = single, MetricsView(single)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
+    check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)

@@ -26,30 +26,9 @@ from typing_extensions import override
 
 from elche import session
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
-from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.rank_exchange import RankExchange
-
-
-def sync_config(options: dict[str, Any], framework: str) -> RunConfig:
-    """The run's settings for a framework whose ranks count the same steps.
-
-    Raises:
-        ConfigError: the policy trains windows, or an option is unknown or wrong.
-    """
-    config = session.run_config(None, {"leave_out": False, **options})
-    if config.policy != "sync":
-        raise ConfigError(
-            f"{framework} counts steps on every rank, and under policy "
-            f"{config.policy!r} ranks run different numbers of batches; choose "
-            "policy='sync' (also in ELCHE_POLICY), or use elche.setup in your own loop"
-        )
-    if config.leave_out:
-        raise ConfigError(
-            f"{framework} counts steps on every rank, also on ranks that would be left "
-            "out; leave leave_out=True out"
-        )
-    return config
+from elche.integrations.sync_only import sync_config
 
 
 class ElcheStrategy(SingleDeviceStrategy):
@@ -171,20 +150,13 @@ class ElcheStrategy(SingleDeviceStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        count = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
-        return count == self.world_size if all else count > 0
+        return self._ranks().decide(decision, all)
 
     @override
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        if sync_grads and self.world_size > 1:
-            raise ConfigError(
-                "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
-                "shares of different sizes; elche.all_gather() brings their rows, with "
-                "gradient"
-            )
-        return self._ranks().gather(tensor)
+        return self._ranks().gather(tensor, needs_gradient=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -73,14 +73,28 @@ class RankExchange:
         dist.all_reduce(total, by, self._group)
         return (total / self._world_size if is_mean else total).to(value.device)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def decide(self, decision: bool, needs_all: bool = True) -> bool:
+        """Whether all ranks say so, or any."""
+        count = int(self.reduce(torch.tensor(int(decision)), "sum"))
+        return count == self._world_size if needs_all else count > 0
+
+    def gather(
+        self, tensor: torch.Tensor, *, needs_gradient: bool = False
+    ) -> torch.Tensor:
         """The tensors of all ranks, stacked in the order of ranks, without gradient.
 
         Raises:
-            ConfigError: ranks bring tensors of different shapes or dtypes.
+            ConfigError: a gradient is asked for, or ranks bring tensors of different
+                shapes or dtypes.
         """
         if self._world_size == 1:
             return tensor
+        if needs_gradient:
+            raise ConfigError(
+                "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
+                "shares of different sizes; elche.all_gather() brings their rows, with "
+                "gradient"
+            )
         host = tensor.detach().cpu().contiguous()
         forms = self._each(_form_of(host))
         if any(not form.equal(forms[0]) for form in forms):

@@ -1,6 +1,6 @@
 """A LightningModule trained in one of several ways; prints what came of it.
 
-Usage: lightning_fit.py WAY, under ``elche run`` or alone.
+Usage: lightning_fit.py STRATEGY [WAY ...], under ``elche run`` or alone.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "often": {"val_check_interval": 3},
     "bf16": {"precision": "bf16-mixed"},
     "manual": {},
+    "resumed": {"max_epochs": 1},
 }
 
 
@@ -103,36 +104,56 @@ def loaders(is_shuffled: bool) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return train, DataLoader(data, batch_size=30)
 
 
-def fit(way: str, folder: str) -> Regression:
-    torch.manual_seed(5)
-    module = Manual() if way == "manual" else Regression()
-    trainer = lightning.Trainer(
+def trainer(way: str, strategy: str, folder: str, **settings: Any) -> lightning.Trainer:
+    return lightning.Trainer(
         **{
-            "strategy": "elche",
+            "strategy": strategy,
             "max_epochs": 3,
             "logger": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [ModelCheckpoint(folder, monitor="checked")],
             **WAYS[way],
+            **settings,
         }
     )
+
+
+def fit(way: str, strategy: str) -> list[str]:
+    """What came of it, and on this rank alone in the first line."""
+    torch.manual_seed(5)
+    module = Manual() if way == "manual" else Regression()
     # A sampler that is left early has drawn less where nobody looks ahead.
-    trainer.fit(module, *loaders(way != "limited"))
-    saved = Path(trainer.checkpoint_callback.best_model_path)
-    assert saved.exists(), saved
-    print(way, "steps", elche.rank(), trainer.global_step, flush=True)
-    if elche.rank() == 0:
-        total = float(sum(p.abs().sum() for p in module.parameters()))
-        for name, values in (("loss", module.seen), ("checked", module.checked)):
-            print(way, name, *[f"{value:.6f}" for value in values])
-        print(way, "parameters", f"{total:.5f}", flush=True)
-    return module
+    data = loaders(way != "limited")
+    # The same folder on all ranks, which Lightning broadcasts from rank 0.
+    with tempfile.TemporaryDirectory() as folder:
+        fitted = trainer(way, strategy, folder)
+        fitted.fit(module, *data)
+        saved = Path(fitted.checkpoint_callback.best_model_path)
+        assert saved.is_relative_to(folder) == (elche.rank() == 0)
+        assert saved.exists()
+        if way == "resumed":
+            path = folder + "/first.ckpt"
+            fitted.save_checkpoint(path)
+            path = fitted.strategy.broadcast(path)
+            fitted = trainer(way, strategy, folder, max_epochs=3)
+            fitted.fit(module, *data, ckpt_path=path)
+        fitted.strategy.barrier()
+    total = float(sum(p.abs().sum() for p in module.parameters()))
+    return [
+        f"{way} steps {elche.rank()} {fitted.global_step}",
+        *(
+            " ".join([way, name, *(f"{value:.6f}" for value in values)])
+            for name, values in (("loss", module.seen), ("checked", module.checked))
+        ),
+        f"{way} parameters {total:.5f}",
+    ]
 
 
 if __name__ == "__main__":
-    for way in sys.argv[1:] or WAYS:
-        # The same path on all ranks, which Lightning broadcasts from rank 0.
-        with tempfile.TemporaryDirectory() as folder:
-            fit(way, folder)
-            torch.distributed.barrier() if elche.world_size() > 1 else None
+    strategy = sys.argv[1]
+    for way in sys.argv[2:] or WAYS:
+        lines = fit(way, strategy)
+        shown = lines if elche.rank() == 0 else lines[:1]
+        sys.stdout.write("\n".join(shown) + "\n")
+        sys.stdout.flush()

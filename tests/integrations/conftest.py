@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 FRAMEWORKS = ("accelerate", "lightning", "peft", "torchdata", "transformers")
-IGNORED_WARNINGS: tuple[str, ...] = ()
+IGNORED_WARNINGS = (
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",  # by peft
+)
 """What the frameworks warn of in themselves."""
 
 os.environ["HF_HUB_OFFLINE"] = "1"

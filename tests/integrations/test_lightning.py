@@ -169,3 +169,10 @@ def test_what_fabric_is_refused() -> None:
     with pytest.raises(elche.ConfigError, match="expected one model in"):
         fabric.setup(torch.nn.Linear(1, 1))
     elche.shutdown()
+
+
+def test_the_example() -> None:
+    example = str(CASES.parents[2] / "examples" / "lightning_module.py")
+    shown = [line for line in run(*SPEEDS, example) if line[0] == "epoch"]
+    assert [line[1] for line in shown] == ["0:", "1:", "2:", "3:", "4:"]
+    assert float(shown[-1][4].removesuffix("%")) > 85

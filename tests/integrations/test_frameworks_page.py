@@ -1,4 +1,4 @@
-"""The page on other frameworks: its blocks for users of Accelerate, and of a function."""
+"""The page on other frameworks: its blocks on Accelerate, and on functions."""
 
 from __future__ import annotations
 

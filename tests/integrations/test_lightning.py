@@ -148,7 +148,7 @@ def test_what_the_trainer_is_refused() -> None:
         (
             [(torch.ones(2, 6), torch.ones(2, 1))],
             {},
-            "DataLoader to train on, got list",
+            "DataLoader to train on, got Tensor",
         ),
         (train, {"reload_dataloaders_every_n_epochs": 1}, "one training DataLoader"),
     ):

@@ -24,7 +24,7 @@ from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
-from elche.runtime.loader import RunLoader
+from elche.runtime.loader import RunLoader, check_unstarted
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
@@ -193,6 +193,7 @@ def set_up(
         process.checkpoints.begin_run(single, asked.schedulers)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
+    check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
@@ -283,7 +284,7 @@ def shutdown() -> None:
             emulation.remove()
         if process.metrics is not None:
             process.metrics.end()
-        process.barriers = 0
+        process.barriers, process.placement = 0, None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-FRAMEWORKS = ("accelerate", "lightning", "peft", "torchdata", "transformers")
+FRAMEWORKS = (
+    *("accelerate", "ipykernel", "lightning", "nbclient"),
+    *("peft", "torchdata", "transformers"),
+)
 IGNORED_WARNINGS = (
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",  # by peft
 )

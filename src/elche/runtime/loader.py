@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
 from elche.errors import ConfigError
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
+
+STATE_CALLS = ("state_dict", "load_state_dict")
+"""Of torchdata's StatefulDataLoader."""
+
+
+def check_unstarted(loader: DataLoader[Any]) -> None:
+    """Refuses a loader that is to go on inside an epoch, whose state nobody reads.
+
+    Raises:
+        ConfigError: its load_state_dict was called.
+    """
+    if getattr(loader, "next_iter_state", None) is not None:
+        _refuse_state()
 
 
 class RunLoader:
@@ -40,7 +53,10 @@ class RunLoader:
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        found = getattr(self._loader, name)
+        if name in STATE_CALLS and not self._run.iterates_loader:
+            return _refuse_state
+        return found
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.epoch()
@@ -69,3 +85,11 @@ class RunLoader:
         while not is_left and (left := run.steps_left(n)):
             yield from run.epoch(left)
             is_left = run.was_left_early
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    raise ConfigError(
+        "a StatefulDataLoader's state says which batches this process has loaded, and "
+        "ranks share them: save elche.state_dict() between epochs instead, and its "
+        "generator's state, beside model and optimizer"
+    )

@@ -58,6 +58,9 @@ class Run:
         training: what is trained, and the agreed settings.
         devices: device names of all ranks.
         plans: what is recorded or replayed.
+
+    Attributes:
+        iterates_loader: no batch comes from the user's own loader.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Run:
                 skips, optimizers, devices, ModelCopies(training.model, training.copies)
             ),
         )
+        self.iterates_loader = False
         self._samples_resumed = 0
         self._rows: RowGather | None = None
         self._closed = False

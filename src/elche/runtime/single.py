@@ -255,6 +255,11 @@ class SingleRun:
                 self._end_epoch()
 
     @property
+    def iterates_loader(self) -> bool:
+        """Whether batches come from the user's own loader, whose state is theirs."""
+        return not self._has_positions
+
+    @property
     def _has_positions(self) -> bool:
         """Whether samples are drawn by position, not as the loader comes to them."""
         data, pauses = self._loader.dataset, self._training.pauses

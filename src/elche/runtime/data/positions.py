@@ -110,17 +110,18 @@ def enumerate_batches(
     """Draws an epoch, or its first batches, from the user's batch sampler (or sampler).
 
     Draws the seed that a DataLoader draws first (but persistent workers only once), so
-    that the order is the one that a plain loop over this loader would see.
+    that the order is the one that a plain loop over this loader would see. As there the
+    sampler's iterator is made before, which torchdata's samplers draw in.
 
     Raises:
         ConfigError: the sampler yields nothing.
     """
+    by_key = loader.batch_sampler is None
+    sampler: Any = loader.sampler if by_key else loader.batch_sampler
+    drawn = iter(sampler)
     if epoch == 0 or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    if loader.batch_sampler is None:
-        batches = [[key] for key in islice(loader.sampler, most)]
-    else:
-        batches = [list(batch) for batch in islice(loader.batch_sampler, most)]
+    batches = [[each] if by_key else list(each) for each in islice(drawn, most)]
     batches = [batch for batch in batches if batch]
     if not batches:
         raise ConfigError(

@@ -75,7 +75,7 @@ def break_off(elche: Any) -> Trained:
     return Trained(model, optimizer, seen)
 
 
-@feature(windows="N", why="StopIteration: a rank has other batches than the run")
+@feature(windows="N", why="StopIteration; what ends the run says what to write")
 def next_iter(elche: Any) -> Trained:
     """`next(iter(loader))`, `len(loader)` times in each epoch."""
     model, loader, seen = network(), batches_of(), Seen()

@@ -188,7 +188,11 @@ def _normalised() -> nn.Sequential:
     return nn.Sequential(first, nn.BatchNorm1d(24), activation, last)
 
 
-@feature("D parameters", why="statistics of a rank's share, said in a line at set-up")
+@feature(
+    "D parameters",
+    why="statistics of a rank's share, said in a line at set-up; windows:"
+    " `num_batches_tracked` counts local batches",
+)
 def batch_norm(elche: Any) -> Trained:
     """BatchNorm as it is."""
     model, loader, seen = _normalised(), batches_of(), Seen()

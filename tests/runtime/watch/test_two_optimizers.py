@@ -57,6 +57,7 @@ def test_both_are_averaged(ranks2: RankPool) -> None:
 def test_state_that_one_rank_has_not_yet_is_said_once(ranks2: RankPool) -> None:
     """It is averaged from the window on in which both have it."""
     options = {"policy": "cadence", "deterministic": True, "anchor": 2}
+    options["optimizer_state"] = "average"
     task = Task(samples=320, batch_size=8, epochs=1, options=options)
     (said, state), (said_late, late) = ranks2.run(
         train_with_a_late_optimizer, task, 6, case_setup=serve_in_thread

@@ -192,7 +192,7 @@ def test_a_scaler_that_has_not_stepped_yet_skips_the_first_step(
 
 @pytest.mark.parametrize(
     ("policy", "optimizer_state"),
-    [("cadence", "auto"), ("cadence", "average"), ("async", "auto")],
+    [("cadence", "local"), ("cadence", "average"), ("async", "local")],
 )
 def test_a_second_optimizer_begins_anew_as_the_first_one_does(
     ranks2: RankPool, policy: str, optimizer_state: str

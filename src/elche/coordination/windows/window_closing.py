@@ -102,9 +102,9 @@ def begin_reduction(
         settings = dict(planned.reduction)
         settings["buffers"] = tuple(settings["buffers"])
     else:
-        settings = planner.settings(
-            parts, state.ledger.sizes.num_batches, state.pacing.el_che.total_batches
-        )
+        counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
+        batches = sum(count for rank, count in counts if rank not in state.idle)
+        settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
     _record(state, settings)
     begun_s = now_s if state.is_overlapped else None
     reduction = state.reductions.begin(window, parts, settings, begun_s)

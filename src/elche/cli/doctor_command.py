@@ -126,9 +126,11 @@ def _measure(settings: LaunchConfig) -> tuple[list[RankReport], str]:
             reports.append(RankReport(**json.loads(line[len(MARK) :])))
 
     result = launch(replace(settings, on_line=collect))
+    if result.signal:
+        raise SystemExit(result.exit_code)
     if result.exit_code:
-        reason = result.reason.strip().splitlines() or ["see its output above"]
-        return [], f"rank {result.failed_first} ended: {reason[-1]}"
+        failed = f"rank {result.failed_first} failed"
+        return [], (result.reason.strip().splitlines() or [failed])[-1]
     return sorted(reports, key=lambda report: report.rank), ""
 
 

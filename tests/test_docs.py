@@ -185,6 +185,11 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
     assert sorted(shown) == list(elche.__all__)
 
 
+def test_every_command_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in main.commands if f"\nelche {name} " not in text] == []
+
+
 def test_every_variable_is_on_the_page_of_settings() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     sources = (ROOT / "src" / "elche").rglob("*.py")

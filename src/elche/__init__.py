@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
+    from elche.session_checkpoint import epochs as epochs
+    from elche.session_checkpoint import (
+        register_for_checkpointing as register_for_checkpointing,
+    )
+    from elche.session_checkpoint import resume as resume
+    from elche.session_checkpoint import save as save
+    from elche.session_checkpoint import save_every as save_every
     from elche.session_gather import all_gather as all_gather
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
@@ -101,6 +108,13 @@ _HOMES = {
         "setup",
         "shutdown",
         "world_size",
+    ),
+    "elche.session_checkpoint": (
+        "epochs",
+        "register_for_checkpointing",
+        "resume",
+        "save",
+        "save_every",
     ),
     "elche.session_gather": ("all_gather",),
     "elche.session_metrics": (

@@ -183,17 +183,20 @@ def set_up(
         copies=asked.copies,
         is_default=asked.is_default and not sync_batchnorm_layers(model),
         epochs=asked.epochs,
+        pauses=process.checkpoints,
     )
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
         single = SingleRun(training, placement.device)
         single.attach()
         process.run, process.metrics = single, MetricsView(single)
+        process.checkpoints.begin_run(single, asked.schedulers)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
+    process.checkpoints.begin_run(run, asked.schedulers)
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):
@@ -271,6 +274,7 @@ def shutdown() -> None:
     end_manual_run()
     run, process.run = process.run, None
     try:
+        process.checkpoints.end_run()
         if run is not None:
             run.leave()
     finally:
@@ -351,6 +355,7 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run = current_run()
+    process.checkpoints.run_failed()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:

@@ -57,6 +57,7 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
+        on_first_batch: called when the coordinator first hears that batches are done.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
     """
@@ -69,6 +70,7 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
+    on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +102,14 @@ class LaunchConfig:
             return len(self.speeds)
         return self.num_ranks if self.num_ranks is not None else _device_count()
 
+    def device_names(self) -> tuple[str, ...] | None:
+        """A device per rank, as ranks choose themselves; None for emulated ones."""
+        if self.speeds is not None or self.devices is not None:
+            return self.devices
+        count = _device_count(without=0)
+        ranks = range(self.world_size)
+        return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
@@ -112,6 +122,7 @@ class LaunchResult:
         failed_first: the rank that failed first, and not because of another.
         signal: what the launcher was sent to end the run; 0 if it was not.
         have_met: a rank came to the coordinator, or to torch's store.
+        failed_s: when the first failure was seen, by the monotonic clock.
     """
 
     exit_codes: tuple[int, ...]
@@ -120,6 +131,7 @@ class LaunchResult:
     failed_first: int | None
     signal: int = 0
     have_met: bool = True
+    failed_s: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -143,6 +155,7 @@ def launch(config: LaunchConfig) -> LaunchResult:
 async def _launch(config: LaunchConfig) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(config.world_size, key)
+    server.on_first_batch = config.on_first_batch
     network = config.network
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
@@ -189,6 +202,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         processes.failed_first(),
         processes.signal or 0,
         server.has_admitted or (store is not None and store.is_used),
+        processes.failed_s,
     )
 
 
@@ -220,10 +234,10 @@ def _environment(
     return environment
 
 
-def _device_count() -> int:
+def _device_count(without: int = 1) -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return torch.cuda.device_count() if torch.cuda.is_available() else without
 
 
 def _check_devices(names: Sequence[str]) -> None:

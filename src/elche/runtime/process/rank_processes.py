@@ -37,6 +37,7 @@ class RankProcesses:
         signal: the first signal that the launcher was sent, if any.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
+        failed_s: when the first failure was seen, by the monotonic clock.
     """
 
     def __init__(self, server: CoordinatorServer) -> None:
@@ -48,6 +49,7 @@ class RankProcesses:
         self.signal: signal.Signals | None = None
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
+        self.failed_s: float | None = None
 
     def add(self, process: asyncio.subprocess.Process) -> None:
         """Takes the process of the next rank."""
@@ -87,6 +89,7 @@ class RankProcesses:
         """
         if kind != "deadline":
             return
+        self._note_failure()
         self._waits_s.put_nowait((None, GRACE_S))
         for after_s, number in zip(
             LATE_S, (signal.SIGTERM, signal.SIGKILL), strict=True
@@ -113,9 +116,14 @@ class RankProcesses:
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
                 if code:
+                    self._note_failure()
                     patience_s = GRACE_S
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
+
+    def _note_failure(self) -> None:
+        if self.failed_s is None:
+            self.failed_s = time.monotonic()
 
     async def close(self) -> None:
         """Kills what still runs, and waits for its end."""

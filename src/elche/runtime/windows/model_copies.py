@@ -104,6 +104,15 @@ class ModelCopies:
         for each in self._averaged:
             each.is_called = False
 
+    def state_dict(self) -> list[list[int]]:
+        """By how much of an update each copy that is known is behind."""
+        return [each.due.state_dict() for each in self._averaged]
+
+    def load_state_dict(self, state: Sequence[Sequence[int]]) -> None:
+        """Goes on from :meth:`state_dict` with those that were handed over."""
+        for each, due in zip(self._averaged, state, strict=False):
+            each.due.load_state_dict(due)
+
     def begin_batch(self, samples: int) -> None:
         """The loop is at a batch of a window."""
         self._in_hand = samples

@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+INTEGRATIONS_STAMP := $(VENV)/.stamp-integrations
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 # One thread per process: ranks on one machine fight for cores otherwise. Bytecode is
@@ -28,7 +29,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full fuzz lint types bench format clean
+.PHONY: help demo quick test test-full test-integrations fuzz lint types bench \
+	format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -40,10 +42,13 @@ quick: lint types ## for every edit: lint, types and the quick ones of the pure 
 	$(PYTEST) -q -m "not slow" -n $(WORKERS) --dist worksteal $(QUICK)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(PYTEST) -m "not slow" $(BY_FILE)
+	$(PYTEST) -m "not slow" --ignore=tests/integrations $(BY_FILE)
 
-test-full: $(STAMP) ## all tests
-	$(PYTEST) $(BY_FILE)
+test-full: $(STAMP) ## the slow ones as well
+	$(PYTEST) --ignore=tests/integrations $(BY_FILE)
+
+test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
 
 fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0
@@ -74,4 +79,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" sh .ci/venv $(VENV)
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(INTEGRATIONS_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[dev,integrations]'
 	@touch $@

@@ -50,6 +50,7 @@ LAYERS = {
     "elche.learning_rate": Layer.SURFACE,
     "elche.process": Layer.SURFACE,
     "elche.by_hand": Layer.SURFACE,
+    "elche.integrations": Layer.SURFACE,
     "elche.session": Layer.SURFACE,
     "elche.session_checkpoint": Layer.SURFACE,
     "elche.session_gather": Layer.SURFACE,

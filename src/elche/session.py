@@ -283,7 +283,7 @@ def shutdown() -> None:
             emulation.remove()
         if process.metrics is not None:
             process.metrics.end()
-        process.barriers = 0
+        process.barriers, process.placement = 0, None
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ LAYERS = {
     "elche.cli": Layer.SURFACE,
     "elche.ddp": Layer.SURFACE,
     "elche.demo": Layer.SURFACE,
+    "elche.launching": Layer.SURFACE,
     "elche.learning_rate": Layer.SURFACE,
     "elche.process": Layer.SURFACE,
     "elche.by_hand": Layer.SURFACE,

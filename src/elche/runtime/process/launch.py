@@ -24,7 +24,7 @@ from elche.runtime.process.coordinator import (
     rank_environments,
 )
 from elche.runtime.process.launcher_watch import PIPE
-from elche.runtime.process.rank_processes import RankProcesses
+from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 
 LINE_BYTES = 1 << 22
@@ -60,6 +60,7 @@ class LaunchConfig:
         on_first_batch: called when the coordinator first hears that batches are done.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
+        start: starts a rank's process with this environment, in place of the command.
     """
 
     command: tuple[str, ...]
@@ -72,6 +73,7 @@ class LaunchConfig:
     network: Network | None = None
     on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
+    start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -141,18 +143,27 @@ class LaunchResult:
         return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
 
 
-def launch(config: LaunchConfig) -> LaunchResult:
+def launch(
+    config: LaunchConfig,
+    on_ready: Callable[[RankProcesses], None] = RankProcesses.handle_signals,
+) -> LaunchResult:
     """Starts the ranks, serves them, and waits for their end.
+
+    Args:
+        config: what to start.
+        on_ready: called in the event loop before the first rank is started.
 
     Raises:
         ConfigError: a device does not exist.
     """
     if config.devices is not None:
         _check_devices(config.devices)
-    return asyncio.run(_launch(config))
+    return asyncio.run(_launch(config, on_ready))
 
 
-async def _launch(config: LaunchConfig) -> LaunchResult:
+async def _launch(
+    config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
+) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(config.world_size, key)
     server.on_first_batch = config.on_first_batch
@@ -163,19 +174,23 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if network is None else None
     processes = RankProcesses(server)
-    processes.handle_signals()
+    on_ready(processes)
     readers: list[asyncio.Future[None]] = []
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
+            environment = _environment(
+                config,
+                rank,
+                own | (store.environment() if store else {}) | {PIPE: str(watched)},
+            )
+            if config.start is not None:
+                processes.add(config.start(rank, environment))
+                continue
             process = await asyncio.create_subprocess_exec(
                 *(() if network is None else network.command(rank)),
                 *config.command,
-                env=_environment(
-                    config,
-                    rank,
-                    own | (store.environment() if store else {}) | {PIPE: str(watched)},
-                ),
+                env=environment,
                 pass_fds=(watched,),
                 stdout=asyncio.subprocess.PIPE if config.on_line else None,
                 limit=LINE_BYTES,

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from elche.coordination.protocol.events import Interrupted
 from elche.runtime.process.coordinator import CoordinatorServer
@@ -24,6 +24,20 @@ HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class RankProcess(Protocol):
+    """A rank's process, as far as it is watched and ended."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+
+    def send_signal(self, signal: int, /) -> None:
+        """Sends a signal to the process, which has not ended."""
+
+    async def wait(self) -> int:
+        """Waits for its end."""
 
 
 @final
@@ -42,7 +56,7 @@ class RankProcesses:
 
     def __init__(self, server: CoordinatorServer) -> None:
         self._server = server
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: list[RankProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
@@ -51,7 +65,7 @@ class RankProcesses:
         self.terminated: tuple[int, ...] = ()
         self.failed_s: float | None = None
 
-    def add(self, process: asyncio.subprocess.Process) -> None:
+    def add(self, process: RankProcess) -> None:
         """Takes the process of the next rank."""
         rank = len(self._processes)
         self._processes.append(process)
@@ -163,12 +177,12 @@ class RankProcesses:
         for process in self._processes:
             _send(process, signal.SIGKILL)
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, rank: int, process: RankProcess) -> None:
         await process.wait()
         self._waits_s.put_nowait((rank, math.inf))
 
 
-def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _send(process: RankProcess, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)

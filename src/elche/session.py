@@ -30,6 +30,7 @@ from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.shutdown import (
+    counted_hint,
     exit_watch,
     failure_of,
     watch_process,
@@ -362,6 +363,7 @@ def _tell_failure(error: BaseException) -> None:
         return
     process.run = None
     hint = memory_hint(error, run.worker.rank, run.last_samples)
+    hint = hint or counted_hint(error, run.policy)
     if hint:
         _write_stderr(f"elche: {hint}")
     with contextlib.suppress(ElcheError):

@@ -139,6 +139,11 @@ class Run:
         return run
 
     @property
+    def policy(self) -> str:
+        """The policy that runs now; under ``auto`` the one it has chosen."""
+        return self._synchroniser.policy
+
+    @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
         self._epochs.schedulers.rates.has_read_progress = True
@@ -385,8 +390,7 @@ class Run:
         """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        policy = self._synchroniser.policy
-        line = self.notifications.summary(self.config.policy, policy)
+        line = self.notifications.summary(self.config.policy, self.policy)
         if is_end and line and self.worker.rank == 0:
             self.notifications.emit(line)
 

@@ -93,13 +93,13 @@ class ModelCopies:
             self._original = None
 
     def begin_epoch(self, batches: int, samples: int) -> None:
-        """An epoch begins in which a single process takes so many steps.
+        """Windows begin, in which a single process would take so many steps.
 
         Args:
-            batches: global ones.
+            batches: global ones, to the end of the epoch.
             samples: of all of them.
         """
-        self._epoch = batches, samples
+        self._epoch = batches, max(1, samples)
         self._updated.clear()
         for each in self._averaged:
             each.is_called = False

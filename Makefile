@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
+INTEGRATIONS_STAMP := $(VENV)/.stamp-integrations
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 # One thread per process: ranks on one machine fight for cores otherwise. Bytecode is
@@ -29,7 +30,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full fuzz lint types docs bench format clean
+.PHONY: help demo quick test test-full test-integrations fuzz lint types docs \
+	bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -41,10 +43,13 @@ quick: lint types ## for every edit: lint, types and the quick ones of the pure 
 	$(PYTEST) -q -m "not slow" -n $(WORKERS) --dist worksteal $(QUICK)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(PYTEST) -m "not slow" $(BY_FILE)
+	$(PYTEST) -m "not slow" --ignore=tests/integrations $(BY_FILE)
 
-test-full: $(STAMP) ## all tests
-	$(PYTEST) $(BY_FILE)
+test-full: $(STAMP) ## the slow ones as well
+	$(PYTEST) --ignore=tests/integrations $(BY_FILE)
+
+test-integrations: $(INTEGRATIONS_STAMP) ## the tests with transformers, peft, Lightning
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations
 
 fuzz: $(STAMP) ## property tests, FUZZ_EXAMPLES (10000) each, freshly drawn
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m hypothesis --timeout=0
@@ -82,4 +87,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(INTEGRATIONS_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[dev,integrations]'
 	@touch $@

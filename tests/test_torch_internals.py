@@ -27,6 +27,7 @@ HOME = SRC / "torch_internals.py"
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
+    "launching.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }
 

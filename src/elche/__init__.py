@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
+    from elche.launching import launch as launch
     from elche.learning_rate import ProgressLR as ProgressLR
     from elche.learning_rate import follow as follow
     from elche.pipeline.pipeline import Pipeline as Pipeline
@@ -48,6 +49,13 @@ if TYPE_CHECKING:
     from elche.session import setup as setup
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
+    from elche.session_checkpoint import epochs as epochs
+    from elche.session_checkpoint import (
+        register_for_checkpointing as register_for_checkpointing,
+    )
+    from elche.session_checkpoint import resume as resume
+    from elche.session_checkpoint import save as save
+    from elche.session_checkpoint import save_every as save_every
     from elche.session_gather import all_gather as all_gather
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
@@ -93,6 +101,7 @@ _HOMES = {
     "elche.pipeline.pipeline_config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.by_hand.replica": ("Replica", "init_group"),
+    "elche.launching": ("launch",),
     "elche.session": (
         "barrier",
         "device",
@@ -101,6 +110,13 @@ _HOMES = {
         "setup",
         "shutdown",
         "world_size",
+    ),
+    "elche.session_checkpoint": (
+        "epochs",
+        "register_for_checkpointing",
+        "resume",
+        "save",
+        "save_every",
     ),
     "elche.session_gather": ("all_gather",),
     "elche.session_metrics": (

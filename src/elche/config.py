@@ -225,10 +225,7 @@ class RunConfig:
     @property
     def averages_state(self) -> bool:
         """Whether optimizer state is averaged with the parameters."""
-        state = self.windows.optimizer_state
-        if state == "auto":
-            return self.policy == "cadence" and not self.sums_gradients
-        return state == "average" and not self.sums_gradients
+        return self.windows.optimizer_state == "average" and not self.sums_gradients
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, groups as dictionaries."""

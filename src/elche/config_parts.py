@@ -19,7 +19,7 @@ from elche.errors import ConfigError
 
 UPDATES = ("auto", "gradients", "parameters")
 DRIFT_WEIGHTS = ("equal", "samples", "sqrt")
-OPTIMIZER_STATES = ("auto", "average", "local", "reset")
+OPTIMIZER_STATES = ("local", "average", "reset")
 OUTER_OPTIMIZERS = ("auto", "nesterov", "slowmo", "average")
 TRANSPORTS = ("auto", "gloo")
 
@@ -82,10 +82,10 @@ class WindowConfig:
         drift_weights: how parameter deltas are weighted in the mean: ``"equal"``, by
             ``"samples"`` or their root, ``"sqrt"``; or by what `elche.setup` is told
             that batches weigh. A rank that trained on nothing weighs nothing.
-        optimizer_state: whether optimizer state is averaged with the parameters,
-            stays local, or is reset at each synchronisation, of all optimizers that
-            step the model; ``"auto"`` averages it under ``cadence`` and leaves it local
-            under ``async``.
+        optimizer_state: whether optimizer state stays ``"local"``, is averaged with
+            the parameters (``"average"``, under ``cadence``; worth its bytes only where
+            windows are fixed and long), or is ``"reset"`` at each synchronisation, of
+            all optimizers that step the model.
         outer: the outer optimizer, an `elche.OuterConfig`.
     """
 
@@ -97,7 +97,7 @@ class WindowConfig:
     overhead_target: float = 0.03
     max_batch_diff: int | None = None
     drift_weights: str = "equal"
-    optimizer_state: str = "auto"
+    optimizer_state: str = "local"
     outer: OuterConfig = field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
+    ├── CheckpointError        a checkpoint cannot be written, or not be read
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
     └── ProtocolError          a message that may not come now, or not at all
         └── TransitionError    an impossible transition; carries the story
@@ -61,6 +62,10 @@ class NonFiniteError(ElcheError):
         self.batches = tuple(batches)
         self.part = tuple(part)
         self.samples = tuple(samples)
+
+
+class CheckpointError(ElcheError):
+    """A checkpoint cannot be written, is damaged, or is of another version."""
 
 
 class ContributionError(ElcheError):

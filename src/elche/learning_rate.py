@@ -51,6 +51,7 @@ def follow(scheduler: Scheduler) -> Scheduler:
         raise ConfigError("elche.follow() needs a run: call elche.setup first")
     if isinstance(process.run, Run):
         process.run.follow(scheduler)
+    process.checkpoints.follow(scheduler)
     return scheduler
 
 

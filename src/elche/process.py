@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elche.checkpoint.keeper import CheckpointKeeper
 from elche.runtime.emulation import EmulationHandle
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.metrics_view import MetricsView
@@ -16,6 +17,7 @@ class Process:
     metrics: MetricsView | None = None
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
+    checkpoints = CheckpointKeeper()
     hooked = False
     barriers = 0
 

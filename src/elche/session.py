@@ -30,6 +30,7 @@ from elche.runtime.memory_limits import memory_hint
 from elche.runtime.process.environment import Placement, read_placement
 from elche.runtime.process.launcher_watch import watch_launcher
 from elche.runtime.process.shutdown import (
+    counted_hint,
     exit_watch,
     failure_of,
     watch_process,
@@ -183,17 +184,20 @@ def set_up(
         copies=asked.copies,
         is_default=asked.is_default and not sync_batchnorm_layers(model),
         epochs=asked.epochs,
+        pauses=process.checkpoints,
     )
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
         single = SingleRun(training, placement.device)
         single.attach()
         process.run, process.metrics = single, MetricsView(single)
+        process.checkpoints.begin_run(single, asked.schedulers)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
+    process.checkpoints.begin_run(run, asked.schedulers)
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):
@@ -271,6 +275,7 @@ def shutdown() -> None:
     end_manual_run()
     run, process.run = process.run, None
     try:
+        process.checkpoints.end_run()
         if run is not None:
             run.leave()
     finally:
@@ -279,7 +284,7 @@ def shutdown() -> None:
             emulation.remove()
         if process.metrics is not None:
             process.metrics.end()
-        process.barriers = 0
+        process.barriers, process.placement = 0, None
 
 
 @contextlib.contextmanager
@@ -351,12 +356,14 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run = current_run()
+    process.checkpoints.run_failed()
     if process.metrics is not None:
         process.metrics.end()
     if run is None:
         return
     process.run = None
     hint = memory_hint(error, run.worker.rank, run.last_samples)
+    hint = hint or counted_hint(error, run.policy)
     if hint:
         _write_stderr(f"elche: {hint}")
     with contextlib.suppress(ElcheError):

@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
     "speed_hints": (1.0, 0.5),
     "max_samples": {1: 8},
     "drift_weights": "sqrt",
-    "optimizer_state": "local",
+    "optimizer_state": "average",
     "outer": "slowmo",
     "outer_lr": 0.9,
     "outer_momentum": 0.7,

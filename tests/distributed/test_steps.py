@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,10 +207,43 @@ def _averaged(policy: str) -> int:
     return int(average.n_averaged)
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "auto"])
 def test_an_average_is_updated_as_often_as_steps_are_taken(
-    ranks2: RankPool, policy: str
+    ranks2: RankPool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the last epoch, of which there are only the first steps."""
+    # Once it lacked one where windows took over in an epoch with a short last batch.
+    monkeypatch.setattr(auto_policy, "Chooser", Windows)
+    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
     found = ranks2.run(_averaged, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     assert found == [STEPS, STEPS]
+
+
+def _by_next(policy: str) -> str:
+    """What is said where a loop asks for more batches than there are for all ranks."""
+    model, optimizer, loader = build(TASK)
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stderr(said),
+        contextlib.suppress(StopIteration),
+        session.failing_together(),
+    ):
+        model, optimizer, loader = elche.setup(model, optimizer, loader, policy=policy)
+        batches = iter(loader)
+        for _ in range(2 * len(loader) + 1):
+            x, y, *_ = next(batches)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_loop_over_next_that_finds_no_batch_is_told_what_to_write(
+    ranks2: RankPool, policy: str
+) -> None:
+    # Once a bare StopIteration, which says nothing of parts of an epoch.
+    advice = "write `for batch in loader:`, or `for batch in loader.steps(n):`"
+    for said in ranks2.run(_by_next, policy, case_setup=serve_in_thread):
+        assert (advice in said) == (policy != "sync")

@@ -13,6 +13,7 @@ import click
 
 from elche import __version__
 from elche.cli.plan_command import plan as plan_command
+from elche.cli.restart_options import restart_options
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
@@ -142,6 +143,7 @@ def main() -> None:
     help="File for what was said and decided (the last 4000 messages and decisions),"
     " written when the run ends, however it ends.",
 )
+@restart_options
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -153,9 +155,11 @@ def run(
     story: Path | None,
     script: str,
     arguments: tuple[str, ...],
+    **restarts: Any,
 ) -> None:
     """Run SCRIPT on several devices of this machine, one process each."""
-    from elche.runtime.process.launch import LaunchConfig, launch, python_command
+    from elche.runtime.process.launch import LaunchConfig, python_command
+    from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
     settings: dict[str, Any] = {}
     if ms_per_sample is not None:
@@ -179,7 +183,11 @@ def run(
             story_path=story,
             **settings,
         )
-        result = launch(config)
+        result = launch_with_restarts(
+            config,
+            RestartConfig(**restarts),
+            lambda line: click.echo(f"elche run: {line}", err=True),
+        )
     if result.exit_code:
         failed = [rank for rank, code in enumerate(result.exit_codes) if code]
         reason = result.reason.splitlines()[0] if result.reason else "see its output"

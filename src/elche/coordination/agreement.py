@@ -124,6 +124,11 @@ def opened_differently(opened: Mapping[int, EpochOpened]) -> str:
     """What ranks do not agree on at the beginning of an epoch, in words, or ""."""
     first = opened[min(opened)]
     for rank, other in sorted(opened.items()):
+        if (other.epoch, other.continues) != (first.epoch, first.continues):
+            return (
+                f"rank {rank} begins with epoch {other.epoch}, rank 0 with "
+                f"{first.epoch}: call elche.resume with the same folder on every rank"
+            )
         if other.layout != first.layout:
             return (
                 f"rank {rank} does not train what rank 0 trains in epoch "

@@ -9,8 +9,9 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
 from elche.coordination.gathering import EpochEnding
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.policy import Outcome, Policy
+from elche.coordination.policy import EpochTotals, Outcome, Policy
 from elche.coordination.protocol.events import (
+    EpochCut,
     EpochLeft,
     EpochOpened,
     Event,
@@ -18,7 +19,12 @@ from elche.coordination.protocol.events import (
     PassBegun,
     WindowClosed,
 )
-from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch, Instruction
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    Instruction,
+    MetricsReported,
+)
 from elche.coordination.story import Story
 from elche.errors import MismatchError, ProtocolError
 
@@ -44,6 +50,8 @@ class Epochs:
         self.is_under_way = False
         self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
+        self._is_cut = False
+        self._before: EpochTotals | None = None
         self._ending = EpochEnding()
 
     @property
@@ -74,10 +82,13 @@ class Epochs:
             ProtocolError: it is not the next one, or the rank has asked before.
         """
         again = event.rank in self._opened and not self._membership.has_changed
-        if event.epoch != self.number + 1 or again:
+        expected = self.number + (not event.continues)
+        if event.continues and self.number < 0:
+            expected = event.epoch
+        if event.epoch != expected or again:
             raise ProtocolError(
                 f"rank {event.rank} opens epoch {event.epoch}, expected "
-                f"{self.number + 1}, once"
+                f"{expected}, once"
             )
         self._opened[event.rank] = event
         return self._begin_if_open(now_s)
@@ -102,8 +113,8 @@ class Epochs:
             alike=len({opened.rates for opened in self._opened.values()}) == 1,
         )
         self._opened = {}
-        self.number += 1
-        self.is_under_way = True
+        self.number = speaker.epoch
+        self.is_under_way, self._is_cut = True, False
         self._sizes = BatchSizes(speaker.sizes)
         begin: list[Instruction] = [
             replace(self._begin_for(rank), state_from=self._policy.state_from)
@@ -112,6 +123,9 @@ class Epochs:
         outcome = self._policy.begin_epoch(
             self.number, self._sizes, now_s, speaker.plan
         )
+        if self._before is not None and speaker.continues:
+            self._policy.totals.follow(self._before)
+        self._before = None
         return begin + self._settle(outcome, now_s)
 
     def _begin_for(self, rank: int) -> BeginEpoch:
@@ -131,11 +145,17 @@ class Epochs:
             ProtocolError: there is no epoch that it could belong to.
         """
         if not self.is_under_way:
-            if isinstance(event, (EpochLeft, PassBegun)):
+            if isinstance(event, (EpochLeft, EpochCut, PassBegun)):
                 return []
             if isinstance(event, WindowClosed) and event.epoch == self.number:
                 return []  # overlapped: an empty window begun before the last was over
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
+        if isinstance(event, EpochCut):
+            if event.epoch != self.number or self._is_cut:
+                raise ProtocolError(f"rank {event.rank} cuts epoch {event.epoch}")
+            self._is_cut = True
+            if any(map(self._policy.has_left, self._membership.ranks)):
+                return []  # it ends
         return self._settle(self._policy.handle(event, now_s), now_s)
 
     def _settle(self, outcome: Outcome, now_s: float) -> list[Instruction]:
@@ -145,9 +165,15 @@ class Epochs:
             self.is_under_way = False
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
+            rest = () if left or not self._is_cut else self._policy.positions_left
+            if rest:
+                self._before = self._policy.totals
             told = [
-                replace(one, is_early=bool(left)) if isinstance(one, EndEpoch) else one
+                replace(one, is_early=bool(left), left=rest)
+                if isinstance(one, EndEpoch)
+                else one
                 for one in outcome.instructions
+                if not (rest and isinstance(one, MetricsReported) and one.window < 0)
             ]
             return self._ending.end(told, left, ranks, now_s)
         return outcome.instructions

@@ -14,6 +14,7 @@ from elche.coordination.protocol.instructions import (
     Instruction,
     MetricsReported,
 )
+from elche.coordination.protocol.messages import Runs
 from elche.errors import TransitionError
 
 TABLE_RANKS = 64
@@ -40,6 +41,11 @@ class EpochTotals:
         self.first_window = 0
         self.sync_s = 0.0
         self.windows = 0
+        self._before: EpochTotals | None = None
+
+    def follow(self, before: EpochTotals) -> None:
+        """Another part of the same epoch came before: metrics are of both."""
+        self._before = before
 
     def add(self, window: int, report: RankReport) -> None:
         """Counts work that a rank reported."""
@@ -97,9 +103,14 @@ class EpochTotals:
         did is sent to the first one only, and the totals to the others.
         """
         first, whole = min(ranks), self._book.end_epoch(now_s)
-        small = whole.totals() if len(whole.rank_samples) > TABLE_RANKS else whole
-        whole_json = whole.to_json()
-        small_json = whole_json if small is whole else small.to_json()
+        is_large = len(whole.rank_samples) > TABLE_RANKS
+        small = whole.totals() if is_large else whole
+        metrics = whole
+        if self._before is not None:
+            self._book.follow(self._before._book)
+            metrics = self._book.end_epoch(now_s)
+        whole_json = metrics.to_json()
+        small_json = metrics.totals().to_json() if is_large else whole_json
         told: list[Instruction] = [
             MetricsReported(
                 rank=rank,
@@ -186,6 +197,16 @@ class Policy(ABC):
     def first_window(self) -> int:
         """The number of the next window."""
         return 0
+
+    @property
+    @abstractmethod
+    def totals(self) -> EpochTotals:
+        """What the ranks did in the epoch under way, or the last one."""
+
+    @property
+    @abstractmethod
+    def positions_left(self) -> Runs:
+        """Positions of an epoch that was cut, or left, that nobody has trained on."""
 
     @property
     def is_quiet(self) -> bool:

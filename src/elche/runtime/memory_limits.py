@@ -42,6 +42,10 @@ class RankHost:
         self._worker.is_cold = True
         self._current.rewind()
 
+    def untimed(self) -> None:
+        """The batch in hand is not timed: the loop does something else as well."""
+        self._worker.is_cold = True
+
     def limited(self, samples: int) -> None:
         """This rank's device holds no more samples at once."""
         self._worker.max_samples = samples

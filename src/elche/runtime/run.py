@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.tensors.row_gather import RowGather
+from elche.comm.transport.process_group import gather_texts
 from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.protocol.events import BarrierReached, Event, Failed, Left
 from elche.coordination.protocol.instructions import (
@@ -37,7 +38,7 @@ from elche.runtime.rank_settings import (
 )
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.training import Training
+from elche.runtime.training import RunParts, Training
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
 from elche.runtime.window_epoch import WindowEpoch
@@ -138,6 +139,11 @@ class Run:
         return run
 
     @property
+    def policy(self) -> str:
+        """The policy that runs now; under ``auto`` the one it has chosen."""
+        return self._synchroniser.policy
+
+    @property
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
         self._epochs.schedulers.rates.has_read_progress = True
@@ -148,7 +154,7 @@ class Run:
         """Steps of the run so far, the same function on every rank."""
         epochs = self._epochs
         epochs.schedulers.rates.has_read_progress = True
-        return epochs.steps.at(epochs.progress_samples - epochs.samples_before)
+        return epochs.steps.at(epochs.epoch_samples)
 
     def steps_left(self, steps: int) -> int:
         """How many of so many steps of the whole run are still to be taken."""
@@ -192,6 +198,71 @@ class Run:
             refuse_state(averaging)
         self._samples_resumed = state["samples"] - self._epochs.samples_before
         self._epochs.steps.before = state["steps"]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.worker.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return self.worker.group.world_size
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for others."""
+        return self.config.timeout_s
+
+    def agree(self, text: str, what: str) -> str:
+        """Rank 0's text, on every rank; called by all of them."""
+        own = text if self.rank == 0 else ""
+        return gather_texts(self.worker.group, own, what)[0]
+
+    def check_cut(self) -> None:
+        """Refuses a checkpoint inside an epoch where none can be made.
+
+        Raises:
+            ConfigError: the run records or replays.
+        """
+        self.check_record()
+
+    def check_record(self) -> None:
+        """Refuses checkpoints inside epochs that are recorded or replayed.
+
+        Raises:
+            ConfigError: they are.
+        """
+        debug = self.config.debug
+        if debug.record is not None or debug.replay is not None:
+            raise ConfigError(
+                "record= and replay= are of whole epochs, got a checkpoint inside one; "
+                "call elche.save() between epochs"
+            )
+
+    def parts(self) -> RunParts:
+        """What a checkpoint is made of; between epochs, or where one is cut."""
+        return self._epochs.parts(self.state_dict())
+
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the run."""
+        return {
+            "samples": self._samples_resumed + self._epochs.samples_before,
+            "steps": self._epochs.steps.at(self._epochs.epoch_samples),
+            "policy": self._synchroniser.policy,
+            "config": self.config.as_dict(),
+        }
+
+    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state; with all ranks.
+
+        Raises:
+            ConfigError: an epoch has begun, or this run records or replays.
+            MismatchError: a rank's state does not fit.
+        """
+        self.check_record()
+        self._epochs.load_state_dict(epochs)
+        self.load_state_dict(state)
 
     @property
     def is_in_epoch(self) -> bool:
@@ -319,8 +390,7 @@ class Run:
         """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        policy = self._synchroniser.policy
-        line = self.notifications.summary(self.config.policy, policy)
+        line = self.notifications.summary(self.config.policy, self.policy)
         if is_end and line and self.worker.rank == 0:
             self.notifications.emit(line)
 

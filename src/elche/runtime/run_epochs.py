@@ -17,17 +17,20 @@ from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.protocol.events import EpochOpened, Failed
+from elche.coordination.protocol.events import EpochCut, EpochOpened, Failed
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.window_loop import WindowLoop
 from elche.errors import (
     CommunicationError,
+    ConfigError,
     ElcheError,
     NonFiniteError,
 )
+from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
 from elche.runtime.notifications import RunNotifications, with_samples
@@ -39,7 +42,7 @@ from elche.runtime.rank_settings import checksum, min_share_samples
 from elche.runtime.resume_sync import broadcast_from, rates
 from elche.runtime.step_members import StepMembers
 from elche.runtime.sync_epoch import SyncEpoch
-from elche.runtime.training import Training
+from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.batch_state import BatchStateWatch
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers, mean_of
 from elche.runtime.watch.live_graph import LiveGraph
@@ -117,8 +120,12 @@ class RunEpochs:
         self._is_mixed = not on_cpu and len(set(devices)) > 1
         self._probe_s = 0.0
         self._batches: LeasedBatches | None = None
+        self._generator = torch.Generator()
         self._batch_cost = CostEstimate()
         self._epoch = -1
+        self._course: EpochCourse | None = None
+        self._resumed: EpochCourse | None = None
+        self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
         self._is_by_steps = False
         self._iteration: weakref.ref[Generator[Any, None, None]] | None = None
         self._steps_without_backward = 0
@@ -157,6 +164,56 @@ class RunEpochs:
         done = self.under_way.samples_done if self.under_way is not None else 0
         return float(self.samples_before + done)
 
+    @property
+    def epoch_samples(self) -> float:
+        """Samples of the epoch under way that are trained, in all its parts."""
+        course = self._course
+        before = self.samples_before if course is None else course.samples_before
+        return self.progress_samples - before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch comes next, or what is left of one that is cut."""
+        course, samples = self._course, self.samples_before
+        return {
+            "next": self._epoch + (course is None),
+            "course": None if course is None else course.state_dict(samples),
+            "schedules": self.schedulers.state_dict(),
+            "copies": self._copies.state_dict(),
+        }
+
+    def parts(self, state: dict[str, Any]) -> RunParts:
+        """What a checkpoint is made of beside this state of the run."""
+        windows = self._synchroniser.windows
+        return RunParts(
+            model=self._training.model,
+            optimizers=self._optimizers.all(),
+            copies=self._training.copies,
+            generators={
+                "feed": self._generator,
+                **generators_of(self._training.loader),
+            },
+            is_common=windows is None or windows.is_common_step,
+            state=state,
+            epochs=self.state_dict(),
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`, before the first epoch.
+
+        Raises:
+            ConfigError: one has begun.
+        """
+        if self._epoch >= 0:
+            raise ConfigError(
+                "expected elche.resume() before the first epoch, got it after "
+                f"{self._epoch + 1}; call it right after elche.setup"
+            )
+        course = state["course"]
+        self._resumed = None if course is None else EpochCourse.from_state(course)
+        self._epoch, self._is_resumed = state["next"] - 1, True
+        self.schedulers.load_state_dict(state["schedules"])
+        self._copies.load_state_dict(state["copies"])
+
     def attach(self) -> None:
         """Builds what the run needs, and gives this rank its own randomness."""
         config, loader = self._training.config, self._training.loader
@@ -173,7 +230,7 @@ class RunEpochs:
             separate_rank(rank)
         else:
             seed_rank(config.seed, rank)
-        generator = torch.Generator()
+        generator = self._generator
         generator.manual_seed(rank_seed(torch.initial_seed(), rank))
         self._batches = LeasedBatches(
             loader,
@@ -233,16 +290,43 @@ class RunEpochs:
             self.under_way.refill()
 
     def _run_epoch(self, steps: int) -> Generator[Any, None, None]:
+        if not self._training.pauses.begin_pass():
+            return
+        self._course, self._resumed = self._resumed, None
+        self._is_new = True
+        try:
+            while self._is_new or self._is_cut:
+                yield from self._run_part(steps)
+                if self._is_cut:
+                    self._training.pauses.cut()
+        except GeneratorExit:
+            if self._is_cut and not self._is_closed:
+                self._leave_rest(steps)
+            raise
+        finally:
+            if not self._is_closed:
+                self._course = None
+
+    def _leave_rest(self, steps: int) -> None:
+        """The loop has left an epoch that was cut meanwhile, and goes on elsewhere."""
+        self._training.pauses.cut()
+        positions, window = self._open_part(steps)
+        assert self._batches is not None
+        self._batches.start(positions)
+        run = self.under_way = self._epoch_run(positions, window)
+        run.leave()
+        self._end_part(run)
+
+    def _run_part(self, steps: int) -> Generator[Any, None, None]:
         self._trailing.forget()
-        positions, window = self._open_epoch(steps)
+        positions, window = self._open_part(steps)
         batches = self._batches
         assert batches is not None
         batches.start(positions)
         self._worker.name_samples = partial(with_samples, positions=positions)
-        self.schedulers.begin_epoch(self.samples_before, self._optimizers.all())
         run = self._epoch_run(positions, window)
         self.under_way = run
-        if self._epoch == 0:
+        if self._sum_loss is None:
             self._watch_loss()
         try:
             yield from self._batches_of(run)
@@ -267,20 +351,31 @@ class RunEpochs:
             raise
         finally:
             if not self._is_closed:
-                batches.finish()
-                self.under_way = None
-                self._copies.is_in_steps = False
-                self.last_samples = run.samples_in_hand
-                if isinstance(run, WindowEpoch):
-                    self._trailing.watch(self._synchroniser.policy)
-                if run.end is not None:
-                    samples = sum(run.end.samples)
-                    self.samples_before += samples
-                    self.steps.end_epoch(samples, is_early=run.end.is_early)
-                self.schedulers.end_epoch(has_ended=run.end is not None)
-                self._plans.keep("" if run.end is None else run.end.plan)
-                if run.end is not None:
-                    self.reports.append(run.end)
+                self._end_part(run)
+
+    def _end_part(self, run: SyncEpoch | WindowEpoch) -> None:
+        """The epoch has ended, or was cut, or broken off."""
+        course, end = self._course, run.end
+        assert self._batches is not None
+        assert course is not None
+        self._batches.finish()
+        self.under_way = None
+        self._copies.is_in_steps = False
+        self.last_samples = run.samples_in_hand
+        if isinstance(run, WindowEpoch):
+            self._trailing.watch(self._synchroniser.policy)
+        if end is not None:
+            self.samples_before += sum(end.samples)
+            course.ended(end)
+            self._is_cut = not course.is_over
+            if self._is_cut:
+                return
+            samples = self.samples_before - course.samples_before
+            self.steps.end_epoch(samples, is_early=end.is_early)
+        self.schedulers.end_epoch(has_ended=end is not None)
+        self._plans.keep("" if end is None else end.plan)
+        if end is not None:
+            self.reports.append(whole_end(course.ends))
 
     def _watch_loss(self) -> None:
         """Refuses a loss that is a sum: of a part of the batch it is another one."""
@@ -302,6 +397,15 @@ class RunEpochs:
                     raise
                 self.schedulers.batch_done()
                 self._skips.settle()
+                self._ask_for_cut()
+
+    def _ask_for_cut(self) -> None:
+        """Rank 0 has the epoch cut where a checkpoint is wanted."""
+        worker = self._worker
+        if worker.rank or self._is_asked or not self._training.pauses.wants_cut():
+            return
+        self._is_asked = True
+        worker.send(EpochCut(rank=0, epoch=self._epoch))
 
     def _end_by_exit(self) -> None:
         """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""
@@ -311,17 +415,21 @@ class RunEpochs:
             ended = Failed(rank=rank, error=said, traceback="", exit_code=code)
             self._worker.close(ended)
 
-    def _open_epoch(self, steps: int) -> tuple[EpochPositions, int]:
-        """Agrees on the epoch and shares its positions; also its first window."""
-        self._epoch += 1
+    def _open_part(self, steps: int) -> tuple[EpochPositions, int]:
+        """Agrees on the epoch, or what is left of it; also its first window."""
         self._skips.settle()
-        self._notifications.scalars.clear()  # of an epoch that was left early
+        course, is_new = self._course, self._is_new
         worker, model = self._worker, self._training.model
         keys, sizes = None, None
-        self._is_by_steps = steps >= 0
-        most = steps if self._is_by_steps else None
-        if worker.rank == 0:
+        most = steps if steps >= 0 else None
+        if is_new:
+            self._notifications.scalars.clear()  # of an epoch that was left early
+            self._epoch = self._epoch + 1 if course is None else course.number
+            self._is_by_steps = steps >= 0
+        if worker.rank == 0 and course is None:
             keys, sizes = enumerate_batches(self._training.loader, self._epoch, most)
+        elif worker.rank == 0 and course is not None:
+            sizes = course.part_sizes
         changed = self._synchroniser.is_changed
         worker.send(
             EpochOpened(
@@ -336,26 +444,45 @@ class RunEpochs:
                     self._optimizers.all(), worker.rank, self.schedulers.optimizers
                 ),
                 steps=steps,
+                continues=course is not None or self._is_resumed,
             )
         )
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
-        if changed:
-            named = shared_tensors(model, worker.group)
-            make_equal(worker.group, named, "sharing a changed model")
-        if changed or begin.policy != self._synchroniser.policy:
+        self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
+        self._prepare(begin, is_changed=changed)
+        if course is None:
+            shared = share_keys(worker.group, keys)
+            sizes = BatchSizes(begin.sizes)
+            whole = PartRanges(((0, sizes.num_samples),))
+            course = EpochCourse(
+                self._epoch, shared, sizes, whole, self.samples_before, most
+            )
+        self._course = course
+        if is_new:
+            self.steps.begin_epoch(course.sizes)
+            before = course.samples_before
+            done = self.samples_before - before
+            self.schedulers.begin_epoch(before, self._optimizers.all(), done)
+        else:
+            self._numbers = NonFiniteRecord()  # it names steps of a part
+            self.schedulers.begin_part()
+        positions = course.positions(self._training.config.seed)
+        return positions.cut_by(BatchCut(*begin.cut)), begin.window
+
+    def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
+        """Builds what this epoch's policy needs, and takes over who trained alone."""
+        group, model = self._worker.group, self._training.model
+        if is_changed:
+            named = shared_tensors(model, group)
+            make_equal(group, named, "sharing a changed model")
+        if is_changed or begin.policy != self._synchroniser.policy:
             if begin.policy != self._synchroniser.policy:
                 self._graphs.moved(begin.policy)
             self._synchroniser.build(begin.policy)
             self.members.reset()
             self._numbers = NonFiniteRecord()  # it counts what is trained
         if begin.state_from is not None:
-            optimizers = self._optimizers.all()
-            broadcast_from(worker.group, model, optimizers, begin.state_from)
-        shared = share_keys(worker.group, keys)
-        sizes, seed = BatchSizes(begin.sizes), self._training.config.seed
-        positions = EpochPositions(shared, sizes, self._epoch, seed, most)
-        self.steps.begin_epoch(sizes)
-        return positions.cut_by(BatchCut(*begin.cut)), begin.window
+            broadcast_from(group, model, self._optimizers.all(), begin.state_from)
 
     def _epoch_run(
         self, positions: EpochPositions, window: int
@@ -389,11 +516,14 @@ class RunEpochs:
     def _switched(self, before: SyncEpoch, positions: EpochPositions) -> WindowEpoch:
         """Windows take over what is left of the epoch, in batches of their own."""
         assert before.switch is not None
+        step, whole = before.switch.step, positions.sizes
         positions = positions.cut_by(BatchCut(*before.switch.cut))
         self._worker.name_samples = partial(with_samples, positions=positions)
         self._graphs.moved(before.switch.policy)
         self._synchroniser.build(before.switch.policy)
         epoch = self._window_epoch(positions, before.switch.window)
+        left = whole.samples_in(step, whole.num_batches)  # a tail is a step, too
+        self._copies.begin_epoch(self.steps.of_epoch - step, left)
         for instruction in before.later:
             epoch.handle(instruction)
         return epoch
@@ -405,7 +535,9 @@ class RunEpochs:
         assert batches is not None
         sync.rebase()
         self.schedulers.begin_windows()
-        self._copies.begin_epoch(self.steps.of_epoch, positions.sizes.num_samples)
+        assert self._course is not None
+        num_samples = self._course.sizes.num_samples
+        self._copies.begin_epoch(self.steps.of_epoch, num_samples)
         loop = WindowLoop(
             self._batch_cost, overlapped=sync.is_overlapped, reduced=window - 1
         )

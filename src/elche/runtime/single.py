@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,15 +13,18 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
 from elche.coordination.accounts.delivered_times import BatchCost, DeliveredTimes
+from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
-from elche.coordination.protocol.messages import Scalars
+from elche.coordination.protocol.messages import Runs, Scalars
+from elche.errors import ConfigError
+from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_data import BatchFeed
-from elche.runtime.data.positions import EpochPositions, enumerate_batches
+from elche.runtime.data.positions import enumerate_batches
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.notifications import RunNotifications
-from elche.runtime.process.seeding import seed_rank
-from elche.runtime.training import Training
+from elche.runtime.process.seeding import rank_seed, seed_rank
+from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.scaler_skips import ScalerSkips
 
 WINDOW_S = 1.0
@@ -56,10 +59,13 @@ class SingleRun:
         self._device = device
         self._window_s = window_s
         self._feed: BatchFeed[int] | None = None
+        self._generator = torch.Generator()
+        self._course: EpochCourse | None = None
+        self._resumed: EpochCourse | None = None
         self._book = MetricsBook(world_size=1)
         self._epoch = self._window = -1
         self._length = self._samples_before = self._batch = 0
-        self._weight = 0.0
+        self._weight = self._steps_before = self._resumed_steps = 0.0
         self._has_scalars = False
         self._data: Any = None
         self._opened_s = self._transfer_s = 0.0
@@ -75,6 +81,7 @@ class SingleRun:
         self._skips.attach()
         if self._training.config.seed is not None:
             seed_rank(self._training.config.seed, 0)
+        self._generator.manual_seed(rank_seed(torch.initial_seed(), 0))
 
     def leave(self) -> None:
         """Leaves the optimizer as it was. May be called twice."""
@@ -92,6 +99,98 @@ class SingleRun:
         """Takes the progress of :meth:`state_dict`."""
         self.progress_samples = state["samples"]
         self.progress_steps = state["steps"]
+
+    rank, world_size = 0, 1
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a checkpoint may take to write."""
+        return self._training.config.timeout_s
+
+    def agree(self, text: str, what: str) -> str:
+        """The text: there is no other rank."""
+        return text
+
+    def barrier(self, name: str) -> None:
+        """Nobody is waited for."""
+
+    def check_record(self) -> None:
+        """Nothing is recorded on one device."""
+
+    def check_cut(self) -> None:
+        """Refuses a checkpoint inside an epoch where none can be made.
+
+        Raises:
+            ConfigError: nobody knows which samples are left of it.
+        """
+        if self._course is None:
+            raise ConfigError(
+                "elche.save() inside this loop could not say what is left of the "
+                "epoch: write `for epoch in elche.epochs(n)` or call elche.save_every "
+                "before, and with an IterableDataset give samples_per_epoch; or "
+                "call it between epochs"
+            )
+
+    def parts(self) -> RunParts:
+        """What a checkpoint is made of; between epochs, or where one is cut."""
+        training, course = self._training, self._course
+        others = course is not None
+        return RunParts(
+            model=training.model,
+            optimizers=[training.optimizer],
+            copies=training.copies,
+            generators={"feed": self._generator, **generators_of(training.loader)},
+            is_common=True,
+            state={
+                "samples": self.progress_samples,
+                "steps": self._steps_before if others else float(self.progress_steps),
+                "averaging": None,
+            },
+            epochs={
+                "next": self._epoch + (not others),
+                "course": None
+                if course is None
+                else course.state_dict(self.progress_samples),
+                "schedules": [],
+                "copies": [],
+            },
+        )
+
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the run."""
+        config = self._training.config
+        return {
+            "samples": self.progress_samples,
+            "steps": self.progress_steps,
+            "policy": config.policy,
+            "config": config.as_dict(),
+        }
+
+    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state.
+
+        Raises:
+            ConfigError: an epoch has begun, or its samples cannot be told apart.
+        """
+        if self._epoch >= 0:
+            raise ConfigError(
+                "expected elche.resume() before the first epoch, got it after "
+                f"{self._epoch + 1}; call it right after elche.setup"
+            )
+        self.load_state_dict(state)
+        self._resumed_steps = state["steps"]
+        self._epoch, course = epochs["next"] - 1, epochs["course"]
+        if course is None:
+            return
+        if not self._has_positions:
+            raise ConfigError(
+                "the checkpoint is inside an epoch of an IterableDataset; give "
+                "elche.setup samples_per_epoch"
+            )
+        self._resumed = EpochCourse.from_state(course)
+        self._resumed.rebase(self.progress_samples)
+        done = self._resumed.sizes.batches_in(-course["samples_before"])
+        self.progress_steps = state["steps"] + done
 
     @property
     def samples_in_hand(self) -> int:
@@ -122,6 +221,9 @@ class SingleRun:
             steps: of the epoch at most; -1 for all of it.
         """
         number = self._begin_epoch()
+        if not self._training.pauses.begin_pass():
+            self._end_epoch()
+            return
         most = None if steps < 0 else steps
         by_position = self._has_positions
         batches = self._by_position(most) if by_position else islice(self._loader, most)
@@ -152,26 +254,50 @@ class SingleRun:
     @property
     def _has_positions(self) -> bool:
         """Whether samples are drawn by position, not as the loader comes to them."""
-        data = self._loader.dataset
+        data, pauses = self._loader.dataset, self._training.pauses
         if isinstance(data, IterableDataset):
             return False  # nobody knows its length
-        return self._training.config.seed is not None or isinstance(data, StreamView)
+        is_asked = self._training.config.seed is not None or pauses.is_active
+        return is_asked or isinstance(data, StreamView)
 
     def _by_position(self, most: int | None) -> Iterator[Any]:
         data = self._loader.dataset
         if isinstance(data, StreamView):
             data.begin_epoch(self._epoch)
-        keys, sizes = enumerate_batches(self._loader, self._epoch, most)
-        positions = EpochPositions(keys, sizes, self._epoch, self._training.config.seed)
+        course, self._resumed = self._resumed, None
+        if course is None:
+            keys, sizes = enumerate_batches(self._loader, self._epoch, most)
+            whole, before = PartRanges(((0, sizes.num_samples),)), self.progress_samples
+            course = EpochCourse(self._epoch, keys, sizes, whole, before, most)
+        self._course = course
+        while not course.is_over:
+            left = yield from self._part_of(course)
+            course.done(left)
+            if left:
+                self._training.pauses.cut()
+        self._course = None
+
+    def _part_of(self, course: EpochCourse) -> Generator[Any, None, Runs]:
+        """Hands out what is left of an epoch, or to where it is cut; returns the rest.
+
+        Nothing is left when the loop comes back from the last batch.
+        """
+        positions = course.positions(self._training.config.seed)
         if self._feed is None:
-            self._feed = BatchFeed(self._loader, torch.Generator(), lambda: None)
+            self._feed = BatchFeed(self._loader, self._generator, lambda: None)
         self._feed.start()
         for batch in range(positions.num_batches):
             self._feed.push(batch, positions.index_batch(batch))
         self._feed.end()
-        while (got := self._feed.next()) is not None:
+        left: Runs = ()
+        while not left and (got := self._feed.next()) is not None:
             yield got[1]
+            at = got[0] + 1
+            if at < positions.num_batches and self._training.pauses.wants_cut():
+                sizes = positions.sizes
+                left = ((sizes.position_of(at), sizes.num_samples),)
         self._feed.finish()
+        return left
 
     def _begin_epoch(self) -> int:
         """Begins an epoch, and ends one whose iterator somebody still holds."""
@@ -179,6 +305,10 @@ class SingleRun:
         self._epoch += 1
         self._length = _sampler_length(self._loader)
         self._samples_before = self.progress_samples
+        self._steps_before = float(self.progress_steps)
+        if self._resumed is not None:
+            self._samples_before = self._resumed.samples_before
+            self._steps_before = self._resumed_steps
         self.is_in_epoch, self._has_scalars = True, False
         self._batch = 0
         self._opened_s = time.monotonic()
@@ -193,7 +323,12 @@ class SingleRun:
     def _batch_done(self, began_s: float, loaded_s: float, now_s: float) -> None:
         samples, moved_s = self.samples_in_hand, self._transfer_s
         self.progress_samples += samples
-        self.progress_steps += 1.0
+        course = self._course
+        if course is not None and course.is_cut:  # what is left of a batch is no step
+            trained = self.progress_samples - course.samples_before
+            self.progress_steps = self._steps_before + course.sizes.batches_in(trained)
+        else:
+            self.progress_steps += 1.0
         self._batch += 1
         self._skips.settle()
         times_s = began_s, loaded_s + moved_s, now_s

@@ -140,6 +140,16 @@ class SyncEpoch:
         weight = self._leased.weight
         return float(step.samples) if weight is None or not step.samples else weight
 
+    def leave(self) -> None:
+        """The loop had broken off before this began."""
+        self._hooks.graphs.begin_epoch(self._weigh_late)
+        try:
+            self._leave(None)
+        except ElcheError as error:
+            self._hooks.on_error(error)
+        finally:
+            self._hooks.graphs.end_epoch()
+
     def _leave(self, in_hand: Step | None) -> None:
         """The loop has broken off in this step, or before the first.
 

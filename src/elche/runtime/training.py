@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,62 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.watch.followed_schedulers import check_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What a checkpoint is made of, as a rank holds it.
+
+    Attributes:
+        model: what is trained.
+        optimizers: those that step it; the first is that of `elche.setup`.
+        copies: of the model, that were handed over.
+        generators: that the run draws from, by name.
+        is_common: all ranks take the same steps, so optimizers are equal on all.
+        state: of the run, see `elche.state_dict`.
+        epochs: which comes next, and what is left of one that is cut.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    copies: Sequence[nn.Module]
+    generators: dict[str, torch.Generator]
+    is_common: bool
+    state: dict[str, Any]
+    epochs: dict[str, Any]
+
+
+def generators_of(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    """Those that the order of a loader is drawn from, by name."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    holders = {
+        "loader": loader,
+        "sampler": loader.sampler,
+        "batch sampler": loader.batch_sampler,
+        "inner sampler": inner,
+    }
+    found = {name: getattr(each, "generator", None) for name, each in holders.items()}
+    return {n: each for n, each in found.items() if isinstance(each, torch.Generator)}
+
+
+class Pauses:
+    """Where an epoch pauses; nowhere, but for what a subclass says."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it ever does."""
+        return False
+
+    def begin_pass(self) -> bool:
+        """The loop goes over the loader; False for a pass that is done already."""
+        return True
+
+    def wants_cut(self) -> bool:
+        """Whether rank 0 is to have the epoch cut; asked at every batch."""
+        return False
+
+    def cut(self) -> None:
+        """The epoch is cut, on every rank: all is in the model that they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +122,7 @@ class Training:
         copies: of the model, which the loop updates (EMA).
         is_default: the policy was not named, and windows could take its place.
         epochs: of the run, if the user has said so.
+        pauses: when an epoch is to be cut, and what is done then.
     """
 
     config: RunConfig
@@ -77,3 +134,4 @@ class Training:
     copies: Sequence[nn.Module] = ()
     is_default: bool = False
     epochs: int | None = None
+    pauses: Pauses = field(default_factory=Pauses)

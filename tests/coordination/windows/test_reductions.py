@@ -25,6 +25,8 @@ from tests.coordination.windows.test_window_loop import opened
 from tests.harness.reached import reach
 from tests.harness.settings import nested
 
+AVERAGED = {"optimizer_state": "average"}
+
 
 def parts_of(samples: tuple[int, ...]) -> dict[int, Part]:
     """What ranks did in a window that all of them have closed."""
@@ -146,21 +148,22 @@ def test_slowmo_has_one_rate_and_nesterov_one_per_world_size() -> None:
 
 
 def test_state_is_averaged_only_where_parameters_are_at_once() -> None:
-    assert RunConfig(policy="cadence").averages_state
-    sums = WindowConfig(update="gradients")
+    asked = WindowConfig(optimizer_state="average")
+    assert RunConfig(policy="cadence", windows=asked).averages_state
+    sums = WindowConfig(optimizer_state="average", update="gradients")
     assert not RunConfig(policy="cadence", windows=sums).averages_state
-    assert not RunConfig(policy="async").averages_state
+    assert not RunConfig(policy="cadence").averages_state
 
 
 @pytest.mark.parametrize(
     ("layouts", "options", "apart"),
     [
-        (("a", "a", "a"), {}, ()),
-        (("", "", ""), {}, ()),
-        (("a", "", "a"), {}, (1,)),
-        (("", "", "a"), {}, (0, 1)),
-        (("a", "b", "b"), {}, (0,)),
-        (("a", "", "a"), {"optimizer_state": "local"}, ()),
+        (("a", "a", "a"), AVERAGED, ()),
+        (("", "", ""), AVERAGED, ()),
+        (("a", "", "a"), AVERAGED, (1,)),
+        (("", "", "a"), AVERAGED, (0, 1)),
+        (("a", "b", "b"), AVERAGED, (0,)),
+        (("a", "", "a"), {}, ()),
     ],
 )
 def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(

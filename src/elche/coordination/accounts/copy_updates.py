@@ -59,6 +59,14 @@ class DueUpdates:
     def __init__(self) -> None:
         self._rest = Fraction(0)
 
+    def state_dict(self) -> list[int]:
+        """What is carried over."""
+        return [self._rest.numerator, self._rest.denominator]
+
+    def load_state_dict(self, state: Sequence[int]) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self._rest = Fraction(*state)
+
     def take(self, samples: int, epoch_batches: int, epoch_samples: int) -> int:
         """Updates that are due after so many more samples.
 

@@ -19,6 +19,7 @@ from elche.coordination.accounts.batch_ranges import (
     Range,
     append_range,
     count_batches,
+    joined,
 )
 from elche.errors import ProtocolError, TransitionError
 
@@ -63,6 +64,7 @@ class EpochLedger:
         self._committed: list[Range] = []
         self._committed_samples = 0
         self._left_out: list[Range] = []
+        self._abandoned: list[Range] = []
         self._gone: set[int] = set()
 
     @property
@@ -325,10 +327,18 @@ class EpochLedger:
         else:
             self._gone.add(holder)
 
+    def positions_left(self) -> tuple[Range, ...]:
+        """Positions that are pooled, or were when the epoch was abandoned."""
+        return tuple(
+            (self.sizes.position_of(start), self.sizes.position_of(stop))
+            for start, stop in joined([*self._abandoned, *self._pool])
+        )
+
     def abandon(self) -> int:
         """Takes what is pooled out of the epoch (the loop ended early)."""
         count = self._pooled
         self._left_out.extend(self._pool)
+        self._abandoned.extend(self._pool)
         self._pool.clear()
         self._pooled = 0
         return count

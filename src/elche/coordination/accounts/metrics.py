@@ -264,6 +264,11 @@ class MetricsBook:
         self._open.clear()
         self._total = _Account(self._world_size)
 
+    def follow(self, before: MetricsBook) -> None:
+        """Takes the part of the epoch that came before, whose book ends with it."""
+        before._total.merge(self._total)
+        self._total, self._began_s = before._total, before._began_s
+
     def add(self, window: int, report: RankReport) -> None:
         """Adds a rank's report; it costs as much as it has scalars.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from elche.coordination.accounts.step_count import ROUNDING
 from elche.coordination.protocol.messages import Runs
@@ -39,7 +39,34 @@ class ScheduleSteps:
         self._most = None if most is None else most + ahead
         self._gaps: Counter[int] = Counter()
         self._batches = self._calls = self._last_call = self._agreed = 0
+        self._skipped = 0.0
         self.taken = ahead
+
+    def skip(self, batches: float) -> None:
+        """So many batches of the epoch are done, and the schedule is where they end."""
+        self._skipped = batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted so far."""
+        return {
+            "gaps": [list(each) for each in sorted(self._gaps.items())],
+            "batches": self._batches,
+            "calls": self._calls,
+            "last_call": self._last_call,
+            "agreed": self._agreed,
+            "skipped": self._skipped,
+            "taken": self.taken,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`, with the schedule as it was then."""
+        self._gaps = Counter({gap: count for gap, count in state["gaps"]})
+        self._batches, self._calls = state["batches"], state["calls"]
+        self._last_call, self._agreed = state["last_call"], state["agreed"]
+        self._skipped = state["skipped"]
+        if self._most is not None:
+            self._most += state["taken"] - self.taken
+        self.taken = state["taken"]
 
     @property
     def has_called(self) -> bool:
@@ -112,6 +139,7 @@ class ScheduleSteps:
 
     def _owed(self, batches: float, period: int) -> int:
         steps = int(batches + ROUNDING) // period if period else 0
+        steps -= int(self._skipped + ROUNDING) // period if period else 0
         if self._most is not None:
             steps = min(steps, self._most)
         return max(0, steps - self.taken)

@@ -32,7 +32,7 @@ from elche.coordination.auto.auto_choice import MeasuredChoice, RunLength
 from elche.coordination.auto.auto_gauge import Gauge
 from elche.coordination.auto.auto_trials import TRIAL_GRANTS, Trials
 from elche.coordination.auto.auto_windows import PolicySwitch
-from elche.coordination.policy import Member, Outcome, Policy
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
     Event,
@@ -40,6 +40,7 @@ from elche.coordination.protocol.events import (
     WindowReduced,
 )
 from elche.coordination.protocol.instructions import Instruction, PolicyChosen
+from elche.coordination.protocol.messages import Runs
 
 OBSERVED_GRANTS = 16
 OBSERVED_WINDOWS = 8
@@ -122,6 +123,16 @@ class AutoPolicy(Policy):
         return self._current.first_window
 
     @property
+    def totals(self) -> EpochTotals:
+        """What the ranks did in the epoch under way, or the last one."""
+        return self._current.totals
+
+    @property
+    def positions_left(self) -> Runs:
+        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        return self._current.positions_left
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the policy in force can go on without a rank."""
         return self._current.is_elastic
@@ -173,10 +184,11 @@ class AutoPolicy(Policy):
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""
     ) -> Outcome:
         """Starts an epoch under the policy in force."""
-        self._length = replace(
-            self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
-        )
-        self._batch_size = sizes.runs[0][0]
+        if epoch + 1 != self._length.begun_epochs:  # not what was left of a cut one
+            self._length = replace(
+                self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
+            )
+        self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
         local_batches = sizes.cut_by(self._gauge.cut).num_batches
         self._gauge.begin_epoch(float(self._length.epochs * local_batches))
         return self._switch.begin_epoch(epoch, sizes, now_s)

@@ -34,7 +34,8 @@ class EpochOpened:
     epoch, ``checksum`` the values of the parameters ("" where devices of several kinds
     round differently): both must agree. ``rates`` names what the optimizer steps with
     (learning rate and so on, but not a rate that follows the run's progress). ``steps``
-    is how many the loop takes at most, -1 for a whole epoch.
+    is how many the loop takes at most, -1 for a whole epoch. ``continues``: it is what
+    was left of the epoch begun last when that was cut, or a resumed run's first.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class EpochOpened:
     probe_s: float = 0.0
     rates: str = ""
     steps: int = -1
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +192,14 @@ class EpochLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochCut:
+    """Rank 0 asks for a pause of the epoch: all is committed, and the rest is kept."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassBegun:
     """``sync``: how far a rank is that knows of ``gone`` ranks which left the epoch.
 
@@ -266,6 +276,7 @@ Event = (
     | WindowReduced
     | Regrouped
     | EpochLeft
+    | EpochCut
     | PassBegun
     | BarrierReached
     | Failed

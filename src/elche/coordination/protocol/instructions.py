@@ -230,7 +230,8 @@ class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
     ``plan`` records the epoch for a replay (told to the first rank only).
-    ``is_early``: a rank's loop has left it before its end.
+    ``is_early``: a rank's loop has left it before its end. ``left``: it was cut (see
+    `EpochCut`), and these ranges of its positions are still to be trained on.
     """
 
     rank: int
@@ -244,6 +245,7 @@ class EndEpoch:
     shares: tuple[float, ...]
     plan: str = ""
     is_early: bool = False
+    left: Runs = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.agreement import Settings
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
+    EpochCut,
     EpochLeft,
     Event,
     PassBegun,
@@ -38,6 +39,7 @@ from elche.coordination.protocol.instructions import (
     GrantSteps,
     Instruction,
 )
+from elche.coordination.protocol.messages import Runs
 from elche.coordination.sync.left_out import LeftOutRanks
 from elche.coordination.sync.nonfinite import NonFiniteReports
 from elche.coordination.sync.step_book import Granted, StepBook, report_of
@@ -68,6 +70,7 @@ class SyncPolicy(Policy):
         self._is_carried = False
         self._is_deterministic = config.debug.deterministic
         self._is_stopping = self._makes_room = self._is_paused = False
+        self._is_cut = False
         self._step_s = math.inf
         self._epoch = -1
         self._ledger = EpochLedger(BatchSizes(()), [ALL_RANKS])
@@ -126,7 +129,7 @@ class SyncPolicy(Policy):
         self._totals = EpochTotals(epoch, world_size, now_s)
         self._grants.clear()
         self._granted_until = self._committed_until = 0
-        self._is_paused = False
+        self._is_paused = self._is_cut = False
         self._joining.clear()
         self._adopting.clear()
         self._left.clear()
@@ -138,7 +141,9 @@ class SyncPolicy(Policy):
         """Takes a report of steps, or a rank's early end of the epoch."""
         if isinstance(event, EpochLeft):
             return self._leave(event, now_s)
-        if isinstance(event, WindowReduced):
+        if isinstance(event, EpochCut):
+            self._is_cut = True
+        elif isinstance(event, WindowReduced):
             self._adopted(event)
         elif isinstance(event, StepsDone):
             self._take(event)
@@ -160,7 +165,8 @@ class SyncPolicy(Policy):
             outcome.instructions += self._left_out.leave(now_s)
             self._is_carried = False
         outcome.instructions += self._top_up()
-        if self._ledger.is_done and not self._is_carrying(outcome):
+        is_over = self._ledger.is_done or (self._is_cut and self.is_drained)
+        if is_over and not self._is_carrying(outcome):
             self._numbers.check(self._epoch, self._active, is_last=True)
             outcome.instructions += self._totals.end_epoch(
                 sorted(self._members),
@@ -182,6 +188,11 @@ class SyncPolicy(Policy):
     def totals(self) -> EpochTotals:
         """What the ranks did in the epoch under way."""
         return self._totals
+
+    @property
+    def positions_left(self) -> Runs:
+        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        return self._ledger.positions_left()
 
     @property
     def granted_until(self) -> int:
@@ -378,6 +389,7 @@ class SyncPolicy(Policy):
         is_single = self._is_single or self._guesses or left_out.is_trying
         steps = 1 if left_out.is_trying else steps
         holds = self._is_stopping or self._makes_room or self._is_paused
+        holds |= self._is_cut
         while self._ledger.pooled and not (holds or left_out.is_leaving):
             ahead = self._ledger.leased(ALL_RANKS)
             under_way = self._grants.oldest

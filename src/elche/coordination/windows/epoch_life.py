@@ -14,6 +14,7 @@ class EpochPhase(Enum):
     call       from                to         when
     =========  ==================  =========  =========================================
     ``leave``  TRAINING, DRAINING  DRAINING   a rank's loop has broken off
+    ``cut``    TRAINING            DRAINING   the epoch is to pause
     ``end``    TRAINING            LAST       a window has ended, and no work is left
     ``end``    DRAINING            DRAINED    likewise
     ``go_on``  LAST                TRAINING   there is work again: of a rank that was
@@ -44,7 +45,7 @@ class EpochLife:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a loop has broken off: nothing is leased, and the epoch ends."""
+        """Whether nothing is leased any more, and the epoch ends early."""
         return self._phase in (EpochPhase.DRAINING, EpochPhase.DRAINED)
 
     @property
@@ -60,6 +61,11 @@ class EpochLife:
         """A rank's loop has broken off."""
         self._move(_LEAVE, f"rank {rank} cannot leave its loop")
         self._left.add(rank)
+
+    def cut(self) -> None:
+        """The epoch is to pause; one that ends anyway does so as before."""
+        if self._phase is EpochPhase.TRAINING:
+            self._phase = EpochPhase.DRAINING
 
     def end(self) -> None:
         """The last window has ended."""

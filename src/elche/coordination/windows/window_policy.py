@@ -19,12 +19,14 @@ from elche.coordination.accounts.metrics import RankReport
 from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
 from elche.coordination.protocol.events import (
     BatchesDone,
+    EpochCut,
     EpochLeft,
     Event,
     WindowClosed,
     WindowReduced,
 )
 from elche.coordination.protocol.instructions import Instruction
+from elche.coordination.protocol.messages import Runs
 from elche.coordination.windows.reductions import ReductionPlanner
 from elche.coordination.windows.window_book import check_claim
 from elche.coordination.windows.window_closing import (
@@ -149,6 +151,10 @@ class WindowPolicy(Policy):
             return self._reduced(event, now_s)
         if isinstance(event, EpochLeft):
             return self._outcome(self._leave(event))
+        if isinstance(event, EpochCut):
+            self._state.life.cut()
+            self._state.book.tell_again()
+            return self._outcome(close_idle(self._state, self._state.members))
         raise ProtocolError(
             f"{self._state.config.policy}: unexpected {type(event).__name__}"
         )
@@ -164,6 +170,16 @@ class WindowPolicy(Policy):
                 assert part.batches == state.ledger.trained(rank), f"rank {rank}"
             if part.permitted is not None:
                 assert part.batches <= part.permitted, f"rank {rank} leads"
+
+    @property
+    def totals(self) -> EpochTotals:
+        """What the ranks did in the epoch under way, or the last one."""
+        return self._state.totals
+
+    @property
+    def positions_left(self) -> Runs:
+        """Positions of an epoch that was cut, or left, that nobody has trained on."""
+        return self._state.ledger.positions_left()
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank's loop has left the epoch early."""

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from elche.comm.transport.process_group import Group
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
+from elche.coordination.accounts.epoch_parts import PartRanges
 from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.leased_data import IndexBatch
 from elche.runtime.data.sample_seeds import position_seed
@@ -32,6 +33,7 @@ class EpochPositions:
         epoch: the epoch.
         seed: seed of sample augmentation, None for none.
         most: batches of the user's that were drawn at most; None for a whole epoch.
+        part: which positions these batches are of; None for all.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class EpochPositions:
         epoch: int,
         seed: int | None,
         most: int | None = None,
+        part: PartRanges | None = None,
     ) -> None:
         self._keys = keys
+        self._part = part
         self.most = most
         self._seed = seed
         self.sizes = sizes
@@ -54,7 +58,14 @@ class EpochPositions:
     def cut_by(self, cut: BatchCut) -> EpochPositions:
         """The same epoch in the local batches of windows."""
         sizes = self.sizes.cut_by(cut)
-        return EpochPositions(self._keys, sizes, self.epoch, self._seed, self.most)
+        return EpochPositions(
+            self._keys, sizes, self.epoch, self._seed, self.most, self._part
+        )
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the epoch has been cut, and this is not all of it."""
+        return self._part is not None
 
     @property
     def key_range(self) -> tuple[int, int]:
@@ -76,6 +87,8 @@ class EpochPositions:
     ) -> IndexBatch:
         """Samples ``start`` to ``stop`` of a batch, as its loader gets them."""
         first = self.sizes.position_of(batch)
+        if self._part is not None:
+            first = self._part.origin_of(first)  # a batch is of one range
         end = first + (self.samples_of(batch) if stop is None else stop)
         begin = first + start
         if self._array is None:
@@ -133,7 +146,7 @@ def check_length(loader: DataLoader[Any], positions: EpochPositions) -> None:
             return
         sampler = batches.sampler  # the loader's own is not drawn from
     known = type(sampler) in (SequentialSampler, RandomSampler)
-    if not known or not positions.has_integer_keys:
+    if positions.is_part or not known or not positions.has_integer_keys:
         return
     samples, length = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
     if batches is not None and batches.drop_last:
@@ -159,7 +172,7 @@ def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]
     """
     payload, kind = torch.empty(0, dtype=torch.int64, device="cpu"), 0
     if keys is not None:
-        payload, kind = _packed(keys)
+        payload, kind = packed_keys(keys)
     header = torch.tensor([kind, payload.numel()], dtype=torch.int64, device="cpu")
     group.broadcast(header, "sharing the positions of an epoch")
     kind, numel = header.tolist()
@@ -173,7 +186,12 @@ def share_keys(group: Group, keys: list[Any] | None) -> torch.Tensor | list[Any]
     return list(unpacked)
 
 
-def _packed(keys: list[Any]) -> tuple[torch.Tensor, int]:
+def packed_keys(keys: list[Any]) -> tuple[torch.Tensor, int]:
+    """Keys as a tensor, and 1 if that holds their bytes.
+
+    Raises:
+        ConfigError: a key is nothing that can travel without pickle.
+    """
     try:
         return torch.frombuffer(array("q", keys), dtype=torch.int64), 0
     except (TypeError, OverflowError):

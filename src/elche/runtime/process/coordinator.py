@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
-from elche.coordination.protocol.events import Disconnected, Event, Failed, Left, Tick
+from elche.coordination.protocol.events import (
+    BatchesDone,
+    Disconnected,
+    Event,
+    Failed,
+    Left,
+    StepsDone,
+    Tick,
+)
 from elche.coordination.protocol.field_checks import brief
 from elche.coordination.protocol.instructions import Abort, Instruction
 from elche.coordination.protocol.wire import FROM_WORKERS, from_wire, to_wire
@@ -49,6 +57,7 @@ class CoordinatorServer:
 
     Attributes:
         on_end: called once with the kind of `Abort` that ends the run.
+        on_first_batch: called once, when a rank first reports batches as done.
     """
 
     def __init__(self, world_size: int, key: bytes) -> None:
@@ -63,6 +72,7 @@ class CoordinatorServer:
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
         self.on_end: Callable[[str], None] = lambda kind: None
+        self.on_first_batch: Callable[[], None] | None = None
         self.dropped = 0
         self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
@@ -104,6 +114,9 @@ class CoordinatorServer:
         now_s = asyncio.get_running_loop().time()
         told: dict[int, list[Instruction]] = defaultdict(list)
         for event in events:
+            if self.on_first_batch and isinstance(event, StepsDone | BatchesDone):
+                self.on_first_batch()
+                self.on_first_batch = None
             for instruction in self.core.handle(event, now_s):
                 if isinstance(instruction, Abort) and self.core.aborted is not None:
                     if self._end is None:

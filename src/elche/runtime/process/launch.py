@@ -24,7 +24,7 @@ from elche.runtime.process.coordinator import (
     rank_environments,
 )
 from elche.runtime.process.launcher_watch import PIPE
-from elche.runtime.process.rank_processes import RankProcesses
+from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 
 LINE_BYTES = 1 << 22
@@ -57,8 +57,10 @@ class LaunchConfig:
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
         network: where ranks and coordinator meet, if not on this host's loopback.
+        on_first_batch: called when the coordinator first hears that batches are done.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
+        start: starts a rank's process with this environment, in place of the command.
     """
 
     command: tuple[str, ...]
@@ -69,7 +71,9 @@ class LaunchConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
+    on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
+    start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -100,6 +104,14 @@ class LaunchConfig:
             return len(self.speeds)
         return self.num_ranks if self.num_ranks is not None else _device_count()
 
+    def device_names(self) -> tuple[str, ...] | None:
+        """A device per rank, as ranks choose themselves; None for emulated ones."""
+        if self.speeds is not None or self.devices is not None:
+            return self.devices
+        count = _device_count(without=0)
+        ranks = range(self.world_size)
+        return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
@@ -112,6 +124,7 @@ class LaunchResult:
         failed_first: the rank that failed first, and not because of another.
         signal: what the launcher was sent to end the run; 0 if it was not.
         have_met: a rank came to the coordinator, or to torch's store.
+        failed_s: when the first failure was seen, by the monotonic clock.
     """
 
     exit_codes: tuple[int, ...]
@@ -120,6 +133,7 @@ class LaunchResult:
     failed_first: int | None
     signal: int = 0
     have_met: bool = True
+    failed_s: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -129,20 +143,30 @@ class LaunchResult:
         return 0 if self.failed_first is None else self.exit_codes[self.failed_first]
 
 
-def launch(config: LaunchConfig) -> LaunchResult:
+def launch(
+    config: LaunchConfig,
+    on_ready: Callable[[RankProcesses], None] = RankProcesses.handle_signals,
+) -> LaunchResult:
     """Starts the ranks, serves them, and waits for their end.
+
+    Args:
+        config: what to start.
+        on_ready: called in the event loop before the first rank is started.
 
     Raises:
         ConfigError: a device does not exist.
     """
     if config.devices is not None:
         _check_devices(config.devices)
-    return asyncio.run(_launch(config))
+    return asyncio.run(_launch(config, on_ready))
 
 
-async def _launch(config: LaunchConfig) -> LaunchResult:
+async def _launch(
+    config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
+) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(config.world_size, key)
+    server.on_first_batch = config.on_first_batch
     network = config.network
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
@@ -150,19 +174,23 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if network is None else None
     processes = RankProcesses(server)
-    processes.handle_signals()
+    on_ready(processes)
     readers: list[asyncio.Future[None]] = []
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
+            environment = _environment(
+                config,
+                rank,
+                own | (store.environment() if store else {}) | {PIPE: str(watched)},
+            )
+            if config.start is not None:
+                processes.add(config.start(rank, environment))
+                continue
             process = await asyncio.create_subprocess_exec(
                 *(() if network is None else network.command(rank)),
                 *config.command,
-                env=_environment(
-                    config,
-                    rank,
-                    own | (store.environment() if store else {}) | {PIPE: str(watched)},
-                ),
+                env=environment,
                 pass_fds=(watched,),
                 stdout=asyncio.subprocess.PIPE if config.on_line else None,
                 limit=LINE_BYTES,
@@ -189,6 +217,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         processes.failed_first(),
         processes.signal or 0,
         server.has_admitted or (store is not None and store.is_used),
+        processes.failed_s,
     )
 
 
@@ -220,10 +249,10 @@ def _environment(
     return environment
 
 
-def _device_count() -> int:
+def _device_count(without: int = 1) -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 1
+    return torch.cuda.device_count() if torch.cuda.is_available() else without
 
 
 def _check_devices(names: Sequence[str]) -> None:

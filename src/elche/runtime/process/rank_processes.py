@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from elche.coordination.protocol.events import Interrupted
 from elche.runtime.process.coordinator import CoordinatorServer
@@ -26,6 +26,20 @@ KILL_AFTER_S = 5.0
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
+class RankProcess(Protocol):
+    """A rank's process, as far as it is watched and ended."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+
+    def send_signal(self, signal: int, /) -> None:
+        """Sends a signal to the process, which has not ended."""
+
+    async def wait(self) -> int:
+        """Waits for its end."""
+
+
 @final
 class RankProcesses:
     """The ranks' processes, on this host.
@@ -37,19 +51,21 @@ class RankProcesses:
         signal: the first signal that the launcher was sent, if any.
         ended: ranks in the order in which their processes ended.
         terminated: ranks that had to be ended here.
+        failed_s: when the first failure was seen, by the monotonic clock.
     """
 
     def __init__(self, server: CoordinatorServer) -> None:
         self._server = server
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._processes: list[RankProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
         self.signal: signal.Signals | None = None
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
+        self.failed_s: float | None = None
 
-    def add(self, process: asyncio.subprocess.Process) -> None:
+    def add(self, process: RankProcess) -> None:
         """Takes the process of the next rank."""
         rank = len(self._processes)
         self._processes.append(process)
@@ -87,6 +103,7 @@ class RankProcesses:
         """
         if kind != "deadline":
             return
+        self._note_failure()
         self._waits_s.put_nowait((None, GRACE_S))
         for after_s, number in zip(
             LATE_S, (signal.SIGTERM, signal.SIGKILL), strict=True
@@ -113,9 +130,14 @@ class RankProcesses:
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
                 if code:
+                    self._note_failure()
                     patience_s = GRACE_S
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
         await self._terminate()
+
+    def _note_failure(self) -> None:
+        if self.failed_s is None:
+            self.failed_s = time.monotonic()
 
     async def close(self) -> None:
         """Kills what still runs, and waits for its end."""
@@ -155,12 +177,12 @@ class RankProcesses:
         for process in self._processes:
             _send(process, signal.SIGKILL)
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, rank: int, process: RankProcess) -> None:
         await process.wait()
         self._waits_s.put_nowait((rank, math.inf))
 
 
-def _send(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _send(process: RankProcess, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)

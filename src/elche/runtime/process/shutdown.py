@@ -27,6 +27,20 @@ def failure_of(rank: int, error: BaseException, hint: str = "") -> Failed:
     )
 
 
+def counted_hint(error: BaseException, policy: str) -> str:
+    """What to write instead of counting batches with ``next()``, or ""."""
+    ends = isinstance(error, StopIteration) or isinstance(
+        error.__cause__, StopIteration
+    )
+    if not ends or policy == "sync":
+        return ""
+    return (
+        f"policy {policy!r} hands every rank its part of an epoch, not len(loader) "
+        "batches; write `for batch in loader:`, or `for batch in loader.steps(n):` to "
+        "count steps of the run"
+    )
+
+
 def write_whole(text: str) -> None:
     """Writes lines to standard error, none torn by those of other processes.
 

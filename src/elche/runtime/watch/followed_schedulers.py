@@ -65,6 +65,7 @@ class FollowedSchedulers:
         self._samples_before = 0
         self._steps: list[ScheduleSteps] = []
         self._ahead: list[int] = []
+        self._resumed: list[dict[str, Any]] = []
         self._kinds: list[type[LRScheduler]] = []
         self.schedulers: list[LRScheduler] = []
         self.rates = RateWatch(policy)
@@ -120,13 +121,17 @@ class FollowedSchedulers:
         self._kinds.clear()
 
     def begin_epoch(
-        self, samples_before: int, optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        samples_before: int,
+        optimizers: Iterable[torch.optim.Optimizer],
+        done_samples: int = 0,
     ) -> None:
         """An epoch begins, and with it what the loop's calls are counted against.
 
         Args:
             samples_before: of the run, before it.
             optimizers: those that step the model.
+            done_samples: of the epoch, where it was begun by a run that was resumed.
         """
         self._samples_before, self._before = samples_before, self._count.before
         of_epoch = self._count.of_epoch
@@ -135,9 +140,28 @@ class FollowedSchedulers:
             ScheduleSteps(of_epoch, _steps_left(scheduler), before)
             for scheduler, before in zip(self.schedulers, ahead)  # noqa: B905 - endless
         ]
+        for at, steps in enumerate(self._steps):
+            state = self._resumed[at] if at < len(self._resumed) else None
+            if state is not None and state["calls"]:
+                steps.load_state_dict(state)
+            elif done_samples:
+                steps.skip(self._count.at(done_samples) - self._before)
+        self._resumed = []
         self._place = LoopPlace.STEPS
         if self._is_touched:
             self.rates.begin(optimizers)
+
+    def begin_part(self) -> None:
+        """An epoch that was cut goes on, and so does what is counted."""
+        self._place = LoopPlace.STEPS
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What is counted in an epoch that is cut; [] between epochs."""
+        return [steps.state_dict() for steps in self._steps]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Goes on from :meth:`state_dict` in the epoch that begins next."""
+        self._resumed = state
 
     def begin_windows(self) -> None:
         """What is left of the epoch is run in windows."""

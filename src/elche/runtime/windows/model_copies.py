@@ -93,16 +93,25 @@ class ModelCopies:
             self._original = None
 
     def begin_epoch(self, batches: int, samples: int) -> None:
-        """An epoch begins in which a single process takes so many steps.
+        """Windows begin, in which a single process would take so many steps.
 
         Args:
-            batches: global ones.
+            batches: global ones, to the end of the epoch.
             samples: of all of them.
         """
-        self._epoch = batches, samples
+        self._epoch = batches, max(1, samples)
         self._updated.clear()
         for each in self._averaged:
             each.is_called = False
+
+    def state_dict(self) -> list[list[int]]:
+        """By how much of an update each copy that is known is behind."""
+        return [each.due.state_dict() for each in self._averaged]
+
+    def load_state_dict(self, state: Sequence[Sequence[int]]) -> None:
+        """Goes on from :meth:`state_dict` with those that were handed over."""
+        for each, due in zip(self._averaged, state, strict=False):
+            each.due.load_state_dict(due)
 
     def begin_batch(self, samples: int) -> None:
         """The loop is at a batch of a window."""

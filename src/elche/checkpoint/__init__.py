@@ -1,0 +1,1 @@
+"""Checkpoints on disk: nested state as JSON and tensors, folders, a writer."""

@@ -1,0 +1,241 @@
+"""Files of a checkpoint: there whole or not at all, with their checksums.
+
+Everything that touches the disk goes through `Disk`, in which tests fail or stop the
+process after any operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from elche.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK_BYTES: Final = 1 << 22
+PARTIAL: Final = ".partial"
+_CODES: Final = {
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
+"""What safetensors calls the dtypes that it knows; the others are stored as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file holds.
+
+    Attributes:
+        num_bytes: its length.
+        sha256: its checksum, in hexadecimal.
+    """
+
+    num_bytes: int
+    sha256: str
+
+
+class Disk:
+    """The operations that change a disk."""
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder, which may be there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Opens an empty file for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Appends to an open file; returns the bytes that it took."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        """Waits until what was written is on the disk."""
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives a file the name of another, which it takes the place of."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, or an empty folder."""
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> FileRecord:
+    """Writes a file beside its name, and gives it the name when all of it is there.
+
+    Raises:
+        OSError: it cannot be written; nothing has the name, or what had it before.
+    """
+    digest, length = hashlib.sha256(), 0
+    partial = path.with_name(path.name + PARTIAL)
+    descriptor = disk.create(partial)
+    try:
+        for chunk in chunks:
+            for start in range(0, len(chunk), CHUNK_BYTES):
+                piece = chunk[start : start + CHUNK_BYTES]
+                digest.update(piece)
+                length += len(piece)
+                while piece:
+                    piece = piece[disk.write(descriptor, piece) :]
+        disk.sync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            disk.remove(partial)  # a full disk needs the room
+        raise
+    finally:
+        os.close(descriptor)
+    disk.rename(partial, path)
+    sync_folder(disk, path.parent)
+    return FileRecord(length, digest.hexdigest())
+
+
+def make_folder(disk: Disk, path: Path) -> None:
+    """Makes a folder that is still there when the power has failed."""
+    if not path.is_dir():
+        disk.make_folder(path)
+        sync_folder(disk, path.parent)
+
+
+def sync_folder(disk: Disk, path: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(disk: Disk, path: Path, content: Any) -> FileRecord:
+    """Writes a file of JSON; see :func:`write_file`."""
+    data = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    return write_file(disk, path, [memoryview(data)])
+
+
+def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Writes a file of safetensors, one tensor after the other, without copying all.
+
+    Tensors of dtypes that the format has no word for are stored as their bytes.
+    """
+    return write_file(disk, path, _tensor_chunks(tensors))
+
+
+def is_native(dtype: Any) -> bool:
+    """Whether safetensors has a word for a dtype."""
+    return _name_of(dtype) in _CODES
+
+
+def _tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The largest items first, so that each tensor begins at a multiple of its own.
+    names = sorted(tensors, key=lambda name: (-_item_bytes(tensors[name]), name))
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        native = _CODES.get(_name_of(tensor.dtype))
+        header[name] = {
+            "dtype": native or "U8",
+            "shape": list(tensor.shape) if native else [end - begin],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        yield _bytes_of(tensors[name])
+
+
+def _item_bytes(tensor: Tensor) -> int:
+    return tensor.element_size() if is_native(tensor.dtype) else 1
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # type: ignore[arg-type]  # numpy's stubs before 3.12
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def record_of(path: Path) -> FileRecord:
+    """Reads a file through for its length and checksum.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    digest, length = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                length += len(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+    return FileRecord(length, digest.hexdigest())
+
+
+def check_file(path: Path, expected: FileRecord) -> None:
+    """Compares a file with what was written.
+
+    Raises:
+        CheckpointError: it is missing, cut off or changed.
+    """
+    found = record_of(path)
+    if found.num_bytes != expected.num_bytes:
+        raise CheckpointError(
+            f"{path.name} has {found.num_bytes} bytes instead of {expected.num_bytes}"
+        )
+    if found.sha256 != expected.sha256:
+        raise CheckpointError(f"{path.name} has another checksum than when written")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a file of JSON.
+
+    Raises:
+        CheckpointError: there is none, or it is none.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path.name} is cut off or no JSON") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a file of safetensors.
+
+    Raises:
+        CheckpointError: there is none, or it is none.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None

@@ -1,0 +1,108 @@
+"""The manifest of a checkpoint: written last, names every file and its checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from elche import __version__
+from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
+from elche.errors import CheckpointError, ConfigError
+
+FORMAT: Final = 1
+"""Counted up when files of before cannot be read any more."""
+MANIFEST: Final = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        name: of the checkpoint, and of its folder.
+        run_id: of the start of the run that wrote it.
+        world_size: ranks that wrote a part.
+        info: what the run wants to know before it reads the rest; plain JSON.
+        files: length and checksum by file name.
+        versions: of elche, torch and Python.
+        format: of these files.
+    """
+
+    name: str
+    run_id: str
+    world_size: int
+    info: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+    format: int = FORMAT
+
+
+def write_manifest(disk: Disk, folder: Path, manifest: Manifest) -> None:
+    """Makes a checkpoint a complete one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    body = asdict(manifest)
+    write_json(disk, folder / MANIFEST, {"manifest": body, "sha256": _digest(body)})
+
+
+def read_manifest(folder: Path) -> Manifest | CheckpointError:
+    """Reads what is in a checkpoint, or says how it is damaged.
+
+    Raises:
+        CheckpointError: another version of elche wrote it.
+    """
+    try:
+        whole = read_json(folder / MANIFEST)
+    except CheckpointError as error:
+        return error
+    if not isinstance(whole, dict) or not isinstance(whole.get("manifest"), dict):
+        return CheckpointError(f"{MANIFEST} is none of elche")
+    body = whole["manifest"]
+    if whole.get("sha256") != _digest(body):
+        return CheckpointError(f"{MANIFEST} has another checksum than when written")
+    if body.get("format") != FORMAT:
+        raise CheckpointError(
+            f"expected a checkpoint of format {FORMAT}, which elche {__version__} "
+            f"reads, got format {body.get('format')} by elche "
+            f"{body.get('versions', {}).get('elche', 'of unknown version')} in "
+            f"{folder}; resume with that version, or from another folder"
+        )
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    return Manifest(**{**body, "files": files})
+
+
+def plain_json(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies what JSON has words for.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(info, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"expected a manifest of what JSON has words for, got {error}; put the "
+            "rest into the shared state"
+        ) from error
+    return copy
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "elche": __version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,258 @@
+"""Nested state to JSON and tensors, and back exactly. Nothing is pickled.
+
+A node that JSON has no word for is an object with the key ``$``, which names what it
+is. Everything else stands for itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elche.errors import CheckpointError, ConfigError
+
+StateTree: TypeAlias = Any
+"""Dicts, lists, tuples, numbers, strings, bytes, None, tensors, arrays; nested."""
+Json: TypeAlias = Any
+
+KIND: Final = "$"
+MOST_DEPTH: Final = 100
+MODEL: Final = "model"
+"""What a node says of a tensor that lies in the model's own file."""
+_TAKEN = (
+    "dicts with keys of str, int and the like, lists, tuples, bool, int, float, "
+    "complex, str, bytes, None, dense tensors, numpy arrays and numbers"
+)
+_PLAIN_KEYS = (str, int, float, bool, type(None), bytes)
+_DICTS: Final[dict[type, str]] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+}
+_LISTS: Final[dict[type, str]] = {tuple: "tuple", torch.Size: "size"}
+
+
+def encode(
+    tree: StateTree, path: str = "state", model: Mapping[str, Tensor] | None = None
+) -> tuple[Json, dict[str, Tensor]]:
+    """Takes a tree apart.
+
+    Args:
+        tree: what to store.
+        path: what the tree is called in messages, and in the names of its tensors.
+        model: tensors that are stored elsewhere, and are only named where they occur.
+
+    Returns:
+        The tree as JSON has it, and its tensors by name. A tensor that occurs more
+        than once is named more than once and stored once.
+
+    Raises:
+        ConfigError: the tree holds something else than state; the message says where.
+    """
+    encoder = _Encoder(model or {})
+    return encoder.node(tree, path, 0), encoder.tensors
+
+
+def decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> StateTree:
+    """Puts a tree together.
+
+    Args:
+        node: what :func:`encode` made of it.
+        tensor: a tensor by its name, from the model's file or from the tree's own.
+
+    Raises:
+        CheckpointError: no such tree was written by this version.
+    """
+    try:
+        return _decode(node, tensor)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"expected a state as elche writes it, got one with {error!r}"
+        ) from error
+
+
+@final
+class _Encoder:
+    """One pass over a tree.
+
+    Attributes:
+        tensors: what was found, by name.
+    """
+
+    def __init__(self, model: Mapping[str, Tensor]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known = {
+            key: (MODEL, name)
+            for name, value in model.items()
+            if (key := _memory(value)) is not None
+        }
+
+    def node(self, value: Any, path: str, depth: int) -> Json:
+        if depth > MOST_DEPTH:
+            raise ConfigError(
+                f"{path}: expected a state of at most {MOST_DEPTH} levels, got more; "
+                "does it contain itself?"
+            )
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else _kind("float", repr(value))
+        if kind is complex:
+            return _kind("complex", [repr(value.real), repr(value.imag)])
+        if kind is bytes:
+            return _kind("bytes", base64.b64encode(value).decode())
+        if kind is list or kind in _LISTS:
+            items = [
+                self.node(item, f"{path}[{index}]", depth + 1)
+                for index, item in enumerate(value)
+            ]
+            return items if kind is list else _kind(_LISTS[kind], items)
+        if kind in _DICTS:
+            return self._dict(value, path, depth)
+        if isinstance(value, torch.dtype | torch.device):
+            return _kind(kind.__name__, str(value).removeprefix("torch."))
+        return self._numbers(value, path)
+
+    def _numbers(self, value: Any, path: str) -> Json:
+        if type(value) in (Tensor, nn.Parameter):
+            return self._tensor(value.detach(), path)
+        if (
+            isinstance(value, np.generic | np.ndarray)
+            and value.dtype.kind in "biufcSU"
+            and value.dtype.itemsize
+        ):
+            array = np.asarray(value)
+            flat = np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)
+            node = _kind("array", self._name(torch.from_numpy(flat), path))
+            node |= {"dtype": array.dtype.str, "shape": list(array.shape)}
+            return node | {"scalar": True} if isinstance(value, np.generic) else node
+        raise ConfigError(
+            f"{path}: expected {_TAKEN}, got a {type(value).__qualname__}; let "
+            "state_dict() return it as these"
+        )
+
+    def _tensor(self, value: Tensor, path: str) -> Json:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            what = "quantized" if value.is_quantized else f"{value.layout}"
+            raise ConfigError(
+                f"{path}: expected a dense tensor with values, got a {what} one on "
+                f"{value.device}; store what it is made of"
+            )
+        key = _memory(value)
+        if key is not None and key in self._known:
+            where, name = self._known[key]
+        else:
+            where, name = "", self._name(value, path)
+            if key is not None:
+                self._known[key] = where, name
+        node = _kind("tensor", name)
+        node |= {"dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+        return node | {"in": where} if where else node
+
+    def _name(self, value: Tensor, path: str) -> str:
+        name, number = path, 2
+        while name in self.tensors:  # keys may hold dots
+            name, number = f"{path}#{number}", number + 1
+        self.tensors[name] = value
+        return name
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Json:
+        for key in value:
+            if type(key) not in _PLAIN_KEYS:
+                raise ConfigError(
+                    f"{path}: expected keys of str, int and the like, got the key "
+                    f"{key!r}, a {type(key).__qualname__}"
+                )
+        items = {
+            key: self.node(item, f"{path}.{key}", depth + 1)
+            for key, item in value.items()
+        }
+        about = getattr(value, "_metadata", None)  # of a module's state_dict
+        if type(value) is dict and KIND not in items and _all_str(items):
+            return items
+        pairs = [[self.node(key, path, depth), item] for key, item in items.items()]
+        node = _kind(_DICTS[type(value)], pairs)
+        if about is not None:
+            node["about"] = self.node(about, f"{path}._metadata", depth + 1)
+        return node
+
+
+def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, tensor) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if KIND not in node:
+        return {key: _decode(item, tensor) for key, item in node.items()}
+    kind, value = node[KIND], node["value"]
+    for plain, name in _LISTS.items():
+        if kind == name:
+            return plain([_decode(item, tensor) for item in value])
+    for made, name in _DICTS.items():
+        if kind == name:
+            whole = made()
+            for key, item in value:
+                whole[_decode(key, tensor)] = _decode(item, tensor)
+            if "about" in node:
+                whole._metadata = _decode(node["about"], tensor)
+            return whole
+    if kind == "tensor":
+        found = tensor(value, node.get("in") == MODEL)
+        dtype = _dtype(node["dtype"])
+        found = found if found.dtype == dtype else found.view(dtype)
+        return found.reshape(node["shape"])
+    if kind == "array":
+        flat = tensor(value, False).numpy().view(np.dtype(node["dtype"]))
+        array = flat.reshape(node["shape"])
+        return array[()] if node.get("scalar") else array
+    return _scalar(kind, value)
+
+
+def _scalar(kind: str, value: Any) -> Any:
+    if kind == "float":
+        return float(value)
+    if kind == "complex":
+        return complex(*map(float, value))
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    if kind == "dtype":
+        return _dtype(value)
+    if kind == "device":
+        return torch.device(value)
+    raise ValueError(f"a node of kind {kind!r}")
+
+
+def _kind(kind: str, value: Json) -> dict[str, Json]:
+    return {KIND: kind, "value": value}
+
+
+def _all_str(items: Mapping[Any, Any]) -> bool:
+    return all(type(key) is str for key in items)
+
+
+def _memory(value: Tensor) -> tuple[Any, ...] | None:
+    """What two tensors have in common that are the same; None for empty ones."""
+    if value.layout != torch.strided or value.is_meta or not value.numel():
+        return None
+    flags = (value.is_conj(), value.is_neg())
+    place = (value.device, value.data_ptr(), value.dtype)
+    return (*place, tuple(value.shape), value.stride(), flags)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return dtype

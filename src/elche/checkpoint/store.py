@@ -1,0 +1,257 @@
+"""A folder of checkpoints: which there are, which of them are whole, which are kept.
+
+::
+
+    FOLDER/checkpoint-00000007/rank0.safetensors    tensors that only rank 0 holds
+                               rank0.json           the rest of its state, checksums
+                               shared.safetensors   what all ranks hold in common
+                               shared.json
+                               model.safetensors    the model alone
+                               manifest.json        written last: now it is complete
+
+It is opened without torch, which only what reads or writes tensors needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
+
+from elche.checkpoint.files import (
+    Disk,
+    check_file,
+    make_folder,
+    read_json,
+    read_tensors,
+    sync_folder,
+)
+from elche.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from elche.checkpoint.parts import MODEL_FILE, SHARED, part_of_rank
+from elche.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from elche.checkpoint.state_tree import StateTree
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"checkpoint-(\d{8,})")
+
+
+@final
+class Checkpoint:
+    """A complete checkpoint. What is read is compared with its checksum before.
+
+    Args:
+        path: its folder.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._checked: set[str] = set()
+        self._model: dict[str, Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called; later ones have higher numbers."""
+        return self.manifest.name
+
+    def check(self) -> None:
+        """Reads every file through.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; the message says which.
+        """
+        for name in self.manifest.files:
+            self._check(name)
+
+    def model(self) -> dict[str, Tensor]:
+        """The model alone, by the names of the bare module; {} if none was given."""
+        if self._model is None:
+            is_there = MODEL_FILE in self.manifest.files
+            self._model = self._tensors(MODEL_FILE) if is_there else {}
+        return self._model
+
+    def shared(self) -> StateTree:
+        """What all ranks held in common."""
+        return self._part(SHARED)
+
+    def of_rank(self, rank: int) -> StateTree:
+        """What only one rank held.
+
+        Raises:
+            CheckpointError: there was no such rank, or its file is damaged.
+        """
+        if not 0 <= rank < self.manifest.world_size:
+            raise CheckpointError(
+                f"expected a rank below {self.manifest.world_size}, whose run wrote "
+                f"{self.name}, got {rank}"
+            )
+        return self._part(part_of_rank(rank))
+
+    def _part(self, part: str) -> StateTree:
+        from elche.checkpoint.state_tree import decode
+
+        self._check(f"{part}.json")
+        content = read_json(self.path / f"{part}.json")
+        own = self._tensors(f"{part}.safetensors")
+
+        def tensor(name: str, in_model: bool) -> Tensor:
+            return (self.model() if in_model else own)[name]
+
+        return decode(content["tree"], tensor)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        self._check(name)
+        return read_tensors(self.path / name)
+
+    def _check(self, name: str) -> None:
+        if name not in self._checked:
+            check_file(self.path / name, self.manifest.files[name])
+            self._checked.add(name)
+
+
+@final
+class CheckpointStore:
+    """Checkpoints of one run in a folder.
+
+    Ranks write their parts, and rank 0 makes the whole complete. One that is not
+    complete does not count, and goes when a later one is begun.
+
+    Args:
+        folder: where they lie; need not be there.
+        keep: how many complete ones are kept, the newest.
+        disk: what changes the disk.
+
+    Attributes:
+        folder: where they lie.
+        disk: what changes the disk.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, disk: Disk | None = None) -> None:
+        if keep < 1:
+            raise ConfigError(f"expected to keep at least 1 checkpoint, got {keep}")
+        self.folder = folder
+        self._keep = keep
+        self.disk = disk or Disk()
+        self._damaged: set[int] = set()
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint of which every byte is as it was written.
+
+        Those that are damaged are passed over, with a line in the log.
+
+        Raises:
+            CheckpointError: another version of elche wrote it.
+        """
+        for number in sorted(self._numbers(), reverse=True):
+            path = self._path(number)
+            if not (path / MANIFEST).exists():
+                logger.info("%s is not complete, passed over", path)
+                continue
+            manifest = read_manifest(path)
+            try:
+                if isinstance(manifest, CheckpointError):
+                    raise manifest
+                checkpoint = Checkpoint(path, manifest)
+                checkpoint.check()
+            except CheckpointError as error:
+                logger.warning("%s is damaged, passed over: %s", path, error)
+                self._damaged.add(number)
+            else:
+                return checkpoint
+        return None
+
+    def open(self, name: str) -> Checkpoint:
+        """One that another rank has chosen.
+
+        Raises:
+            CheckpointError: it is not there, damaged, or of another version.
+        """
+        manifest = read_manifest(self.folder / name)
+        if isinstance(manifest, CheckpointError):
+            raise CheckpointError(f"{self.folder / name}: {manifest}")
+        return Checkpoint(self.folder / name, manifest)
+
+    def newest_name(self) -> str | None:
+        """The newest that was completed, unread: it may have been damaged since."""
+        complete = self._complete()
+        return self._path(complete[-1]).name if complete else None
+
+    def next_name(self) -> str:
+        """A name after all that are there, complete or not; for rank 0 to choose."""
+        return self._path(max(self._numbers(), default=0) + 1).name
+
+    def begin(self, name: str) -> None:
+        """Makes a checkpoint's folder, and removes what was begun before it in vain.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        for number in self._numbers():
+            path = self._path(number)
+            if number < _number(name) and not (path / MANIFEST).exists():
+                self._remove(path)
+        make_folder(self.disk, self.folder / name)
+
+    def complete(self, manifest: Manifest) -> None:
+        """Makes a checkpoint count, and removes those that are kept no longer.
+
+        Raises:
+            OSError: it cannot be written; it does not count then.
+        """
+        write_manifest(self.disk, self.folder / manifest.name, manifest)
+        self._damaged.discard(_number(manifest.name))
+        kept = [n for n in self._complete() if n not in self._damaged][-self._keep :]
+        for number in self._numbers():
+            if number < kept[0]:
+                self._remove(self._path(number))
+
+    def drop(self, name: str) -> None:
+        """Removes a checkpoint that could not be completed: a full disk needs room."""
+        if not (self.folder / name / MANIFEST).exists():
+            self._remove(self.folder / name)
+
+    def _remove(self, path: Path) -> None:
+        """From its manifest on, so that one that is half removed does not count."""
+        with contextlib.suppress(OSError):
+            if (path / MANIFEST).exists():
+                self.disk.remove(path / MANIFEST)
+                sync_folder(self.disk, path)
+            for file in path.iterdir():
+                self.disk.remove(file)
+            self.disk.remove(path)
+
+    def _complete(self) -> list[int]:
+        """Numbers of the complete ones, rising."""
+        return sorted(n for n in self._numbers() if (self._path(n) / MANIFEST).exists())
+
+    def _numbers(self) -> list[int]:
+        try:
+            names = [path.name for path in self.folder.iterdir()]
+        except OSError:
+            return []
+        return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"checkpoint-{number:08d}"
+
+
+def _number(name: str) -> int:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ConfigError(
+            f"expected a checkpoint's name as next_name() gives, got {name!r}"
+        )
+    return int(found[1])

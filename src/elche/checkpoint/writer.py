@@ -1,0 +1,244 @@
+"""A thread that writes a rank's part of each checkpoint beside training.
+
+What it is given are copies: the training thread neither waits for the disk nor for the
+other ranks. A checkpoint that cannot be written is a warning, and not a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from elche.checkpoint.files import Disk, make_folder, write_tensors
+from elche.checkpoint.manifest import Manifest, plain_json
+from elche.checkpoint.parts import (
+    MODEL_FILE,
+    SHARED,
+    Records,
+    part_of_rank,
+    refuse_part,
+    write_part,
+    written_part,
+)
+from elche.checkpoint.state_tree import Json, StateTree, encode
+from elche.checkpoint.store import CheckpointStore
+from elche.errors import CheckpointError, DeadlineError, ElcheError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One checkpoint, as this rank writes it.
+
+    Attributes:
+        name: of the checkpoint.
+        parts: JSON and tensors by the part's name.
+        model: on rank 0, the model alone.
+        info: on rank 0, for the manifest; None elsewhere.
+    """
+
+    name: str
+    parts: Mapping[str, tuple[Json, dict[str, Tensor]]]
+    model: Mapping[str, Tensor] | None
+    info: dict[str, Any] | None
+
+
+@final
+class CheckpointWriter:
+    """Writes one rank's parts, and on rank 0 what makes them a checkpoint.
+
+    Args:
+        store: where to; the same folder on all ranks.
+        rank: this rank.
+        world_size: ranks that write parts.
+        run_id: of this start of the run, the same on all ranks.
+        deadline_s: within which rank 0 expects the parts of the others.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        rank: int,
+        world_size: int,
+        run_id: str,
+        deadline_s: float,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()  # the first is being written
+        self._thread: threading.Thread | None = None
+        self._is_closed = self._is_alone = False
+        self._failure: str | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is being written: another would wait, and hold its copies."""
+        with self._changed:
+            return bool(self._jobs)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last one could not be written; None if it could."""
+        with self._changed:
+            return self._failure
+
+    def begin(
+        self,
+        name: str,
+        *,
+        own: StateTree,
+        shared: StateTree | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        model: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Hands over what to write, and returns.
+
+        Args:
+            name: of the checkpoint, from rank 0's `CheckpointStore.next_name`.
+            own: what only this rank holds.
+            shared: on rank 0, what all hold in common. Its tensors that are the
+                model's as well are stored once.
+            manifest: on rank 0, what the run reads before the rest; plain JSON.
+            model: on rank 0, the model alone, by the names of the bare module.
+
+        Raises:
+            ConfigError: something in it cannot be stored; the message says what.
+        """
+        parts = {part_of_rank(self._rank): encode(own, "own")}
+        info = None
+        if self._rank == 0:
+            parts[SHARED] = encode(shared, SHARED, model)
+            info = plain_json(manifest or {})
+        job = _Job(name=name, parts=parts, model=model, info=info)
+        with self._changed:
+            if self._is_closed:
+                raise CheckpointError(f"{name} was begun after the run's last one")
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._write_all, name="elche-checkpoints", daemon=True
+                )
+                self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until all that was begun is written; on rank 0, by all ranks.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+            DeadlineError: it takes longer.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
+                raise DeadlineError(
+                    f"rank {self._rank} waited {timeout_s:g} s for {self._jobs[0].name}"
+                    f" to be written to {self._store.folder}"
+                )
+            if self._failure is not None:
+                raise CheckpointError(self._failure)
+
+    def stop_waiting(self) -> None:
+        """The run has failed: parts of other ranks that are not there will not come."""
+        with self._changed:
+            self._is_alone = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread when all is written, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, timeout_s)
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(POLL_S * 20)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            failure = self._try(job)
+            with self._changed:
+                self._failure = failure
+                self._jobs.popleft()
+                self._changed.notify_all()
+
+    def _try(self, job: _Job) -> str | None:
+        try:
+            self._write(job)
+        except (OSError, ElcheError) as error:
+            failure = f"rank {self._rank} could not write {job.name} to "
+            failure += f"{self._store.folder}: {error}"
+            logger.warning("%s; training goes on without it", failure)
+            if self._rank == 0:
+                self._store.drop(job.name)
+            else:
+                folder = self._store.folder / job.name
+                refuse_part(self._store.disk, folder, self._rank, str(error))
+            return failure
+        return None
+
+    def _write(self, job: _Job) -> None:
+        begun_s = time.monotonic()
+        store, folder = self._store, self._store.folder / job.name
+        disk: Disk = store.disk
+        if job.info is None:
+            make_folder(disk, folder)
+        else:
+            store.begin(job.name)
+        files: Records = {}
+        if job.model is not None:
+            path = folder / MODEL_FILE
+            files[MODEL_FILE] = write_tensors(disk, path, job.model)
+        for part, (tree, tensors) in job.parts.items():
+            files |= write_part(disk, folder / part, self._run_id, tree, tensors)
+        if job.info is None:
+            return
+        for rank in range(1, self._world_size):
+            files |= self._part_of(rank, job.name)
+        store.complete(
+            Manifest(
+                name=job.name,
+                run_id=self._run_id,
+                world_size=self._world_size,
+                info=job.info,
+                files=files,
+            )
+        )
+        took_s = time.monotonic() - begun_s
+        megabytes = sum(record.num_bytes for record in files.values()) / 1e6
+        logger.info("%s is complete: %.1f MB in %.1f s", folder, megabytes, took_s)
+
+    def _part_of(self, rank: int, name: str) -> Records:
+        folder = self._store.folder / name
+        until_s = time.monotonic() + self._deadline_s
+        while (found := written_part(folder, rank, self._run_id)) is None:
+            with self._changed:
+                if self._is_alone:
+                    raise CheckpointError(f"the run failed before rank {rank}'s part")
+                if self._is_closed or time.monotonic() > until_s:
+                    raise DeadlineError(
+                        f"rank {rank}'s part did not come within {self._deadline_s:g} "
+                        "s; do all ranks see the same folder?"
+                    )
+                self._changed.wait_for(self._has_ended, POLL_S)
+        return found
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._is_alone

@@ -1,0 +1,94 @@
+"""Epochs that are cut into parts: which positions are left, in which batches. Pure.
+
+An epoch that was cut goes on as another one of the core's, of the positions that nobody
+has trained on. What was left of a global batch is a smaller one of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range, joined
+from elche.coordination.protocol.instructions import EndEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class PartRanges:
+    """Positions of an epoch that one part of it has, as ascending ranges.
+
+    Attributes:
+        ranges: of positions of the epoch.
+    """
+
+    ranges: tuple[Range, ...]
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts, at = [], 0
+        for start, stop in self.ranges:
+            starts.append(at)
+            at += stop - start
+        object.__setattr__(self, "_starts", tuple(starts))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the part."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def origin_of(self, position: int) -> int:
+        """The epoch's position of one of the part."""
+        at = bisect_right(self._starts, position) - 1
+        return self.ranges[at][0] + position - self._starts[at]
+
+    def origins_of(self, left: Sequence[Range]) -> PartRanges:
+        """The epoch's positions of ranges of the part."""
+        found: list[Range] = []
+        for (start, stop), at in zip(self.ranges, self._starts, strict=True):
+            for first, end in left:
+                begin = max(first, at)
+                until = min(end, at + stop - start)
+                if begin < until:
+                    found.append((start + begin - at, start + until - at))
+        return PartRanges(tuple(joined(found)))
+
+    def sizes_in(self, sizes: BatchSizes) -> BatchSizes:
+        """The part's global batches: those of the epoch, or what is left of each."""
+        return BatchSizes.of(list(self._sizes(sizes)))
+
+    def _sizes(self, sizes: BatchSizes) -> Iterator[int]:
+        left = iter(self.ranges)
+        start, stop = next(left, (0, 0))
+        at = 0
+        for samples, count in sizes.runs:
+            for _ in range(count):
+                end = at + samples
+                while start < stop and start < end:
+                    until = min(stop, end)
+                    yield until - start
+                    start = until
+                    if start == stop:
+                        start, stop = next(left, (0, 0))
+                at = end
+
+
+def whole_end(parts: Sequence[EndEpoch]) -> EndEpoch:
+    """What was said of the parts of one epoch, as if it had not been cut."""
+    last = parts[-1]
+    if len(parts) == 1:
+        return last
+    return replace(
+        last,
+        samples=_sums([part.samples for part in parts]),
+        busy_s=_sums([part.busy_s for part in parts]),
+        data_wait_s=_sums([part.data_wait_s for part in parts]),
+        sync_s=sum(part.sync_s for part in parts),
+        windows=sum(part.windows for part in parts),
+        plan="",
+    )
+
+
+def _sums(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(map(sum, zip(*parts, strict=True)))

@@ -1,0 +1,1 @@
+"""Adapters for other frameworks' training loops; each module imports its own."""

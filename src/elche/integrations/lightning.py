@@ -1,0 +1,291 @@
+"""Lightning's Trainer on mismatched devices: the strategy "elche".
+
+::
+
+    import elche.integrations.lightning
+
+    trainer = lightning.Trainer(strategy="elche", max_epochs=5)
+
+started by ``elche run script.py``. Each rank runs its own Trainer on its own device;
+elche divides every batch of the training loader, and reduces gradients during backward.
+Model, optimizer and loader meet when Lightning has asked for the training loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from elche import session
+from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.integrations.rank_exchange import RankExchange
+
+
+def sync_config(options: dict[str, Any], framework: str) -> RunConfig:
+    """The run's settings for a framework whose ranks count the same steps.
+
+    Raises:
+        ConfigError: the policy trains windows, or an option is unknown or wrong.
+    """
+    config = session.run_config(None, {"leave_out": False, **options})
+    if config.policy != "sync":
+        raise ConfigError(
+            f"{framework} counts steps on every rank, and under policy "
+            f"{config.policy!r} ranks run different numbers of batches; choose "
+            "policy='sync' (also in ELCHE_POLICY), or use elche.setup in your own loop"
+        )
+    if config.leave_out:
+        raise ConfigError(
+            f"{framework} counts steps on every rank, also on ranks that would be left "
+            "out; leave leave_out=True out"
+        )
+    return config
+
+
+class ElcheStrategy(SingleDeviceStrategy):
+    """Trains a LightningModule with `elche.setup`.
+
+    Validation, test and prediction run over the whole of their loaders on every rank,
+    as on one device. ``trainer.save_checkpoint`` writes on rank 0.
+
+    Args:
+        checkpoint_io: as in other strategies of Lightning.
+        precision_plugin: likewise.
+        weight_of: what a batch weighs; see `elche.setup`.
+        samples_per_epoch: of an IterableDataset; see `elche.setup`.
+        **options: fields of `elche.RunConfig`; the policy is ``sync``.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or the policy trains windows.
+    """
+
+    strategy_name = "elche"
+
+    def __init__(
+        self,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        weight_of: Callable[[Any], Any] | None = None,
+        samples_per_epoch: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            device=session.device(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._config = sync_config(options, "Lightning's Trainer")
+        self._weight_of = weight_of
+        self._samples_per_epoch = samples_per_epoch
+        self._layer_sync: Any = None  # Lightning's, with Trainer(sync_batchnorm=True)
+        self._exchange: RankExchange | None = None
+        self._batches: TrainingBatches | None = None
+        self.global_rank = self.local_rank = session.rank()
+        self.world_size = session.world_size()
+
+    @property
+    @override
+    def accelerator(self) -> Any:
+        """That of this rank's device, whatever devices other ranks have."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        is_cuda = self.root_device.type == "cuda"
+        self._accelerator = CUDAAccelerator() if is_cuda else CPUAccelerator()
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether what is logged with ``sync_dist=True`` is reduced."""
+        return bool(self.world_size > 1)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._ranks()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._batches = None
+        # elche divides the training batches, and every rank evaluates on all data.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        module = self.lightning_module
+        if self._layer_sync is not None:
+            convert_sync_batchnorm(module)
+        super().setup(trainer)
+        if not any(isinstance(each, _BatchEnds) for each in trainer.callbacks):
+            trainer.callbacks.insert(0, _BatchEnds(self))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        if self._batches is not None:
+            raise ConfigError(
+                "expected one training DataLoader for the whole of trainer.fit, got "
+                "another: return one from train_dataloader(), and leave "
+                "reload_dataloaders_every_n_epochs out"
+            )
+        if not isinstance(dataloader, DataLoader):
+            raise ConfigError(
+                "expected a torch.utils.data.DataLoader to train on, got "
+                f"{type(dataloader).__name__}; elche divides its batches"
+            )
+        if not self.optimizers:
+            raise ConfigError("expected an optimizer from configure_optimizers()")
+        _, _, loader = session.setup(
+            self.lightning_module,
+            self.optimizers[0],
+            dataloader,
+            config=self._config,
+            weight_of=self._weight_of,
+            samples_per_epoch=self._samples_per_epoch,
+        )
+        self._batches = TrainingBatches(loader)
+        return self._batches
+
+    def end_epoch(self) -> None:
+        """The last batch of the epoch has been trained on."""
+        if self._batches is not None:
+            self._batches.end_epoch()
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._ranks().reduce(tensor, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        count = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return count == self.world_size if all else count > 0
+
+    @override
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        if sync_grads and self.world_size > 1:
+            raise ConfigError(
+                "all_gather(sync_grads=True) stacks equal tensors, and ranks train "
+                "shares of different sizes; elche.all_gather() brings their rows, with "
+                "gradient"
+            )
+        return self._ranks().gather(tensor)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._ranks().barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._ranks().broadcast(obj, src)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        with contextlib.suppress(BaseException), session.failing_together():
+            raise exception
+
+    @override
+    def teardown(self) -> None:
+        self.end_epoch()
+        self._batches = None
+        session.shutdown()
+        super().teardown()
+
+    def _ranks(self) -> RankExchange:
+        if self._exchange is None:
+            self._exchange = RankExchange(self.world_size, self._config.timeout_s)
+        return self._exchange
+
+
+class TrainingBatches:
+    """The loader of a run, whose epochs end when Lightning has trained the last batch.
+
+    Lightning counts batches, and never asks for one after the last: elche's epoch would
+    go on until the next begins, through validation.
+
+    Args:
+        loader: what `elche.setup` has returned.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch: Any = None
+        self._left = 0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.end_epoch()
+        self._epoch, self._left = iter(self._loader), len(self)
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._epoch)
+        self._left -= 1
+        return batch
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The user's."""
+        return self._loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's."""
+        return self._loader.batch_sampler
+
+    def end_epoch(self) -> None:
+        """Ends the epoch under way, or leaves it where batches are left."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            return
+        if self._left == 0:
+            next(epoch, None)
+        epoch.close()
+
+
+class _BatchEnds(Callback):
+    """Ends elche's epoch after the last batch, before Lightning validates."""
+
+    def __init__(self, strategy: ElcheStrategy) -> None:
+        self._strategy = strategy
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if trainer.is_last_batch:
+            self._strategy.end_epoch()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.end_epoch()
+
+
+StrategyRegistry.register(
+    ElcheStrategy.strategy_name,
+    ElcheStrategy,
+    description="one model on mismatched devices, at the sum of their speeds",
+    override=True,
+)

@@ -1,0 +1,211 @@
+"""Batches of whole optimizer steps, out of a loader of micro-batches.
+
+A loop that accumulates gradients takes several batches of its loader for one optimizer
+step. Here the ranks share out the step: each collates its part of the step's samples in
+micro-batches of at most the loader's ``batch_size``, with what each of these counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from elche.errors import ConfigError
+
+IGNORED_LABEL = -100
+
+
+class StepBatch(NamedTuple):
+    """This rank's part of an optimizer step.
+
+    Attributes:
+        parts: micro-batches, as the loader collates them.
+        items: what the mean loss of each is a mean over: labels that count; or samples,
+            where the batch has no labels.
+        has_labels: whether these are labels.
+    """
+
+    parts: list[Any]
+    items: list[float]
+    has_labels: bool
+
+
+def items_of(batch: StepBatch) -> float:
+    """What the part weighs among those of the other ranks; for ``weight_of``."""
+    return sum(batch.items)
+
+
+@final
+class StepSampler(Sampler[list[Any]]):
+    """Joins consecutive batches into steps.
+
+    Args:
+        batches: the loader's batch sampler.
+        count: batches of a step; fewer in an epoch's last.
+
+    Attributes:
+        count: as given.
+        skipped: batches to leave out at the start of the next epoch.
+    """
+
+    def __init__(self, batches: Iterable[list[Any]], count: int) -> None:
+        self._batches = batches
+        self.count = count
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        skipped, self.skipped = self.skipped, 0
+        batches = islice(self._batches, skipped, None)
+        while step := list(islice(batches, self.count)):
+            yield list(chain.from_iterable(step))
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self.count)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class StepCollate:
+    """Collates the samples of a step's part in micro-batches, and counts their items.
+
+    Attributes:
+        collate: of a micro-batch.
+        most_samples: of a micro-batch; None: any.
+        shifts_labels: the loss predicts each label from those before it, so that the
+            first of a row counts nowhere.
+    """
+
+    collate: Callable[[Any], Any]
+    most_samples: int | None
+    shifts_labels: bool
+
+    def __call__(self, samples: Sequence[Any]) -> StepBatch:
+        """The part of a step that has these samples."""
+        most = self.most_samples or len(samples)
+        cut = [samples[at : at + most] for at in range(0, len(samples), most)]
+        parts = [self.collate(each) for each in cut]
+        labels = [self._labels_of(part) for part in parts]
+        counted = [float(each) for each in labels if each is not None]
+        if len(counted) == len(parts):
+            return StepBatch(parts, counted, True)
+        return StepBatch(parts, [float(len(each)) for each in cut], False)
+
+    def _labels_of(self, part: Any) -> float | None:
+        """Labels that count; None where there is no tensor of labels."""
+        labels = part.get("shift_labels") if hasattr(part, "get") else None
+        if labels is None and hasattr(part, "get"):
+            labels = part.get("labels")
+            if self.shifts_labels and isinstance(labels, torch.Tensor):
+                labels = labels[..., 1:]
+        if not isinstance(labels, torch.Tensor):
+            return None
+        return float(labels.ne(IGNORED_LABEL).sum())
+
+
+def step_loader(
+    loader: DataLoader[Any], count: int, *, shifts_labels: bool
+) -> tuple[DataLoader[Any], StepSampler | None]:
+    """A loader of optimizer steps over the same data, with the same workers.
+
+    Args:
+        loader: of micro-batches.
+        count: micro-batches of a step.
+        shifts_labels: as in `StepCollate`.
+
+    Returns:
+        The loader, and its sampler; None for that of an IterableDataset.
+
+    Raises:
+        ConfigError: micro-batches of this loader have no fixed size to keep within.
+    """
+    size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+    if count > 1 and not isinstance(size, int):
+        raise ConfigError(
+            "expected a train loader with a batch_size where gradients are accumulated "
+            f"({count} batches per step), got batches of {type(loader.batch_sampler)}; "
+            "set gradient_accumulation_steps=1"
+        )
+    most = size if count > 1 else None
+    sampler: StepSampler | None = None
+    how: dict[str, Any]
+    if isinstance(loader.dataset, IterableDataset):
+        how = {"batch_size": count * (size or 1), "drop_last": loader.drop_last}
+    else:
+        sampler = StepSampler(loader.batch_sampler or [], count)
+        how = {"batch_sampler": sampler}
+    steps: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        collate_fn=StepCollate(loader.collate_fn, most, shifts_labels),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory and torch.accelerator.is_available(),
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
+        **how,
+    )
+    return steps, sampler
+
+
+@final
+class StepEpochs:
+    """The train loader of a loop that iterates for itself and counts micro-batches.
+
+    Args:
+        loader: of the loop's framework; what is not said here is its own.
+        steps: what `elche.setup` returned for `step_loader`'s.
+        sampler: of that loader.
+    """
+
+    def __init__(self, loader: Any, steps: Any, sampler: StepSampler | None) -> None:
+        self._loader = loader
+        self._steps = steps
+        self._sampler = sampler
+        self._epoch: Iterator[StepBatch] = iter(())
+        self._left = -1
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        try:
+            self._left = len(self._steps)
+        except TypeError:  # a stream on one device
+            self._left = -1
+        if self._sampler is not None:
+            self._left -= self._sampler.skipped // self._sampler.count
+        self._epoch = iter(self._steps)
+        return self
+
+    def __next__(self) -> StepBatch:
+        self._left -= 1
+        return next(self._epoch)
+
+    def skip(self, batches: int) -> StepEpochs:
+        """Leaves out micro-batches at the start of the next epoch: whole steps."""
+        assert self._sampler is not None
+        self._sampler.skipped = batches
+        return self
+
+    def end(self) -> None:
+        """Ends the epoch on all ranks if its last step is done, which they hold."""
+        if self._left == 0:
+            next(self._epoch, None)
+
+    def leave(self) -> None:
+        """Ends an epoch of which nothing more will be asked for."""
+        close = getattr(self._epoch, "close", None)
+        if close is not None:
+            close()

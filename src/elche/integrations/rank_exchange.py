@@ -1,0 +1,140 @@
+"""Small values between ranks for Lightning: barriers, decisions, paths, metrics.
+
+They travel through host memory in a gloo group, on whatever devices the ranks train,
+and as msgpack, so that nothing received is unpickled. Where torch has no default group
+it is created, because torchmetrics reduces in it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import msgpack
+import torch
+from torch import distributed as dist
+
+from elche.errors import ConfigError
+
+T = TypeVar("T")
+MOST_DIMS = 8
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        *("float32", "float64", "float16", "bfloat16"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    )
+)
+
+
+@final
+class RankExchange:
+    """What ranks tell each other beside gradients; made on all ranks together.
+
+    Args:
+        world_size: ranks of the run; a single one exchanges nothing.
+        timeout_s: most seconds that a rank waits for the others.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._world_size = world_size
+        self._group: Any = None
+        if world_size == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timeout)
+        self._group = dist.group.WORLD
+        if dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self._world_size > 1:
+            dist.barrier(self._group)
+
+    def reduce(self, value: Any, operation: Any = "mean") -> Any:
+        """The sum, mean, least or greatest of a tensor over ranks; elementwise.
+
+        Args:
+            value: equal shapes on all ranks; what is no tensor comes back as it is.
+            operation: a name, or torch's ReduceOp.
+        """
+        if self._world_size == 1 or not isinstance(value, torch.Tensor):
+            return value
+        name = str(operation or "mean").lower().rpartition(".")[2]
+        is_mean = name in ("mean", "avg")
+        if not (is_mean or name in ("sum", "min", "max")):
+            raise ConfigError(
+                f"expected to reduce by mean, sum, min or max, got {operation!r}"
+            )
+        total = value.detach().cpu().clone()
+        by = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper())
+        dist.all_reduce(total, by, self._group)
+        return (total / self._world_size if is_mean else total).to(value.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, stacked in the order of ranks, without gradient.
+
+        Raises:
+            ConfigError: ranks bring tensors of different shapes or dtypes.
+        """
+        if self._world_size == 1:
+            return tensor
+        host = tensor.detach().cpu().contiguous()
+        forms = self._each(_form_of(host))
+        if any(not form.equal(forms[0]) for form in forms):
+            shapes = [form[2 : 2 + int(form[1])].tolist() for form in forms]
+            raise ConfigError(
+                f"all_gather stacks equal tensors, and the ranks' are {shapes}: ranks "
+                "train shares of different sizes; elche.all_gather() takes them"
+            )
+        return torch.stack(self._each(host)).to(tensor.device)
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """One rank's value of plain Python, on all ranks.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if self._world_size == 1:
+            return value
+        packed = torch.empty(0, dtype=torch.uint8)
+        if dist.get_rank() == source:
+            packed = torch.frombuffer(bytearray(_pack(value)), dtype=torch.uint8)
+        size = torch.tensor([packed.numel()])
+        dist.broadcast(size, source, self._group)
+        if dist.get_rank() != source:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(packed, source, self._group)
+        got: T = msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
+        return got
+
+    def _each(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(parts, tensor, self._group)
+        return parts
+
+
+def _form_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Dtype, number of dimensions and shape, in a tensor of fixed length."""
+    if tensor.dim() > MOST_DIMS or tensor.dtype not in DTYPES:
+        raise ConfigError(
+            f"expected a tensor of at most {MOST_DIMS} dimensions and a real dtype, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )
+    form = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)
+    form[0], form[1] = DTYPES.index(tensor.dtype), tensor.dim()
+    form[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
+    return form
+
+
+def _pack(value: Any) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            "only None, numbers, strings, bytes, lists and dicts are broadcast, got "
+            f"{type(value).__name__}: {error}; a tensor goes through elche.all_gather()"
+        ) from error
+    return packed

@@ -1,0 +1,63 @@
+"""Mean losses of steps over all ranks, summed for a log."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from elche.comm.transport.process_group import Group
+
+MOST_STEPS = 256
+"""Steps whose losses are kept for one message."""
+
+
+@final
+class StepLosses:
+    """Sums the mean losses of steps, each weighted over the ranks as its gradient is.
+
+    Every rank calls it alike.
+
+    Args:
+        group: of the ranks.
+        hides_non_finite: a step's NaN or Inf counts as the mean of those beside it.
+    """
+
+    def __init__(self, group: Group, *, hides_non_finite: bool) -> None:
+        self._group = group
+        self._hides_non_finite = hides_non_finite
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[float] = []
+        self._sum = 0.0
+
+    def begin_step(self, weight: float) -> None:
+        """A step of which this rank's part weighs so much."""
+        if len(self._losses) >= MOST_STEPS:
+            self._reduce()
+        self._weights.append(weight)
+        self._losses.append(torch.zeros((), device="cpu"))
+
+    def add(self, loss: torch.Tensor) -> None:
+        """What a micro-batch adds to the mean loss of this rank's part; no wait."""
+        self._losses[-1] = self._losses[-1].to(loss.device) + loss
+
+    def take(self) -> float:
+        """The sum over the steps since the last call."""
+        self._reduce()
+        total, self._sum = self._sum, 0.0
+        return total
+
+    def _reduce(self) -> None:
+        if not self._losses:
+            return
+        losses = torch.stack([each.to("cpu", torch.float64) for each in self._losses])
+        weights = torch.tensor(self._weights, dtype=torch.float64, device="cpu")
+        self._losses, self._weights = [], []
+        sums = torch.stack((torch.where(weights > 0, losses * weights, 0.0), weights))
+        self._group.all_reduce(sums, "averaging losses")
+        means = sums[0] / sums[1]
+        if self._hides_non_finite:
+            finite = means[means.isfinite()]
+            rest = float(finite.mean()) if len(finite) else 0.0
+            means = torch.where(means.isfinite(), means, rest)
+        self._sum += float(means.sum())

@@ -1,0 +1,269 @@
+"""Hugging Face's Trainer on unequal devices, under `sync`.
+
+The Trainer's own loop runs on every rank, in a process that Accelerate takes for the
+only one. A batch of it is this rank's part of an optimizer step (`optimizer_steps`),
+whose gradients are reduced once, in the last backward pass of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import IterableDataset
+
+from elche import session, session_metrics
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.integrations.main_evaluation import MainEvaluation
+from elche.integrations.optimizer_steps import (
+    StepBatch,
+    StepEpochs,
+    items_of,
+    step_loader,
+)
+from elche.integrations.step_losses import StepLosses
+from elche.integrations.transformers_arguments import (
+    ElcheArgumentsMixin,
+    ElcheTrainingArguments,
+)
+from elche.runtime.training import SetupConfig
+
+import transformers.trainer as hf_trainer  # isort: skip (the arguments check for it)
+from transformers import Trainer  # isort: skip
+from transformers.trainer_utils import EvalLoopOutput  # isort: skip
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = [
+    "ElcheArgumentsMixin",
+    "ElcheTrainer",
+    "ElcheTrainerMixin",
+    "ElcheTrainingArguments",
+]
+
+
+class ElcheTrainerMixin(_Base):
+    """Shares each optimizer step of a Trainer among the ranks of this run.
+
+    For a Trainer of your own: ``class Mine(ElcheTrainerMixin, SFTTrainer)``. A step's
+    global batch is ``per_device_train_batch_size * gradient_accumulation_steps``, as on
+    one device; a rank's share runs in micro-batches of ``per_device_train_batch_size``.
+    The loss of a micro-batch is to be a mean: ``num_items_in_batch`` is the labels of
+    that micro-batch, and elche weighs it by them.
+
+    Args:
+        *args: of the Trainer.
+        elche_config: the run's settings; policy ``"sync"``.
+        **kwargs: of the Trainer.
+
+    Raises:
+        ConfigError: a setting cannot work on several ranks.
+    """
+
+    def __init__(
+        self, *args: Any, elche_config: RunConfig | None = None, **kwargs: Any
+    ) -> None:
+        self._run_config = session.run_config(elche_config, {})
+        if self._run_config.policy != "sync":
+            raise ConfigError(
+                "the Trainer steps, saves and evaluates by its own count of steps, "
+                "which windows change; expected policy 'sync', got "
+                f"{self._run_config.policy!r} (elche_config, or ELCHE_POLICY)"
+            )
+        self._epochs: StepEpochs | None = None
+        self._step_losses: StepLosses | None = None
+        self._main_evaluation: MainEvaluation | None = None
+        self._shares: list[tuple[float, float | None]] = []
+        super().__init__(*args, **kwargs)
+        if session.world_size() > 1:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Refuses what several ranks cannot do.
+
+        Raises:
+            ConfigError: says what.
+        """
+        if not isinstance(self.args, ElcheArgumentsMixin):
+            raise ConfigError(
+                "expected args to be an elche.integrations.transformers."
+                f"ElcheTrainingArguments, got {type(self.args).__name__}, with which "
+                "Accelerate would divide the work as well"
+            )
+        if self.is_model_parallel or self.is_distributed_loading_by_transformers:
+            raise ConfigError(
+                "the model is divided over devices (device_map, DistributedConfig); "
+                "expected one that is whole on the device of each rank"
+            )
+        data = self.train_dataset
+        if isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
+            raise ConfigError(
+                f"how long is an epoch of the stream {type(data).__name__}? On several "
+                "ranks its length must be known: give the dataset __len__"
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the run ends with it, on all ranks."""
+        with session.failing_together():
+            result = super().train(*args, **kwargs)
+        session.shutdown()
+        self._epochs = self._step_losses = self._main_evaluation = None
+        return result
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, on one rank only."""
+        if session.world_size() > 1:
+            raise ConfigError(
+                "hyperparameter_search would draw other parameters on each rank; run "
+                "it on one device, and train with what it has found"
+            )
+        return super().hyperparameter_search(*args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> tuple[Any, Any]:
+        model, loader = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        steps, sampler = step_loader(
+            getattr(loader, "base_dataloader", loader),
+            self.args.gradient_accumulation_steps,
+            shifts_labels=self._loss_shifts_labels,
+        )
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        asked = SetupConfig(config=self._run_config, weight_of=items_of)
+        _, _, shared = session.set_up(model, optimizer, steps, asked)
+        self._epochs = StepEpochs(loader, shared, sampler)
+        self.callback_handler.train_dataloader = self._epochs
+        if (run := session.current_run()) is not None:
+            hides = self.args.logging_nan_inf_filter
+            self._step_losses = StepLosses(run.worker.group, hides_non_finite=hides)
+            self._main_evaluation = MainEvaluation(run.worker.group)
+        return model, self._epochs
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
+            super()._run_epoch(**kwargs)
+        kwargs["train_dataloader"].leave()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
+    ) -> tuple[list[Any], None]:
+        """This rank's part of a step, in as many batches as the loop counts.
+
+        Some of these are empty where the part has fewer micro-batches.
+        """
+        batch = next(epoch_iterator, None)
+        if batch is None:  # another rank has left the epoch
+            self.control.should_training_stop = True
+            return [], None
+        pairs = list(zip(batch.parts, batch.items, strict=True))
+        counted = [pair for pair in pairs if pair[1]]
+        pairs = counted or [(part, 1.0) for part in batch.parts]
+        total = sum(items for _, items in pairs)
+        missing = num_batches - len(pairs)
+        self._shares = [(0.0, None)] * missing
+        for _, items in pairs:
+            self._shares.append((items / total, items if batch.has_labels else None))
+        if self._step_losses is not None:
+            self._step_losses.begin_step(session_metrics.batch_weight())
+        return [*({} for _ in range(missing)), *(part for part, _ in pairs)], None
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Adds the gradient of a micro-batch; the step's last one reduces them all."""
+        share, items = self._shares.pop(0)
+        if not share:
+            return torch.zeros((), device=self.args.device)
+        if items is not None:
+            num_items_in_batch = torch.tensor(items, device=self.args.device)
+        # The loss is a mean over the micro-batch, and counts by its part of the step.
+        self.loss_is_scaled_for_ga = False
+        self.current_gradient_accumulation_steps = 1.0 / share
+        if (run := session.current_run()) is not None:
+            run.host.hold(bool(self._shares))
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self._step_losses is not None:
+            self._step_losses.add(loss)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a micro-batch, which may be empty."""
+        return int(super().floating_point_ops(inputs)) if inputs else 0
+
+    def store_flos(self) -> None:
+        """Adds up those of all ranks."""
+        if (run := session.current_run()) is not None:
+            flos = torch.tensor([self.current_flos], dtype=torch.float64, device="cpu")
+            run.worker.group.all_reduce(flos, "summing floating point operations")
+            self.current_flos: float = flos.item()
+        super().store_flos()
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._epochs is not None:
+            self._epochs.end()
+        control, run = self.control, session.current_run()
+        if run is not None and (control.should_evaluate or control.should_save):
+            run.host.untimed()
+        if control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._set_mean_loss(tr_loss)
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._set_mean_loss(self._tr_loss)
+        return super()._finalize_training(*args, **kwargs)
+
+    def _set_mean_loss(self, tr_loss: torch.Tensor) -> None:
+        """Replaces the sum of this rank's losses by that of the steps'."""
+        if self._step_losses is not None:
+            tr_loss.fill_(self._step_losses.take())
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """In training on rank 0, whose metrics the others take over; else on each."""
+        evaluation, evaluate = self._main_evaluation, super().evaluation_loop
+        if evaluation is None:
+            return evaluate(*args, **kwargs)
+        made: list[Any] = []
+
+        def on_rank_0() -> tuple[Any, int]:
+            made.append(evaluate(*args, **kwargs))
+            return made[0].metrics, made[0].num_samples
+
+        metrics, samples = evaluation.run(on_rank_0)
+        return made[0] if made else EvalLoopOutput(None, None, metrics, samples)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; in training the other ranks hear that it goes on."""
+        if self._main_evaluation is not None:
+            self._main_evaluation.tick()
+        return super().prediction_step(*args, **kwargs)
+
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Saves on the main rank; a checkpoint of training is there for all then."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and session.current_run() is not None:
+            session.barrier()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Rank 0's; the others keep their own, so that no masks are drawn twice."""
+        if session.is_main_process():
+            super()._load_rng_state(checkpoint)
+
+
+class ElcheTrainer(ElcheTrainerMixin, Trainer):
+    """``transformers.Trainer``; see `ElcheTrainerMixin`."""

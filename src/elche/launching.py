@@ -1,0 +1,382 @@
+"""`elche.launch`: a function run by every rank, from a script or a notebook.
+
+A function that a fresh process can import is run in one. A notebook's own functions
+cannot be imported, so that its ranks are forks of it, as in other notebook launchers: a
+fork cannot use CUDA if its parent did, and hangs in the threads of OpenMP, of which it
+therefore uses one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from io import FileIO, TextIOWrapper
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+
+from elche.errors import ConfigError, RemoteRankError
+from elche.runtime.process.launch import LaunchConfig, LaunchResult
+from elche.runtime.process.launch import launch as launch_ranks
+from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.rank_processes import RankProcess, RankProcesses
+from elche.session import shutdown
+
+OUTPUT_BYTES = 1 << 16
+PROCESS = "elche-rank-"
+"""Name of a rank's process, before its number."""
+
+
+class Returned(NamedTuple):
+    """What a rank's function returned, or the error that ended it."""
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+
+
+def launch(
+    main: Callable[..., Any],
+    devices: int | Sequence[str] | None = None,
+    *,
+    args: Sequence[Any] = (),
+    speeds: Sequence[float] | None = None,
+) -> Any:
+    """Runs ``main(*args)`` on every rank of a run, and returns what rank 0 returns.
+
+    From a script (under ``if __name__ == "__main__":``) or a notebook. Each rank is a
+    process, as under ``elche run``; `elche.setup` and all else of elche work in it. A
+    rank's output appears here. Ctrl-C, or a notebook's interrupt, ends all ranks.
+
+    In a script or module, ``main`` stands at the top level and ``args`` can be pickled.
+    A notebook's own functions need nothing of that, but its ranks are forked: CUDA must
+    not have been used in the notebook before, and ranks on the CPU compute with one
+    thread each. A ``main`` imported from a file knows neither limit.
+
+    What rank 0 returns comes back pickled, through a pipe of the process that was
+    started here; of other ranks nothing is returned. Tensors are best moved to the CPU.
+
+    Args:
+        main: what each rank runs.
+        devices: how many ranks, or a device for each, such as ``["cuda:0", "cpu"]``;
+            None for every CUDA device, or one rank on the CPU.
+        args: arguments of ``main``.
+        speeds: relative speeds of emulated CPU devices, in place of ``devices``.
+
+    Raises:
+        ConfigError: an argument is wrong, ``main`` cannot be sent to another process,
+            or this is a rank of a run already.
+        RemoteRankError: the rank that failed first, its error and its traceback.
+        KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
+    """
+    _check_place()
+    if not callable(main):
+        raise ConfigError(f"expected main to be a function, got {main!r}")
+    if speeds is not None and devices is not None:
+        raise ConfigError("expected devices or speeds, got both")
+    if isinstance(devices, str) or [] in (devices, speeds):
+        raise ConfigError(f"expected devices or speeds, got {devices or []!r}")
+    ranks = FunctionRanks(main, tuple(args))
+    if speeds is not None:
+        place: dict[str, Any] = {"speeds": tuple(speeds)}
+    elif devices is None:
+        # Not is_available(), after which no fork can use CUDA.
+        place = {"num_ranks": torch.cuda.device_count() or 1}
+    elif isinstance(devices, int):
+        place = {"num_ranks": devices}
+    else:
+        place = {"devices": tuple(devices)}
+    return ranks.run(LaunchConfig(command=(), start=ranks.start, **place))
+
+
+@final
+class FunctionRanks:
+    """The processes of one call, their output, and what they returned.
+
+    Args:
+        main: what each rank runs.
+        args: its arguments.
+    """
+
+    def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._main = main
+        self._args = args
+        is_fork = _is_defined_in_notebook(main)
+        self._context: ForkContext | SpawnContext = multiprocessing.get_context("spawn")
+        if is_fork:
+            self._context = multiprocessing.get_context("fork")
+        # A notebook shows what is written to its own sys.stdout.
+        is_shown_by_python = sys.stdout is not sys.__stdout__
+        self._output = self._context.Pipe(duplex=False) if is_shown_by_python else None
+        self._results: list[tuple[Connection, Connection]] = []
+        self._returned: dict[int, Returned] = {}
+        self._ready = threading.Event()
+        self._processes: RankProcesses | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, config: LaunchConfig) -> Any:
+        """Starts the ranks in a thread, since a notebook's event loop runs in this one.
+
+        Raises:
+            RemoteRankError: a rank failed.
+        """
+        context = self._context
+        self._results = [context.Pipe(duplex=False) for _ in range(config.world_size)]
+        done, end = context.Pipe(duplex=False)
+        launched: Future[LaunchResult] = Future()
+        launched.add_done_callback(lambda _: self._ended(end))
+        # No ThreadPoolExecutor: a fork of its thread would wait for itself at its end.
+        launching = threading.Thread(
+            target=self._launch, args=(config, launched), name="elche-launch"
+        )
+        launching.start()
+        was_interrupted = False
+        while True:
+            try:
+                if self._pump(done):
+                    break
+            except KeyboardInterrupt:
+                was_interrupted = True
+                self._interrupt()
+        launching.join()
+        self._close(done, end)
+        result = launched.result()
+        if was_interrupted:
+            raise KeyboardInterrupt
+        if result.failed_first is not None:
+            raise self._failure(result.failed_first, result)
+        return self._returned[0].value
+
+    def _launch(self, config: LaunchConfig, launched: Future[LaunchResult]) -> None:
+        try:
+            launched.set_result(launch_ranks(config, self._set_ready))
+        except BaseException as error:  # raised in the thread that called
+            launched.set_exception(error)
+
+    def start(self, rank: int, environment: Mapping[str, str]) -> RankProcess:
+        """Starts a rank; see `LaunchConfig.start`."""
+        writer = self._results[rank][1]
+        output = None if self._output is None else self._output[1]
+        process = self._context.Process(
+            target=_run_rank,
+            args=(self._main, self._args, dict(environment), writer, output),
+            name=f"{PROCESS}{rank}",
+        )
+        with warnings.catch_warnings():
+            # Python warns of forks beside threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                process.start()
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise ConfigError(
+                    "main and args cannot be sent to another process: "
+                    f"{error}; define main at the top level of a module, and give it "
+                    "arguments that can be pickled"
+                ) from error
+        return FunctionProcess(process)
+
+    def _set_ready(self, processes: RankProcesses) -> None:
+        self._loop, self._processes = asyncio.get_running_loop(), processes
+        self._ready.set()
+
+    def _ended(self, end: Connection) -> None:
+        self._ready.set()
+        end.send_bytes(b"")
+
+    def _interrupt(self) -> None:
+        self._ready.wait()
+        if self._loop is not None and self._processes is not None:
+            try:
+                self._loop.call_soon_threadsafe(
+                    self._processes.interrupt, signal.SIGINT
+                )
+            except RuntimeError:  # the loop has ended
+                return
+
+    def _pump(self, done: Connection) -> bool:
+        """Takes what ranks have sent; whether all have ended and nothing is left."""
+        results = {reader: rank for rank, (reader, _) in enumerate(self._results)}
+        readers = [r for r, rank in results.items() if rank not in self._returned]
+        outputs = [] if self._output is None else [self._output[0]]
+        ready = wait([done, *readers, *outputs])
+        if ready == [done]:
+            return True
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            if reader in outputs:
+                text = os.read(reader.fileno(), OUTPUT_BYTES)
+                sys.stdout.write(text.decode(errors="replace"))
+                sys.stdout.flush()
+            elif reader is not done:
+                self._receive(results[reader], reader)
+        return False
+
+    def _receive(self, rank: int, reader: Connection) -> None:
+        try:
+            data = reader.recv_bytes()
+        except EOFError:  # its process died
+            self._returned[rank] = Returned()
+            return
+        self._returned[rank] = Returned(*pickle.loads(data))
+
+    def _close(self, *pipe: Connection) -> None:
+        ends = [*pipe, *(self._output or ())]
+        for pair in self._results:
+            ends += pair
+        for end in ends:
+            end.close()
+
+    def _failure(self, rank: int, result: LaunchResult) -> RemoteRankError:
+        returned = self._returned.get(rank, Returned())
+        code = result.exit_codes[rank]
+        error = returned.error or f"its process ended with code {code}"
+        return RemoteRankError(f"rank {rank} failed: {error}", rank, returned.traceback)
+
+
+@final
+class FunctionProcess:
+    """A process of Python's multiprocessing as the launcher watches it.
+
+    Args:
+        process: it has been started.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """See `RankProcess`."""
+        return self._process.exitcode
+
+    def send_signal(self, signal: int, /) -> None:
+        """See `RankProcess`."""
+        if self._process.pid is not None:
+            os.kill(self._process.pid, signal)
+
+    async def wait(self) -> int:
+        """See `RankProcess`."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        await ended.wait()
+        loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        return self._process.exitcode or 0
+
+
+def _check_place() -> None:
+    """Refuses processes that are to start no ranks.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if multiprocessing.current_process().name.startswith(PROCESS):
+        raise ConfigError(
+            "elche.launch is called while a rank imports this script; call it under "
+            'if __name__ == "__main__":'
+        )
+    if "ELCHE_COORDINATOR" in os.environ or "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "this process is a rank of a run already (elche run, elche.launch or "
+            "torchrun): call main() itself, or start the script with python"
+        )
+
+
+def _is_defined_in_notebook(main: Callable[..., Any]) -> bool:
+    """Whether no fresh process could import it."""
+    return main.__module__ == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+
+
+def _run_rank(
+    main: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: Mapping[str, str],
+    results: Connection,
+    output: Connection | None,
+) -> NoReturn:
+    """In a rank's process: the call, and the hooks of a process that ends by itself."""
+    _begin_rank(environment, output)
+    code = 0
+    try:
+        if _is_fork() and _wants_cuda():
+            _check_cuda()
+        value = main(*args)
+        is_first = environment["RANK"] == "0"
+        message = pickle.dumps((value if is_first else None, "", ""))
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        message = pickle.dumps((None, f"SystemExit: {ended.code}" if code else "", ""))
+    except BaseException as error:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)  # notifies the others
+        summary = traceback.format_exception_only(error)[-1].strip()
+        text = "".join(traceback.format_exception(error))
+        message = pickle.dumps((None, summary, text))
+    atexit._run_exitfuncs()  # which multiprocessing leaves out
+    results.send_bytes(message)
+    sys.exit(code)
+
+
+def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> None:
+    """Makes a new process of multiprocessing what `elche run` starts."""
+    is_fork = _is_fork()
+    if is_fork:
+        atexit._clear()  # of the notebook
+        sys.excepthook = sys.__excepthook__
+        shutdown()  # the notebook's own run
+    if is_fork or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if is_fork else int(environment["OMP_NUM_THREADS"]))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ[PIPE] = str(parent.sentinel)
+    if output is not None:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+        sys.stdout, sys.stderr = (
+            TextIOWrapper(FileIO(number, "w", closefd=False), line_buffering=True)
+            for number in (1, 2)
+        )
+
+
+def _is_fork() -> bool:
+    """Whether this process is the fork of a notebook."""
+    return multiprocessing.get_start_method() == "fork"
+
+
+def _wants_cuda() -> bool:
+    if "ELCHE_SPEED" in os.environ or os.environ.get("ELCHE_DEVICE") == "cpu":
+        return False
+    return torch.cuda.device_count() > 0
+
+
+def _check_cuda() -> None:
+    """Refuses CUDA in a fork whose parent has used it.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise ConfigError(
+            "CUDA was used in this notebook before elche.launch, and its forks cannot "
+            "use it any more: restart the kernel and leave CUDA alone before, or write "
+            f"main to a file (%%writefile train.py) and import it ({error})"
+        ) from error

@@ -1,0 +1,139 @@
+"""An epoch from its first batch to its last, in as many parts as it is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from elche.coordination.accounts.batch_ranges import BatchSizes, Range
+from elche.coordination.accounts.epoch_parts import PartRanges
+from elche.coordination.protocol.instructions import EndEpoch
+from elche.errors import ConfigError
+from elche.runtime.data.positions import EpochPositions, packed_keys
+
+STATE_KEYS = {"number", "sizes", "left", "keys", "is_packed", "samples_before", "most"}
+
+
+class EpochCourse:
+    """What is done of an epoch, and what is left: the same on all ranks.
+
+    Args:
+        number: of the epoch, over the whole run.
+        keys: of every position; of those that are done anything.
+        sizes: of the user's global batches.
+        left: positions to train on.
+        samples_before: of the run, when the epoch began; as this process counts.
+        most: batches that were drawn at most; None for a whole epoch.
+
+    Attributes:
+        ends: of its parts so far.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        keys: torch.Tensor | Sequence[Any],
+        sizes: BatchSizes,
+        left: PartRanges,
+        samples_before: int,
+        most: int | None,
+    ) -> None:
+        self.number = number
+        self.sizes = sizes
+        self.samples_before = samples_before
+        self.ends: list[EndEpoch] = []
+        self._keys = keys
+        self._most = most
+        self._left = left
+        self._is_whole = left.num_positions == sizes.num_samples
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left."""
+        return not self._left.ranges
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some of it was done before this part."""
+        return not self._is_whole
+
+    @property
+    def part_sizes(self) -> BatchSizes:
+        """Global batches of the part that is left."""
+        return self.sizes if self._is_whole else self._left.sizes_in(self.sizes)
+
+    def positions(self, seed: int | None) -> EpochPositions:
+        """What is left, for a loader."""
+        return EpochPositions(
+            self._keys,
+            self.part_sizes,
+            self.number,
+            seed,
+            self._most,
+            None if self._is_whole else self._left,
+        )
+
+    def rebase(self, samples: int) -> None:
+        """The run's samples are counted on from so many."""
+        self.samples_before += samples
+
+    def ended(self, end: EndEpoch) -> None:
+        """A part has ended: what it left is left."""
+        self.ends.append(end)
+        self.done(end.left)
+
+    def done(self, left: Sequence[Range]) -> None:
+        """All of the part but these ranges of it is done."""
+        self._left = self._left.origins_of(left)
+        self._is_whole = False
+
+    def state_dict(self, samples: int) -> dict[str, Any]:
+        """The epoch and what is left of it, when the run has trained on so many."""
+        keys, left = self._keys, self._left.ranges
+        if isinstance(keys, torch.Tensor):
+            pieces = [keys[start:stop] for start, stop in left]
+            held = torch.cat(pieces) if pieces else keys[:0].clone()
+            is_packed = False
+        else:
+            held, kind = packed_keys([k for a, b in left for k in keys[a:b]])
+            is_packed = bool(kind)
+        return {
+            "number": self.number,
+            "sizes": [list(run) for run in self.sizes.runs],
+            "left": [list(part) for part in left],
+            "keys": held,
+            "is_packed": is_packed,
+            "samples_before": self.samples_before - samples,
+            "most": self._most,
+        }
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> EpochCourse:
+        """Goes on from :meth:`state_dict`.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        if set(state) != STATE_KEYS:
+            raise ConfigError(
+                f"expected an epoch with entries {sorted(STATE_KEYS)}, got "
+                f"{sorted(state)}: the checkpoint is of another version of elche"
+            )
+        sizes = BatchSizes(tuple((int(a), int(b)) for a, b in state["sizes"]))
+        left = PartRanges(tuple((int(a), int(b)) for a, b in state["left"]))
+        kept = state["keys"]
+        keys: Any = torch.zeros(sizes.num_samples, dtype=torch.int64, device="cpu")
+        if state["is_packed"]:
+            raw = kept.numpy().tobytes()
+            kept = list(msgpack.unpackb(raw, use_list=False)) if raw else []
+            keys = [None] * sizes.num_samples
+        at = 0
+        for start, stop in left.ranges:
+            keys[start:stop] = kept[at : at + stop - start]
+            at += stop - start
+        return EpochCourse(
+            state["number"], keys, sizes, left, state["samples_before"], state["most"]
+        )

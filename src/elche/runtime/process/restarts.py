@@ -1,0 +1,239 @@
+"""Restarts of a whole run after a rank has died: all ranks anew, from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, final
+
+from elche.checkpoint.store import CheckpointStore
+from elche.errors import ConfigError
+from elche.runtime.process.launch import LaunchConfig, LaunchResult, launch
+
+DIR: Final = "ELCHE_CHECKPOINT_DIR"
+EVERY: Final = "ELCHE_CHECKPOINT_EVERY_S"
+KEEP: Final = "ELCHE_CHECKPOINT_KEEP"
+RESUME: Final = "ELCHE_RESUME"
+AT_ONCE_S: Final = 60.0
+"""A start that ends before has come to nothing, where no checkpoint tells."""
+PROBE_S: Final = 60.0
+DEVICE_FILES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Of accelerators; without any no device of a run can be gone."""
+_PROBE: Final = (
+    "import sys, torch; torch.ones(1, device=sys.argv[1]).add_(1).item()"  # a kernel
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartConfig:
+    """Where checkpoints lie, and how often a run is started anew.
+
+    Attributes:
+        checkpoint_dir: folder of the run's checkpoints, if elche writes any.
+        every_s: seconds between two of them; None: the script decides.
+        keep: how many complete ones are kept.
+        resume: the first start goes on from the newest of them as well.
+        max_restarts: how often a run is started anew after a death.
+    """
+
+    checkpoint_dir: Path | None = None
+    every_s: float | None = None
+    keep: int = 2
+    resume: bool = False
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigError(
+                f"expected --max-restarts from 0 on, got {self.max_restarts}"
+            )
+        if self.keep < 1:
+            raise ConfigError(f"expected --keep of at least 1, got {self.keep}")
+        if self.every_s is not None and not 0 < self.every_s < math.inf:
+            raise ConfigError(
+                f"expected --checkpoint-every in positive seconds, got {self.every_s!r}"
+            )
+        if self.checkpoint_dir is None and (self.every_s is not None or self.resume):
+            raise ConfigError(
+                "--checkpoint-every and --resume need a --checkpoint-dir to write to "
+                "and resume from"
+            )
+
+    def environment(self, is_restart: bool) -> dict[str, str]:
+        """What ranks are told of it."""
+        if self.checkpoint_dir is None:
+            return {}
+        folder = str(self.checkpoint_dir.resolve())
+        told = {DIR: folder, KEEP: str(self.keep)}
+        if self.every_s is not None:
+            told[EVERY] = repr(self.every_s)
+        if self.resume or is_restart:
+            told[RESUME] = folder
+        return told
+
+
+def launch_with_restarts(
+    config: LaunchConfig, restarts: RestartConfig, say: Callable[[str], None]
+) -> LaunchResult:
+    """Runs ranks as `launch` does, and starts all of them anew after a death.
+
+    Not after a clean end, nor after a signal to the launcher, nor where the same error
+    has ended two starts in a row without anything won in between.
+
+    Args:
+        config: what to start.
+        restarts: how often, and where checkpoints lie.
+        say: takes a line for the user.
+
+    Returns:
+        How the last start ended.
+
+    Raises:
+        ConfigError: a device does not exist, or the folder holds another run.
+    """
+    return _Restarts(config, restarts, say).run()
+
+
+@final
+class _Restarts:
+    """One run over all its starts."""
+
+    def __init__(
+        self, config: LaunchConfig, restarts: RestartConfig, say: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._restarts = restarts
+        self._say = say
+        folder = restarts.checkpoint_dir
+        self._store = None if folder is None else CheckpointStore(folder, restarts.keep)
+        self._died_s = math.nan
+
+    def run(self) -> LaunchResult:
+        """All starts; how the last one ended."""
+        self._check_folder()
+        config, error = self._config, ""
+        for number in range(self._restarts.max_restarts + 1):
+            newest, begun_s = self._newest(), time.monotonic()
+            result = launch(self._told(config, is_restart=number > 0))
+            left = self._restarts.max_restarts - number
+            if not result.exit_code or result.signal or not left:
+                break
+            self._died_s = result.failed_s or time.monotonic()
+            lived_s = self._died_s - begun_s
+            has_won = self._newest() != newest if self._store else lived_s > AT_ONCE_S
+            before, error = error, _why(result)
+            if error == before and result.exit_code < 128 and not has_won:
+                self._say(f"no restart: {error}, twice, and nothing won in between")
+                break
+            remaining = self._without_gone(config, result)
+            if remaining is None:
+                break
+            config = remaining
+            self._keep_story(number)
+            self._say(
+                f"{error}, after {lived_s:.1f} s; starting {_all(config.world_size)} "
+                f"anew from {self._newest() or 'what the script has saved'}, "
+                f"restarts left: {left - 1}"
+            )
+        return result
+
+    def _told(self, config: LaunchConfig, is_restart: bool) -> LaunchConfig:
+        own = self._restarts.environment(is_restart)
+        return replace(
+            config,
+            environment={**config.environment, **own},
+            on_first_batch=self._say_first_batch if is_restart else None,
+        )
+
+    def _say_first_batch(self) -> None:
+        """The coordinator has the first report of batches: they are done by then."""
+        self._say(f"first batches {time.monotonic() - self._died_s:.1f} s after it")
+
+    def _newest(self) -> str | None:
+        return None if self._store is None else self._store.newest_name()
+
+    def _check_folder(self) -> None:
+        """It can be written to, and holds no run that this one would thin out."""
+        folder, newest = self._restarts.checkpoint_dir, self._newest()
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"expected a --checkpoint-dir that can be made, got {folder}: "
+                f"{error.strerror}"
+            ) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"expected a --checkpoint-dir to write to, got {folder}, which does "
+                "not let this user"
+            )
+        if newest is not None and not self._restarts.resume:
+            raise ConfigError(
+                f"expected an empty --checkpoint-dir, got {folder} with {newest} of "
+                "another run; go on from it with --resume, or name another folder"
+            )
+
+    def _keep_story(self, number: int) -> None:
+        """That of the start that has ended, which the next would write over."""
+        path = self._config.story_path
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.replace(path.with_name(f"{path.name}.{number}"))
+
+    def _without_gone(
+        self, config: LaunchConfig, result: LaunchResult
+    ) -> LaunchConfig | None:
+        """The ranks whose devices are there; None if no device is.
+
+        Looked at is the device of the rank that failed first, where it is a real one.
+        """
+        has_accelerators = any(os.path.exists(path) for path in DEVICE_FILES)
+        devices = config.device_names() if has_accelerators else None
+        if result.failed_first is None or devices is None:
+            return config
+        gone = devices[result.failed_first]
+        if not gone.startswith("cuda") or _opens(gone):
+            return config
+        rest = tuple(name for name in devices if name != gone)
+        self._say(f"{gone} cannot be opened any more: going on with {rest or 'none'}")
+        return replace(config, devices=rest, num_ranks=None) if rest else None
+
+
+def _why(result: LaunchResult) -> str:
+    """Which rank ended the run and how, in a line."""
+    rank = result.failed_first
+    assert rank is not None
+    code = result.exit_codes[rank]
+    with contextlib.suppress(ValueError):
+        return f"rank {rank} was killed by {signal.Signals(code - 128).name}"
+    reason = result.reason.splitlines()[0] if result.reason else "see its output"
+    return f"rank {rank} ended with code {code} ({reason})"
+
+
+def _all(world_size: int) -> str:
+    return "the rank" if world_size == 1 else f"all {world_size} ranks"
+
+
+def _opens(device: str) -> bool:
+    """Whether a new process can compute on a device."""
+    try:
+        code = subprocess.run(
+            [sys.executable, "-c", _PROBE, device],
+            timeout=PROBE_S,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return False
+    return code == 0

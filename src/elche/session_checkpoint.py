@@ -1,0 +1,117 @@
+"""`elche.epochs`, `elche.save`, `elche.resume`: runs that stop and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elche.checkpoint.keeper import CheckpointConfig
+from elche.errors import ConfigError
+from elche.process import process
+
+
+def epochs(count: int) -> Iterator[int]:
+    """Numbers of the epochs that are left, to train in.
+
+    All of them in a fresh run; in one that was resumed inside an epoch first that one,
+    of which the loader then hands out only what was left of it::
+
+        for epoch in elche.epochs(10):
+            for x, y in loader:
+                ...
+
+    Resumes by itself where ``elche run --resume`` asks for that, and makes checkpoints
+    by time where ``--checkpoint-every`` or `elche.save_every` do: inside epochs and
+    between them. Every rank calls it.
+
+    Args:
+        count: epochs of the whole run.
+
+    Raises:
+        ConfigError: this is no number of epochs, or there is no run yet.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"expected a number of epochs from 0 on, got {count!r}")
+    _needs_run("epochs")
+    return process.checkpoints.epochs(count)
+
+
+def save_every(folder: str | Path, *, every_s: float = 600.0, keep: int = 2) -> None:
+    """Makes checkpoints by time from now on, inside epochs and between them.
+
+    Every rank calls it, after `elche.setup` and before the first epoch.
+
+    Args:
+        folder: where to; the same one on all ranks.
+        every_s: seconds from one to the next.
+        keep: how many complete ones are kept, the newest.
+
+    Raises:
+        ConfigError: a setting is wrong, there is no run, or it records or replays.
+    """
+    _needs_run("save_every")
+    config = CheckpointConfig(folder=Path(folder), every_s=every_s, keep=keep)
+    process.checkpoints.configure(config)
+
+
+def register_for_checkpointing(*objects: Any, **named: Any) -> None:
+    """Has the state of these objects saved and resumed with the run.
+
+    Whatever has ``state_dict()`` and ``load_state_dict()``: a GradScaler, schedulers
+    that elche does not follow, optimizers beside the one given to `elche.setup`, an EMA
+    that is none of ``copies=``, counters of your own. What moves with the model is
+    stored once where ranks hold it in common, anything else for each rank. Call it
+    after `elche.setup`, on every rank, in the same order.
+
+    Raises:
+        ConfigError: an object has no state, or a name comes twice.
+    """
+    _needs_run("register_for_checkpointing")
+    first = process.checkpoints.num_registered
+    numbered = {f"object {first + at}": each for at, each in enumerate(objects)}
+    process.checkpoints.register({**numbered, **named})
+
+
+def save(folder: str | Path) -> None:
+    """Makes a checkpoint of the run in a folder, for `resume`; every rank calls it.
+
+    Between epochs it is made at once; call it at the end of the epoch's body. Inside a
+    loop rank 0's call asks for one: it is made a few batches later, where all ranks
+    pause with one model. Files are written beside training.
+
+    Args:
+        folder: where to; the same one on all ranks. The two newest are kept.
+
+    Raises:
+        ConfigError: there is no run, an object has no state that can be stored, or
+            nobody knows what is left of the epoch.
+    """
+    _needs_run("save")
+    process.checkpoints.save(Path(folder))
+
+
+def resume(folder: str | Path) -> bool:
+    """Goes on from the newest complete checkpoint in a folder; every rank calls it.
+
+    Call it after `elche.setup` and `register_for_checkpointing`, before the first
+    epoch. The number of ranks may be another one than that which saved it.
+
+    Args:
+        folder: where checkpoints were made.
+
+    Returns:
+        Whether there was one; the run is a fresh one otherwise.
+
+    Raises:
+        ConfigError: there is no run, or an epoch has begun.
+        MismatchError: model, optimizer or what is registered are others.
+        CheckpointError: another version of elche wrote it.
+    """
+    _needs_run("resume")
+    return process.checkpoints.resume(Path(folder))
+
+
+def _needs_run(call: str) -> None:
+    if process.run is None:
+        raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")

@@ -1,0 +1,349 @@
+"""Whatever happens while it is written: the newest complete checkpoint is intact."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from elche.checkpoint import manifest as manifests
+from elche.checkpoint.bare_model import bare_state
+from elche.checkpoint.files import Disk
+from elche.checkpoint.manifest import MANIFEST, read_manifest
+from elche.checkpoint.store import CheckpointStore
+from elche.checkpoint.writer import CheckpointWriter
+from elche.errors import CheckpointError, ConfigError
+from tests.checkpoint.failing_disk import DyingDisk, FullDisk, QuickDisk
+from tests.harness.rank_pool import RankPool
+
+WAIT_S = 60.0
+
+
+def save(
+    folder: Path,
+    content: float,
+    *,
+    disks: Sequence[Disk] = (QuickDisk(),),
+    run_id: str = "run",
+    keep: int = 2,
+    size: int = 4,
+    deadline_s: float = WAIT_S,
+) -> list[str | None]:
+    """Writes a checkpoint of as many ranks as disks; why each could not, if so."""
+    stores = [CheckpointStore(folder, keep, disk) for disk in disks]
+    writers = [
+        CheckpointWriter(store, rank, len(disks), run_id, deadline_s)
+        for rank, store in enumerate(stores)
+    ]
+    name = stores[0].next_name()
+    model = {"weight": torch.full((size,), content)}
+    shared = {"model": model, "steps": content, "moments": torch.ones(3) * content}
+    for rank in reversed(range(len(writers))):
+        rest: dict[str, Any] = {}
+        if rank == 0:
+            rest = {"shared": shared, "model": model, "manifest": {"steps": content}}
+        writers[rank].begin(name, own=[rank, content, torch.zeros(2)], **rest)
+    for writer in writers:
+        writer.close(WAIT_S)
+    return [writer.failure for writer in writers]
+
+
+def content_of(folder: Path, num_ranks: int = 1) -> float:
+    """That of the newest checkpoint, after comparing all its parts."""
+    newest = CheckpointStore(folder).newest()
+    if newest is None:
+        return 0.0
+    assert newest.manifest.world_size == num_ranks
+    content = float(newest.manifest.info["steps"])
+    shared = newest.shared()
+    assert shared["steps"] == content
+    for tensor in (shared["model"]["weight"], shared["moments"]):
+        assert (tensor == content).all()
+    model = load_file(newest.path / "model.safetensors")
+    assert (model["weight"] == content).all()
+    for rank in range(num_ranks):
+        assert newest.of_rank(rank)[:2] == [rank, content]
+    return content
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    for content in range(1, 6):
+        assert save(tmp_path, content) == [None]
+        assert content_of(tmp_path) == content
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-00000004", "checkpoint-00000005"]
+    assert CheckpointStore(tmp_path).next_name() == "checkpoint-00000006"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_death_after_any_operation(tmp_path: Path, num_ranks: int) -> None:
+    """A process that dies anywhere; the run that starts anew then is healthy."""
+    operations, held = 0, []
+    while True:
+        folder = tmp_path / str(operations)
+        healthy = [QuickDisk()] * num_ranks
+        for content in (1.0, 2.0):
+            save(folder, content, disks=healthy)
+        disk = DyingDisk(operations)
+        save(folder, 3.0, disks=[disk] * num_ranks, run_id="dies", deadline_s=0.2)
+        held.append(content_of(folder, num_ranks))
+        assert held[-1] in (2.0, 3.0)
+        save(folder, 4.0, disks=healthy, run_id="again")
+        assert content_of(folder, num_ranks) == 4.0
+        complete = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
+        assert len(complete) == 2
+        assert not list(folder.rglob("*.partial"))
+        if not disk.is_dead:
+            break
+        operations += 1
+    assert sorted(held) == held if num_ranks == 1 else held[-1] == 3.0
+    assert operations > 25
+
+
+@pytest.mark.parametrize("operations", [0, 5, 12])
+def test_death_in_the_first_checkpoint(tmp_path: Path, operations: int) -> None:
+    save(tmp_path, 1.0, disks=[DyingDisk(operations)])
+    assert CheckpointStore(tmp_path).newest() is None
+    save(tmp_path, 2.0)
+    assert content_of(tmp_path) == 2.0
+
+
+def test_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With any room that is too little nothing is torn; with more it goes on."""
+    save(tmp_path, 1.0)
+    needed = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
+    failures = 0
+    for room in range(0, needed + 300, 97):
+        caplog.clear()
+        before = content_of(tmp_path)
+        [failure] = save(tmp_path, before + 1, disks=[FullDisk(room)])
+        if failure is None:
+            assert content_of(tmp_path) == before + 1
+            continue
+        failures += 1
+        assert "No space left on device" in failure
+        assert "training goes on without it" in caplog.text
+        assert content_of(tmp_path) == before
+        assert len(list(tmp_path.iterdir())) <= 2  # the torn one has made room
+    assert failures > 5
+    assert content_of(tmp_path) > 1.0
+
+
+def test_full_disk_of_another_rank(tmp_path: Path) -> None:
+    """Rank 0 hears of it, and does not wait for its deadline."""
+    save(tmp_path, 1.0, disks=[QuickDisk(), QuickDisk()])
+    failures = save(tmp_path, 2.0, disks=[QuickDisk(), FullDisk(50)])
+    assert "rank 1 could not write its part" in str(failures[0])
+    assert content_of(tmp_path, num_ranks=2) == 1.0
+
+
+def test_a_rank_that_never_writes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    writer = CheckpointWriter(store, 0, 2, "run", deadline_s=0.1)
+    writer.begin(store.next_name(), own=1, shared=2)
+    with pytest.raises(CheckpointError, match=r"rank 1's part did not come within 0.1"):
+        writer.wait(WAIT_S)
+    writer.close(WAIT_S)
+    with pytest.raises(CheckpointError, match="begun after the run's last one"):
+        writer.begin(store.next_name(), own=1)
+
+
+def test_a_run_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    """What other ranks have written by then is completed."""
+    stores = [CheckpointStore(tmp_path) for _ in range(2)]
+    first, second = (CheckpointWriter(s, r, 2, "a", 1e6) for r, s in enumerate(stores))
+    first.begin("checkpoint-00000001", own=1, shared=2)
+    first.stop_waiting()
+    with pytest.raises(CheckpointError, match="the run failed before rank 1's part"):
+        first.wait(WAIT_S)
+    second.begin("checkpoint-00000002", own=1)
+    second.close(WAIT_S)
+    first.begin("checkpoint-00000002", own=1, shared=2)
+    first.close(WAIT_S)
+    newest = stores[0].newest()
+    assert newest is not None
+    assert newest.name == "checkpoint-00000002"
+
+
+def test_part_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+    for run_id in ("dead", "alive"):
+        store = CheckpointStore(tmp_path)
+        writer = CheckpointWriter(store, 1, 2, run_id, WAIT_S)
+        if run_id == "dead":
+            writer.begin("checkpoint-00000001", own=run_id)
+            writer.wait(WAIT_S)
+            first = CheckpointWriter(store, 0, 2, "alive", WAIT_S)
+            first.begin("checkpoint-00000001", own="first", shared=None)
+            assert first.is_busy
+        else:
+            writer.begin("checkpoint-00000001", own=run_id)
+        writer.close(WAIT_S)
+    first.close(WAIT_S)
+    newest = store.newest()
+    assert newest is not None
+    assert newest.of_rank(1) == "alive"
+
+
+def test_a_flipped_byte_in_any_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for content in (1.0, 2.0):
+        save(tmp_path, content, disks=[QuickDisk()] * 2)
+    newest = CheckpointStore(tmp_path).newest()
+    assert newest is not None
+    files = sorted(newest.path.iterdir())
+    assert len(files) == 8
+    for file in files:
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 7)):
+            torn = bytearray(whole)
+            torn[place] ^= 0x10
+            file.write_bytes(torn)
+            caplog.clear()
+            assert content_of(tmp_path, num_ranks=2) == 1.0
+            assert f"passed over: {file.name}" in caplog.text
+        for cut in (0, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:cut])
+            assert content_of(tmp_path, num_ranks=2) == 1.0
+        file.unlink()
+        assert content_of(tmp_path, num_ranks=2) == 1.0
+        file.write_bytes(whole)
+    assert content_of(tmp_path, num_ranks=2) == 2.0
+
+
+def test_a_damaged_one_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    for content in (1.0, 2.0):
+        save(tmp_path, content)
+    (tmp_path / "checkpoint-00000002" / "rank0.json").write_text("{}")
+    store = CheckpointStore(tmp_path, keep=2, disk=QuickDisk())
+    assert store.newest() is not None
+    writer = CheckpointWriter(store, 0, 1, "run", WAIT_S)
+    writer.begin(store.next_name(), own=1)
+    writer.close(WAIT_S)
+    assert (tmp_path / "checkpoint-00000001" / MANIFEST).exists()
+
+
+def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1.0)
+    monkeypatch.setattr(manifests, "FORMAT", 7)
+    with pytest.raises(
+        CheckpointError,
+        match=r"expected a checkpoint of format 7.* got format 1 by elche \d.*resume "
+        "with that version",
+    ):
+        CheckpointStore(tmp_path).newest()
+
+
+def test_another_folder_than_one_of_checkpoints(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none").newest() is None
+    (tmp_path / "notes.txt").write_text("mine")
+    save(tmp_path, 1.0)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(
+        CheckpointError, match=r"00000009: manifest.json cannot be read"
+    ):
+        CheckpointStore(tmp_path).open("checkpoint-00000009")
+    with pytest.raises(CheckpointError, match="expected a rank below 1"):
+        CheckpointStore(tmp_path).open("checkpoint-00000001").of_rank(1)
+    with pytest.raises(ConfigError, match="to keep at least 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_unwritable_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    [failure] = save(tmp_path / "file" / "below", 1.0)
+    assert "Not a directory" in str(failure)
+    assert "training goes on" in caplog.text
+
+
+def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path), 0, 1, "run", WAIT_S)
+    name = "checkpoint-00000001"
+    with pytest.raises(ConfigError, match=r"shared\.x: expected .* got a object"):
+        writer.begin(name, own=None, shared={"x": object()})
+    with pytest.raises(ConfigError, match="what JSON has words for"):
+        writer.begin(name, own=None, manifest={"x": object()})
+    assert not writer.is_busy
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_the_model_alone_loads_into_the_bare_model(tmp_path: Path) -> None:
+    """Without what `torch.compile` puts before names, tied weights under each."""
+    model = nn.Sequential(_Tied(), torch.compile(nn.Linear(4, 2), backend="eager"))
+    whole: Any = torch.compile(model, backend="eager")
+    store = CheckpointStore(tmp_path)
+    writer = CheckpointWriter(store, 0, 1, "run", WAIT_S)
+    shared = {"model": whole.state_dict()}
+    writer.begin(store.next_name(), own=0, shared=shared, model=bare_state(whole))
+    writer.close(WAIT_S)
+    newest = store.newest()
+    assert newest is not None
+    fresh = nn.Sequential(_Tied(), nn.Linear(4, 2))
+    fresh.load_state_dict(load_file(newest.path / "model.safetensors"))
+    plain = [*model[0].parameters(), *model[1].parameters()]
+    for ours, theirs in zip(fresh.parameters(), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    own = load_file(newest.path / "shared.safetensors")
+    assert not own  # its tensors are the model's
+    whole.load_state_dict(newest.shared()["model"])
+
+
+def write_until_killed(folder: str, kill_after_s: float) -> None:
+    """Writes one checkpoint after the other, in a process that kills itself."""
+    path, run_id, content = Path(folder), str(os.getpid()), 0.0
+    if newest := CheckpointStore(path).newest():
+        content = float(newest.manifest.info["steps"])
+    timer = threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.start()
+    while True:
+        content += 1
+        save(path, content, disks=[Disk()], run_id=run_id, size=1 << 20)
+
+
+@pytest.mark.slow
+def test_kill_9_while_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    last, torn = 0.0, 0
+    with RankPool(1) as pool:
+        for attempt in range(20):
+            seconds = 0.3 + 0.037 * attempt
+            [outcome] = pool.run(
+                write_until_killed, str(tmp_path), seconds, expect_failure=True
+            )
+            assert outcome.error is not None
+            assert outcome.error.way == "died"
+            names = [path for path in tmp_path.iterdir() if path.is_dir()]
+            torn += any(not (path / MANIFEST).exists() for path in names)
+            now = content_of(tmp_path)
+            assert now >= last
+            last = now
+    assert not caplog.records  # none was damaged, some were not complete
+    assert last > 20
+    assert torn > 5
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    save(tmp_path, 1.0)
+    folder = tmp_path / "checkpoint-00000001"
+    text = json.loads((folder / MANIFEST).read_text())
+    manifest = read_manifest(folder)
+    assert not isinstance(manifest, CheckpointError)
+    assert sorted(text["manifest"]["versions"]) == ["elche", "python", "torch"]
+    assert manifest.info == {"steps": 1.0}

@@ -1,0 +1,72 @@
+"""Epochs that are cut again and again: every position in one part, once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes, Range, joined
+from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
+from elche.coordination.protocol.instructions import EndEpoch
+
+sizes_of_epochs = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(
+    BatchSizes.of
+)
+
+
+@st.composite
+def ranges_in(draw: st.DrawFn, length: int) -> list[Range]:
+    """Ascending ranges of what is left of so many positions."""
+    kept = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    return joined((at, at + 1) for at, keep in enumerate(kept) if keep)
+
+
+@given(st.data(), sizes_of_epochs, st.integers(1, 3))
+def test_every_position_is_trained_on_in_one_part(
+    data: st.DataObject, sizes: BatchSizes, parts: int
+) -> None:
+    left = PartRanges(((0, sizes.num_samples),))
+    done: list[int] = []
+    for _ in range(4):
+        own = left.sizes_in(sizes).cut_by(BatchCut(parts=parts))
+        assert own.num_samples == left.num_positions
+        batches = [
+            list(range(own.position_of(b), own.position_of(b) + own.run_of(b)[0]))
+            for b in range(own.num_batches)
+        ]
+        origins = [[left.origin_of(at) for at in batch] for batch in batches]
+        for batch in origins:  # a batch is of one global batch, and of one range
+            first = sizes.batches_in(batch[0])
+            assert batch == list(range(batch[0], batch[0] + len(batch)))
+            assert int(first + 1e-9) == int(sizes.batches_in(batch[-1]) + 1e-9)
+        rest = data.draw(ranges_in(left.num_positions))
+        is_left = {at for start, stop in rest for at in range(start, stop)}
+        every = [at for batch in batches for at in batch]
+        done += [left.origin_of(at) for at in every if at not in is_left]
+        left = left.origins_of(rest)
+    done += [at for start, stop in left.ranges for at in range(start, stop)]
+    assert sorted(done) == list(range(sizes.num_samples))
+
+
+@given(sizes_of_epochs)
+def test_an_epoch_that_is_not_cut_has_its_own_batches(sizes: BatchSizes) -> None:
+    assert PartRanges(((0, sizes.num_samples),)).sizes_in(sizes) == sizes
+
+
+def test_the_parts_of_an_epoch_count_together() -> None:
+    part = EndEpoch(
+        rank=0,
+        epoch=3,
+        samples=(4, 2),
+        busy_s=(1.0, 2.0),
+        data_wait_s=(0.5, 0.0),
+        sync_s=0.25,
+        windows=2,
+        anchor=5,
+        shares=(0.6, 0.4),
+    )
+    whole = whole_end([part, part, part])
+    assert (whole.samples, whole.busy_s, whole.windows) == ((12, 6), (3.0, 6.0), 6)
+    assert whole.sync_s == pytest.approx(0.75)
+    assert whole_end([part]) is part

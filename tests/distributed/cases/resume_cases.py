@@ -1,0 +1,102 @@
+"""A loop that saves inside its epochs, is resumed, and says which samples it saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.checkpoint.store import CheckpointStore
+from tests.distributed.cases.tasks import Task, build
+from tests.harness.settings import nested
+
+
+class Seen:
+    """Samples that a rank trained on, of each epoch: a counter of the user's."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[int, int]] = []
+        self.draws: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pairs": list(self.pairs), "draws": list(self.draws)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pairs = [(epoch, index) for epoch, index in state["pairs"]]
+        self.draws = list(state["draws"])
+
+
+@dataclass
+class Trained:
+    """What a rank saw and holds.
+
+    Attributes:
+        pairs: (epoch, sample), those before a resume included.
+        draws: random numbers that came with the samples.
+        epochs: that the loop was in.
+        progress: steps at the end.
+        rates: learning rate at each epoch's end.
+        state: of the model.
+        metrics: samples of the last epoch.
+    """
+
+    pairs: list[tuple[int, int]]
+    draws: list[float]
+    epochs: list[int] = field(default_factory=list)
+    progress: float = 0.0
+    rates: list[float] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: int = 0
+
+
+def train(
+    task: Task,
+    folder: str,
+    saves: tuple[int, ...] = (),
+    resumes: bool = False,
+    dropout: float = 0.0,
+) -> Trained:
+    """Trains; rank 0 asks for a checkpoint after so many of its own batches."""
+    model, optimizer, loader = build(task)
+    model = torch.nn.Sequential(model[0], torch.nn.Dropout(dropout), *model[1:])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9)
+    seen, epochs, rates, batches = Seen(), [], [], 0
+    with session.failing_together():
+        model, optimizer, loader = elche.setup(
+            model, optimizer, loader, schedulers=[scheduler], **nested(task.options)
+        )
+        elche.register_for_checkpointing(seen=seen)
+        assert elche.resume(folder) == resumes
+        if resumes and elche.rank() >= _world_size(folder):
+            seen = Seen()
+        for epoch in elche.epochs(task.epochs):
+            epochs.append(epoch)
+            for x, y, index, draw in loader:
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if elche.batch_weight():
+                    seen.pairs += [(epoch, at) for at in index.tolist()]
+                    seen.draws += draw.tolist()
+                batches += 1
+                if batches in saves:
+                    elche.save(folder)
+            rates.append(scheduler.get_last_lr()[0])
+        progress = elche.progress_steps()
+        samples = sum(elche.epoch_metrics().rank_samples)
+    elche.shutdown()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
+
+
+def _world_size(folder: str) -> int:
+    found = CheckpointStore(Path(folder)).newest()
+    assert found is not None
+    return found.manifest.world_size

@@ -1,0 +1,151 @@
+"""Runs that are saved inside epochs and resumed: each sample once, the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elche.checkpoint.store import CheckpointStore
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.resume_cases import Trained, train
+from tests.distributed.cases.tasks import Task, difference, identical
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+POLICIES = ["sync", "cadence", "async"]
+TASK = Task(samples=203, batch_size=8, epochs=3)
+"""Of 26 steps an epoch, the last of 3 samples."""
+
+
+def asking(policy: str, **options: object) -> Task:
+    return dataclasses.replace(TASK, options={"policy": policy, **options})
+
+
+def seen_before(folder: Path) -> list[tuple[int, int]]:
+    """What all ranks had trained on when the newest checkpoint was made."""
+    found = CheckpointStore(folder).newest()
+    assert found is not None
+    ranks = range(found.manifest.world_size)
+    states = [found.of_rank(rank)["free"] or {} for rank in ranks]
+    bound = [
+        (found.of_rank(rank)["bound"] or {}).get("registered", {}) for rank in ranks
+    ]
+    return [
+        (epoch, index)
+        for free, own in zip(states, bound, strict=True)
+        for epoch, index in {**own, **free}["seen"]["pairs"]
+    ]
+
+
+def assert_once(pairs: Sequence[tuple[int, int]], epochs: int) -> None:
+    expected = {(epoch, at): 1 for epoch in range(epochs) for at in range(TASK.samples)}
+    assert Counter(pairs) == Counter(expected)
+
+
+def all_pairs(ranks: Sequence[Trained]) -> list[tuple[int, int]]:
+    return [pair for rank in ranks for pair in rank.pairs]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_resumed_inside_an_epoch_sees_what_is_left(
+    ranks2: RankPool, policy: str, tmp_path: Path
+) -> None:
+    """And is that which went on, bit for bit, where nothing depends on time."""
+    task = asking(policy, deterministic=True)
+    saves = (random.Random(policy).randrange(14, 22),)
+    options = {"dropout": 0.2, "case_setup": serve_in_thread}
+    first = ranks2.run(train, task, str(tmp_path), saves, **options)
+    assert_once(all_pairs(first), 3)
+    before = seen_before(tmp_path)
+    assert 0 < len(before) < len(all_pairs(first))
+    assert len(before) % TASK.samples, "the cut is not inside an epoch"
+    again = ranks2.run(train, task, str(tmp_path), (), True, **options)
+    assert_once(all_pairs(again), 3)
+    assert again[0].epochs[0] == first[0].epochs[0] + len(before) // TASK.samples
+    for one, other in zip(first, again, strict=True):
+        assert identical([one.state, other.state])
+        assert (one.pairs, one.draws) == (other.pairs, other.draws)
+        assert other.progress == one.progress == 3 * 26
+        assert other.rates == one.rates[-len(other.rates) :]
+    assert {rank.metrics for rank in first} == {TASK.samples}
+
+
+def alone(folder: Path, task: Task = TASK, *args: object) -> Trained:
+    """The same in this process."""
+    return train(dataclasses.replace(task, options={}), str(folder), *args)  # type: ignore[arg-type]
+
+
+def test_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
+    first = alone(tmp_path / "a", TASK, (37,), False, 0.2)
+    assert_once(first.pairs, 3)
+    assert len(seen_before(tmp_path / "a")) == 37 * 8 - 5
+    again = alone(tmp_path / "a", TASK, (), True, 0.2)
+    assert again.epochs == [1, 2]
+    assert identical([first.state, again.state])
+    assert (first.pairs, first.draws) == (again.pairs, again.draws)
+    assert again.progress == first.progress == 3 * 26
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved_by"), [("sync", 1), ("sync", 2), ("cadence", 2)]
+)
+def test_a_run_goes_on_with_another_number_of_ranks(
+    ranks2: RankPool, policy: str, saved_by: int, tmp_path: Path
+) -> None:
+    """Under ``sync`` it is what one process would have trained, to rounding."""
+    folder, task = str(tmp_path), asking(policy)
+    if saved_by == 1:
+        alone(tmp_path, TASK, (30,))
+    else:
+        ranks2.run(train, task, folder, (30,), case_setup=serve_in_thread)
+    before = seen_before(tmp_path)
+    if saved_by == 1:
+        again = ranks2.run(train, task, folder, (), True, case_setup=serve_in_thread)
+        own = [pair for rank in again for pair in rank.pairs]
+    else:
+        again = [alone(tmp_path, TASK, (), True)]
+        lost = CheckpointStore(tmp_path).newest()
+        assert lost is not None
+        other = lost.of_rank(1)["free"] or lost.of_rank(1)["bound"]["registered"]
+        own = again[0].pairs + [tuple(pair) for pair in other["seen"]["pairs"]]
+    assert_once(own, 3)
+    assert len(before) < len(own)
+    assert [rank.progress for rank in again] == [3 * 26] * len(again)
+    if policy == "sync":
+        plain = alone(tmp_path / "plain").state
+        assert difference(again[0].state, plain) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [*POLICIES, "auto"])
+def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
+    """Every sample of each epoch once, whichever rank had it."""
+    task, pairs, was = asking(policy), [], 0
+    draws = random.Random(policy)
+    for world_size in (3, 2, 4):
+        with RankPool(world_size) as pool:
+            saves = (draws.randrange(4, 9),) if world_size != 4 else ()
+            ranks = pool.run(
+                train, task, str(tmp_path), saves, was > 0, case_setup=serve_in_thread
+            )
+        if saves:
+            stopped = seen_before(tmp_path)
+            kept = [rank.pairs for rank in ranks]
+            assert len(stopped) < sum(map(len, kept))
+            found = CheckpointStore(tmp_path).newest()
+            assert found is not None
+            lost = range(4 if world_size == 2 else 2, world_size)
+            for rank in lost:
+                own = found.of_rank(rank)
+                state = own["free"] or own["bound"]["registered"]
+                pairs += [tuple(pair) for pair in state["seen"]["pairs"]]
+        was = world_size
+    pairs += all_pairs(ranks)
+    assert_once(pairs, 3)
+    assert identical([rank.state for rank in ranks])

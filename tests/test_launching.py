@@ -1,0 +1,139 @@
+"""`elche.launch`: what comes back of a function that every rank runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import elche
+from elche import launching
+from tests.runtime.process.cases.functions import (
+    fails_on_rank_1,
+    returns_a_lambda,
+    trained,
+    waits,
+)
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).parent / "runtime/process/cases/functions.py"
+
+
+@pytest.fixture(scope="module")
+def imports() -> None:
+    """Imports here, once, what each fork would import."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    elche.setup.__name__, torch.optim.SGD([parameter], lr=0.1).zero_grad()
+
+
+@pytest.fixture
+def forks(imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose own functions cannot be imported."""
+    monkeypatch.setattr(launching, "_is_defined_in_notebook", lambda main: True)
+
+
+@pytest.mark.usefixtures("forks")
+def test_forks_return_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same parameters as of one device, in functions that cannot be pickled."""
+    alone = elche.launch(lambda: trained(0.1))
+    together = elche.launch(lambda: trained(0.1), speeds=[1.0, 0.5])
+    assert (alone[0], together[0]) == (1, 2)
+    torch.testing.assert_close(together[1], alone[1], rtol=1e-5, atol=1e-6)
+    output = capsys.readouterr().out
+    assert re.findall(r"rank (\d) has trained", output)[0] == "0"
+    assert sorted(re.findall(r"rank (\d) has trained", output)[1:]) == ["0", "1"]
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raise", "rank 1 failed: KeyError: 'no such thing'"),
+        ("kill", "rank 1 failed: its process ended with code 137"),
+        ("exit", "rank 1 failed: SystemExit: 3"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
+    with pytest.raises(elche.RemoteRankError, match=error) as caught:
+        elche.launch(fails_on_rank_1, 2, args=(how,))
+    assert caught.value.failed_rank == 1
+    has_traceback = "fails_on_rank_1" in caught.value.remote_traceback
+    assert has_traceback == (how == "raise")
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(elche.RemoteRankError, match=r"rank 0 failed: .*pickle"):
+        elche.launch(returns_a_lambda)
+
+
+def _run(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        (sys.executable, str(SCRIPT), *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_fresh_processes_of_a_script() -> None:
+    output, _ = _run("train").communicate(timeout=240)
+    assert "returned (2, [" in output, output
+    assert output.count("has trained") == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_all_ranks() -> None:
+    process = _run("wait")
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGINT
+    assert output.rstrip().endswith("KeyboardInterrupt"), output
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(elche.ConfigError, match="cannot be sent to another process"):
+        elche.launch(lambda: 0, 2)
+    with pytest.raises(elche.ConfigError, match="devices or speeds, got both"):
+        elche.launch(waits, 2, speeds=[1.0, 0.5])
+    with pytest.raises(elche.ConfigError, match=r"devices or speeds, got \[\]"):
+        elche.launch(waits, [])
+    with pytest.raises(elche.ConfigError, match="devices or speeds, got 'cpu'"):
+        elche.launch(waits, "cpu")
+    with pytest.raises(elche.ConfigError, match="device 'cuda:99' does not exist"):
+        elche.launch(waits, ["cuda:99"])
+    with pytest.raises(elche.ConfigError, match="expected main to be a function"):
+        elche.launch(3)  # type: ignore[arg-type]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(elche.ConfigError, match="a rank of a run already"):
+        elche.launch(waits, 2)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(
+        launching.multiprocessing.current_process(), "_name", "elche-rank-0"
+    )
+    with pytest.raises(elche.ConfigError, match='if __name__ == "__main__"'):
+        elche.launch(waits, 2)
+
+
+def test_cuda_in_a_fork_of_a_notebook_that_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(elche.ConfigError, match="CUDA was used in this notebook"):
+        launching._check_cuda()

@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.stamp-docs
 INTEGRATIONS_STAMP := $(VENV)/.stamp-integrations
 # Twice quiet: errors only. Torch's own index may lack metadata pip warns about.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
@@ -29,8 +30,8 @@ QUICK := tests/cadence tests/coordination tests/monitor tests/schedule tests/sim
 	properties.py runs.py slow_link.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-full test-integrations fuzz lint types bench \
-	format clean
+.PHONY: help demo quick test test-full test-integrations fuzz lint types docs \
+	bench format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -60,6 +61,9 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
+docs: $(DOCS_STAMP) ## the user documents as a site, to build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 bench: $(STAMP) ## the benchmark on unequal emulated devices, to bench.json
 	$(BIN)/elche bench hetero --speeds 1,0.25 --json bench.json
 
@@ -79,6 +83,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" sh .ci/venv $(VENV)
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(INTEGRATIONS_STAMP): $(STAMP)

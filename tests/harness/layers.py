@@ -28,6 +28,7 @@ class Layer(Enum):
 # new room is placed on purpose.
 LAYERS = {
     "elche.cadence": Layer.PURE,
+    "elche.cli.doctor_findings": Layer.PURE,
     "elche.config": Layer.PURE,
     "elche.config_checks": Layer.PURE,
     "elche.config_parts": Layer.PURE,

@@ -1,4 +1,4 @@
-"""The command line: run, demo, bench, simulate, schedule and plan."""
+"""The command line: run, demo, bench, doctor, simulate, schedule and plan."""
 
 from __future__ import annotations
 
@@ -260,6 +260,49 @@ def simulate(**settings: Any) -> None:
 
     with _as_command():
         code = run_simulate(SimulateConfig(**settings))
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
+@click.option(
+    "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
+)
+@click.option(
+    "--speeds",
+    callback=_numbers,
+    help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
+)
+@click.option(
+    "--parameters",
+    type=click.IntRange(1000, 1_000_000_000),
+    default=2_400_000,
+    show_default=True,
+    help="Of the test network, a chain of equal linear layers.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Samples of a global batch.",
+)
+@click.option("--json", "json_path", help="File for the figures; - is standard output.")
+def doctor(
+    nproc: int | None,
+    devices: tuple[str, ...] | None,
+    speeds: tuple[float, ...] | None,
+    **settings: Any,
+) -> None:
+    """Measure devices and links, predict policies, and say what looks wrong."""
+    from elche.cli.doctor_command import run_doctor
+    from elche.runtime.process.launch import LaunchConfig
+
+    with _as_command():
+        ranks = LaunchConfig(
+            command=(), num_ranks=nproc, devices=devices, speeds=speeds
+        )
+        code = run_doctor(ranks, **settings)
     sys.exit(code)
 
 

@@ -1,0 +1,176 @@
+"""``elche doctor``: devices, links, predictions, and what looks wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from elche import __version__
+from elche.cadence.goodput import Prediction
+from elche.cli.doctor_findings import (
+    PLACES,
+    Finding,
+    MachineFacts,
+    RankReport,
+    Severity,
+    findings,
+    predictions,
+)
+from elche.cli.doctor_probe import MARK
+from elche.demo.results import check_writable, to_json_text
+from elche.runtime.process.launch import LaunchConfig, launch, python_command
+
+SHOWN = (*PLACES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+SHM = Path("/dev/shm")
+PROBE = "elche.cli.doctor_probe"
+
+
+def run_doctor(
+    settings: LaunchConfig, parameters: int, batch_size: int, json_path: str | None
+) -> int:
+    """Measures, prints, and returns the exit code: 1 if something is broken.
+
+    Args:
+        settings: names the ranks.
+        parameters: of the test network.
+        batch_size: samples of a global batch.
+        json_path: where the figures go; "-" is standard output.
+    """
+    path = None if json_path in (None, "-") else Path(json_path or "")
+    if path is not None:
+        check_writable(path)
+    machine, ranks, failure = read_machine(), list[RankReport](), ""
+    command = python_command("-m", PROBE, str(parameters), str(batch_size))
+    if not machine.loopback_error:
+        ranks, failure = _measure(replace(settings, command=command))
+    devices = [rank.device for rank in ranks] or list(settings.devices or ())
+    predicted, choice = predictions(ranks, batch_size)
+    found = findings(machine, devices, ranks, predicted, failure)
+    values = {
+        "machine": asdict(machine),
+        "parameters": parameters,
+        "batch_size": batch_size,
+        "ranks": [asdict(rank) for rank in ranks],
+        "policies": {each.policy: asdict(each) for each in predicted},
+        "auto": choice,
+        "findings": [
+            {"severity": each.severity.value, "text": each.text} for each in found
+        ],
+    }
+    if path is not None:
+        path.write_text(to_json_text(values))
+    if json_path == "-":
+        sys.stdout.write(to_json_text(values))
+        return _exit_code(found)
+    lines = [*_machine_lines(machine), *_rank_lines(ranks, parameters, batch_size)]
+    lines += _prediction_lines(predicted, choice)
+    lines += [f"{each.severity.value}: {each.text}" for each in found]
+    sys.stdout.write("\n".join(lines if found else [*lines, "nothing looks wrong"]))
+    sys.stdout.write("\n")
+    return _exit_code(found)
+
+
+def _exit_code(found: Sequence[Finding]) -> int:
+    return int(any(each.severity is Severity.BROKEN for each in found))
+
+
+def read_machine() -> MachineFacts:
+    """What this machine, its torch and this environment are."""
+    accelerators = []
+    if torch.cuda.is_available():
+        accelerators.append("rocm" if torch.version.hip else "cuda")
+    if torch.backends.mps.is_available():
+        accelerators.append("mps")
+    if torch.xpu.is_available():
+        accelerators.append("xpu")
+    shm = os.statvfs(SHM) if SHM.is_dir() else None
+    python = ".".join(map(str, sys.version_info[:3]))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return MachineFacts(
+        versions={"elche": __version__, "python": python, "torch": torch.__version__},
+        platform=f"{platform.system()} {platform.machine()}",
+        cores=cores or 1,
+        accelerators=accelerators,
+        has_nvidia=Path("/dev/nvidiactl").exists(),
+        shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        loopback_error=_loopback_error(),
+        environment={name: os.environ[name] for name in SHOWN if name in os.environ},
+    )
+
+
+def _loopback_error() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5.0).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _measure(settings: LaunchConfig) -> tuple[list[RankReport], str]:
+    """Reports of all ranks in their order, or why there are none."""
+    reports: list[RankReport] = []
+
+    def collect(rank: int, line: str) -> None:
+        if line.startswith(MARK):
+            reports.append(RankReport(**json.loads(line[len(MARK) :])))
+
+    result = launch(replace(settings, on_line=collect))
+    if result.signal:
+        raise SystemExit(result.exit_code)
+    if result.exit_code:
+        failed = f"rank {result.failed_first} failed"
+        return [], (result.reason.strip().splitlines() or [failed])[-1]
+    return sorted(reports, key=lambda report: report.rank), ""
+
+
+def _machine_lines(machine: MachineFacts) -> Iterator[str]:
+    versions = ", ".join(f"{name} {text}" for name, text in machine.versions.items())
+    yield f"{versions}; {machine.platform}, {machine.cores} cores"
+    yield f"torch can use: {', '.join(['cpu', *machine.accelerators])}\n"
+
+
+def _rank_lines(
+    ranks: Sequence[RankReport], parameters: int, batch_size: int
+) -> Iterator[str]:
+    if not ranks:
+        return
+    yield f"all at once: {parameters:,} parameters, batches of {batch_size}"
+    yield f"rank  {'device':32}  matmul TFLOP/s  samples/s  fixed ms  largest batch*"
+    for rank in ranks:
+        speed = batch_size / (rank.fixed_s + batch_size * rank.sample_s)
+        yield (
+            f"{rank.rank:4}  {rank.device + ' ' + rank.name:32.32}  "
+            f"{rank.matmul_tflops:14.3f}  {speed:9.1f}  {rank.fixed_s * 1e3:8.2f}  "
+            f"{rank.largest_batch:14,}"
+        )
+    yield "* of this network, estimated from free memory\n"
+    for transport, (latency_s, rate) in ranks[0].links.items():
+        link = f"{latency_s * 1e6:.0f} µs latency, {rate / 1e6:.0f} MB/s"
+        yield f"sum over all ranks by {transport}: {link}"
+    if len(ranks) > 1:
+        reduction_s = max(rank.reduction_s for rank in ranks)
+        yield f"of this network's gradients: {reduction_s * 1e3:.1f} ms\n"
+
+
+def _prediction_lines(predicted: Sequence[Prediction], choice: str) -> Iterator[str]:
+    if not predicted:
+        return
+    yield "predicted for this network; a gain of 1.00 is the fastest device alone"
+    yield "policy   gain  hardware eff.  sample eff."
+    for each in predicted:
+        yield (
+            f"{each.policy:7} {each.goodput:5.2f}  {each.hardware_efficiency:13.0%}  "
+            f"{each.sample_efficiency:11.0%}"
+        )
+    yield f"auto would choose {choice}\n"

@@ -1,0 +1,201 @@
+"""The user documents: their examples run, their commands and options exist.
+
+Python blocks follow `tests/docs_given.py`. Those that belong together stand under the
+same comment ``<!-- example: NAME -->`` and run as one script, in their order.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+import elche
+from elche import config, config_parts
+from elche.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+GIVEN = (ROOT / "tests" / "docs_given.py").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!-- example: (?P<name>[\w-]+) -->\n\n?)?"
+    r"^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$",
+    re.M,
+)
+LANGUAGES = {"python", "sh", "text", "toml"}
+"""Output and drawings are ``text``."""
+
+
+class Block(NamedTuple):
+    """A fenced block, and the example that it belongs to."""
+
+    language: str
+    text: str
+    example: str
+
+
+def blocks(path: Path, language: str = "") -> list[Block]:
+    """The blocks of a page, of one language if it is said."""
+    found = [
+        Block(match["language"], match["text"], match["name"] or f"block{number}")
+        for number, match in enumerate(BLOCK.finditer(path.read_text()), 1)
+    ]
+    return [each for each in found if language in ("", each.language)]
+
+
+def examples() -> dict[str, str]:
+    """Scripts by page and name."""
+    scripts: dict[str, str] = {}
+    for path in PAGES:
+        for block in blocks(path, "python"):
+            key = f"{path.stem}-{block.example}"
+            scripts[key] = scripts.get(key, "") + block.text
+    return scripts
+
+
+EXAMPLES = examples()
+COMMANDS = [
+    pytest.param(line, id=f"{path.stem}: {line.split('#')[0].strip()}")
+    for path in PAGES
+    for block in blocks(path, "sh")
+    for line in block.text.splitlines()
+]
+NAMED = [
+    pytest.param(text, id=f"{path.stem}: {text}")
+    for path in PAGES
+    for text in re.findall(r"`(elche [a-z][^`]*)`", path.read_text())
+]
+
+
+def given_and(script: str) -> str:
+    """A whole script; it is the page's own to import elche, or here."""
+    return f"{GIVEN}\n\nimport elche\n\n{script}"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_on_one_device(name: str) -> None:
+    try:
+        exec(compile(given_and(EXAMPLES[name]), name, "exec"), {"__name__": "__main__"})
+    finally:
+        elche.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_on_two(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(given_and(EXAMPLES[name]))
+    ended = subprocess.run(
+        [sys.executable, "-m", "elche", "run", "--nproc", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_block_names_its_language(path: Path) -> None:
+    text = path.read_text()
+    assert len(blocks(path)) == len(re.findall(r"^```", text, re.M)) / 2
+    assert {block.language for block in blocks(path)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command line's own parser, in a folder where every named file is there."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[0] == "elche":
+        monkeypatch.chdir(ROOT)
+        understood(words[1:])
+    else:
+        assert words[0] in ("pip", "python", "torchrun"), line
+        for word in words:
+            if word.startswith("examples/"):
+                assert (ROOT / word).exists()
+
+
+def understood(words: list[str]) -> None:
+    """Parses a command of `elche` without running it."""
+    command: click.Command = main
+    context = None
+    while isinstance(command, click.Group):
+        context = command.make_context("elche", list(words), parent=context)
+        _, found, words = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
+        assert found is not None
+        command = found
+    if "--help" not in words:
+        words = ["README.md" if word == "script.py" else word for word in words]
+        command.make_context("elche", list(words), parent=context)
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_a_command_in_the_text_has_its_options(text: str) -> None:
+    command: click.Command = main
+    words = shlex.split(text)[1:]
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    assert command is not main, text
+    known = {name for option in command.params for name in option.opts}
+    script = next((i for i, word in enumerate(words) if ".py" in word), len(words))
+    asked = {word.partition("=")[0] for word in words[:script] if word[:2] == "--"}
+    assert asked <= known | {"--help"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        config.RunConfig,
+        config_parts.WindowConfig,
+        config_parts.TransportConfig,
+        config_parts.DebugConfig,
+        config_parts.OuterConfig,
+    ],
+)
+def test_every_setting_is_on_its_page(kind: type) -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text))
+    assert {field.name for field in fields(kind)} <= named
+
+
+def test_every_error_is_on_its_page() -> None:
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "errors.md").read_text()))
+    assert {name for name in elche.__all__ if name.endswith("Error")} - named == set()
+
+
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"^::: elche\.(\w+)$", text, re.M)
+    assert sorted(shown) == list(elche.__all__)
+
+
+def test_every_command_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in main.commands if f"\nelche {name} " not in text] == []
+
+
+def test_every_variable_is_on_the_page_of_settings() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    sources = (ROOT / "src" / "elche").rglob("*.py")
+    read = {
+        name
+        for path in sources
+        for name in re.findall(r'"(ELCHE_[A-Z_]+)"', path.read_text())
+    }
+    assert {name for name in read if f"`{name}`" not in text} == set()

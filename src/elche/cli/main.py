@@ -139,7 +139,7 @@ def main() -> None:
     "--story",
     envvar="ELCHE_STORY",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File for what was said and decided (the last 4000 messages and decisions),"
+    help="File for what was said and decided (the last 50000 messages and decisions),"
     " written when the run ends, however it ends.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -243,7 +243,7 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     multiple=True,
     metavar="WHAT",
     help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
-    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 4000"
+    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 50000"
     " messages and decisions of the run are remembered. May be repeated.",
 )
 def simulate(**settings: Any) -> None:

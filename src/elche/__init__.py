@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
     from elche.session_metrics import metrics as metrics
+    from elche.session_metrics import timeline as timeline
     from elche.session_state import load_state_dict as load_state_dict
     from elche.session_state import progress_samples as progress_samples
     from elche.session_state import progress_steps as progress_steps
@@ -108,6 +109,7 @@ _HOMES = {
         "epoch_metrics",
         "log_scalar",
         "metrics",
+        "timeline",
     ),
     "elche.session_state": (
         "load_state_dict",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elche.runtime.emulation import EmulationHandle
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.timeline import Timeline
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
@@ -14,6 +15,7 @@ class Process:
 
     run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
+    timeline: Timeline | None = None
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     hooked = False

@@ -189,11 +189,13 @@ def set_up(
         single = SingleRun(training, placement.device)
         single.attach()
         process.run, process.metrics = single, MetricsView(single)
+        process.timeline = single.timeline
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.run, process.metrics = run, MetricsView(run)
+    process.timeline = run.worker.timeline
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):

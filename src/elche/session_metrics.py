@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError
+from elche.monitor.trace import Span
 from elche.process import process
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.trace_parts import save_timeline
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:
@@ -91,6 +95,26 @@ def epoch_metrics(
     if process.metrics is None:
         raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
     return process.metrics.epoch(epoch, timeout_s)
+
+
+def timeline(path: str | Path | None = None) -> list[Span]:
+    """What this rank did so far: waits for data, batches, synchronisations.
+
+    Times are of the host's monotonic clock, which its ranks share. The newest 200,000
+    batches are kept. ``elche run --trace FILE`` writes that of all ranks.
+
+    Args:
+        path: also write it there as a Chrome trace, which ui.perfetto.dev opens.
+
+    Raises:
+        ConfigError: there is no run yet, or the file cannot be written.
+    """
+    own = process.timeline
+    if own is None:
+        raise ConfigError("elche.timeline() needs a run: call elche.setup first")
+    if path is not None:
+        save_timeline(Path(path), own)
+    return own.spans
 
 
 def current_metrics() -> MetricsView | None:

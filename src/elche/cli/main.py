@@ -142,6 +142,12 @@ def main() -> None:
     help="File for what was said and decided (the last 50000 messages and decisions),"
     " written when the run ends, however it ends.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
+    " opens), written when the run ends, however it ends.",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -151,6 +157,7 @@ def run(
     ms_per_sample: float | None,
     policy: str | None,
     story: Path | None,
+    trace: Path | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -166,10 +173,11 @@ def run(
                 "--ms-per-sample is for emulated devices; give their --speeds, such as "
                 "1,0.25"
             )
-        if story is not None:
-            from elche.demo.results import check_writable
+        for path in (story, trace):
+            if path is not None:
+                from elche.demo.results import check_writable
 
-            check_writable(story)
+                check_writable(path)
         config = LaunchConfig(
             command=python_command(script, *arguments),
             num_ranks=nproc,
@@ -177,6 +185,7 @@ def run(
             speeds=speeds,
             environment={"ELCHE_POLICY": policy} if policy else {},
             story_path=story,
+            trace_path=trace,
             **settings,
         )
         result = launch(config)
@@ -243,8 +252,8 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     multiple=True,
     metavar="WHAT",
     help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
-    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 50000"
-    " messages and decisions of the run are remembered. May be repeated.",
+    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last"
+    " 50000 messages and decisions of the run are remembered. May be repeated.",
 )
 def simulate(**settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""

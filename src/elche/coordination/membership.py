@@ -105,6 +105,11 @@ class Membership:
         self._joins[join.rank] = join
         return ""
 
+    @property
+    def devices(self) -> dict[int, str]:
+        """Of each rank that has joined."""
+        return {rank: join.device for rank, join in self._joins.items()}
+
     def joined(self) -> list[Join]:
         """What the ranks that the run begins with said of themselves, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]

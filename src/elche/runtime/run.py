@@ -35,6 +35,7 @@ from elche.runtime.rank_settings import (
     min_share_samples,
     state_tensors,
 )
+from elche.runtime.report.trace_parts import write_part
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import Training
@@ -336,6 +337,7 @@ class Run:
             self._closed = True
             self._release()
             self.worker.close(last_event)
+            write_part(self.worker.timeline)
             with contextlib.suppress(Exception):  # while there are modules to do it
                 self._epochs.end_iteration()
 

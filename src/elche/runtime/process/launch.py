@@ -10,12 +10,14 @@ import asyncio
 import math
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import (
@@ -26,6 +28,7 @@ from elche.runtime.process.coordinator import (
 from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_processes import RankProcesses
 from elche.runtime.process.torch_store import TorchStore
+from elche.runtime.report.trace_parts import TRACE, join_parts
 
 LINE_BYTES = 1 << 22
 
@@ -59,6 +62,7 @@ class LaunchConfig:
         network: where ranks and coordinator meet, if not on this host's loopback.
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
+        trace_path: file for the timeline of all ranks, written then as well.
     """
 
     command: tuple[str, ...]
@@ -70,6 +74,7 @@ class LaunchConfig:
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
     story_path: Path | None = None
+    trace_path: Path | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -152,6 +157,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     processes = RankProcesses(server)
     processes.handle_signals()
     readers: list[asyncio.Future[None]] = []
+    parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
@@ -161,7 +167,12 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
                 env=_environment(
                     config,
                     rank,
-                    own | (store.environment() if store else {}) | {PIPE: str(watched)},
+                    {
+                        **own,
+                        **(store.environment() if store else {}),
+                        PIPE: str(watched),
+                        **({TRACE: str(parts)} if parts else {}),
+                    },
                 ),
                 pass_fds=(watched,),
                 stdout=asyncio.subprocess.PIPE if config.on_line else None,
@@ -180,6 +191,9 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         await server.stop()
         if config.story_path is not None:
             server.write_story(config.story_path)
+        if config.trace_path is not None and parts is not None:
+            codes = processes.exit_codes()
+            _write_trace(config.trace_path, parts, server, codes)
         if store is not None:
             await store.close()
     return LaunchResult(
@@ -190,6 +204,21 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
         processes.signal or 0,
         server.has_admitted or (store is not None and store.is_used),
     )
+
+
+def _write_trace(
+    path: Path, parts: Path, server: CoordinatorServer, codes: Sequence[int]
+) -> None:
+    devices = server.core.devices
+    names = {
+        rank: f"rank {rank}: {devices[rank]}" if rank in devices else f"rank {rank}"
+        for rank in range(len(codes))
+    }
+    facts: dict[str, Any] = {"exit codes": list(codes)}
+    if any(codes):
+        facts["ended by"] = server.core.aborted
+    join_parts(parts, path, names, facts)
+    shutil.rmtree(parts, ignore_errors=True)
 
 
 async def _read_lines(

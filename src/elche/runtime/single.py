@@ -91,6 +91,10 @@ class SingleRun:
             write_part(self.timeline)
         self._has_left = True
 
+    def steps_at(self, samples: float) -> float:
+        """Steps so far: metrics are there as soon as their samples are trained."""
+        return self.progress_steps
+
     def state_dict(self) -> dict[str, Any]:
         """What this run holds between epochs: its progress, as nothing is averaged."""
         return {

@@ -37,6 +37,7 @@ LAYERS = {
     "elche.schedule": Layer.PURE,
     "elche.sim": Layer.PURE,
     "elche.comm": Layer.SHELL,
+    "elche.monitor.live_run": Layer.SHELL,
     "elche.monitor.plots": Layer.SHELL,
     "elche.monitor.progress": Layer.SHELL,
     "elche.pipeline": Layer.SHELL,

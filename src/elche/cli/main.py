@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -16,6 +16,9 @@ from elche.cli.plan_command import plan as plan_command
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
+
+if TYPE_CHECKING:
+    from elche.runtime.process.rank_output import Display
 
 
 class _Friendly(click.Group):
@@ -114,6 +117,15 @@ def main() -> None:
     """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
 
 
+def _display() -> Display | None:
+    """Draws a run on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from elche.monitor.live_run import open_display
+
+    return open_display()
+
+
 # What follows SCRIPT is its own, options too.
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
@@ -148,6 +160,9 @@ def main() -> None:
     help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
     " opens), written when the run ends, however it ends.",
 )
+@click.option(
+    "--quiet", is_flag=True, help="No progress; it is shown in a terminal only."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -158,6 +173,7 @@ def run(
     policy: str | None,
     story: Path | None,
     trace: Path | None,
+    quiet: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -186,6 +202,7 @@ def run(
             environment={"ELCHE_POLICY": policy} if policy else {},
             story_path=story,
             trace_path=trace,
+            display=None if quiet else _display(),
             **settings,
         )
         result = launch(config)

@@ -49,6 +49,7 @@ class CoordinatorServer:
 
     Attributes:
         on_end: called once with the kind of `Abort` that ends the run.
+        on_message: called with each event and instruction, in their order.
     """
 
     def __init__(self, world_size: int, key: bytes) -> None:
@@ -63,6 +64,7 @@ class CoordinatorServer:
         self._ticker: asyncio.Task[None] | None = None
         self._end: Abort | None = None
         self.on_end: Callable[[str], None] = lambda kind: None
+        self.on_message: Callable[[Event | Instruction], None] | None = None
         self.dropped = 0
         self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
@@ -104,7 +106,11 @@ class CoordinatorServer:
         now_s = asyncio.get_running_loop().time()
         told: dict[int, list[Instruction]] = defaultdict(list)
         for event in events:
-            for instruction in self.core.handle(event, now_s):
+            answers = self.core.handle(event, now_s)
+            if self.on_message is not None:
+                for message in (event, *answers):
+                    self.on_message(message)
+            for instruction in answers:
                 if isinstance(instruction, Abort) and self.core.aborted is not None:
                     if self._end is None:
                         self.on_end(instruction.kind)

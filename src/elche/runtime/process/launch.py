@@ -26,11 +26,10 @@ from elche.runtime.process.coordinator import (
     rank_environments,
 )
 from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
-
-LINE_BYTES = 1 << 22
 
 
 class Network(Protocol):
@@ -63,6 +62,7 @@ class LaunchConfig:
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
         trace_path: file for the timeline of all ranks, written then as well.
+        display: shows the run, and what the ranks print, on this terminal.
     """
 
     command: tuple[str, ...]
@@ -75,6 +75,7 @@ class LaunchConfig:
     network: Network | None = None
     story_path: Path | None = None
     trace_path: Path | None = None
+    display: Display | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -149,6 +150,9 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(config.world_size, key)
     network = config.network
+    display = config.display
+    if display is not None:
+        server.on_message = display.see
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
     environments = rank_environments(config.world_size, address, key)
@@ -156,7 +160,7 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
     store = TorchStore() if network is None else None
     processes = RankProcesses(server)
     processes.handle_signals()
-    readers: list[asyncio.Future[None]] = []
+    output = RankOutput(config.on_line, display)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
@@ -175,17 +179,18 @@ async def _launch(config: LaunchConfig) -> LaunchResult:
                     },
                 ),
                 pass_fds=(watched,),
-                stdout=asyncio.subprocess.PIPE if config.on_line else None,
+                stdout=output.stdout,
+                stderr=output.stderr,
                 limit=LINE_BYTES,
             )
             processes.add(process)
-            if config.on_line is not None:
-                reading = _read_lines(process, rank, config.on_line)
-                readers.append(asyncio.ensure_future(reading))
+            output.add(rank, process)
         await processes.wait()
-        await asyncio.gather(*readers)
+        await output.finish()
     finally:
         await processes.close()
+        server.on_message = None
+        output.close()
         os.close(watched)
         os.close(held)
         await server.stop()
@@ -221,14 +226,6 @@ def _write_trace(
     shutil.rmtree(parts, ignore_errors=True)
 
 
-async def _read_lines(
-    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
-) -> None:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        take(rank, line.decode(errors="replace").rstrip("\n"))
-
-
 def _environment(
     config: LaunchConfig, rank: int, own: Mapping[str, str]
 ) -> dict[str, str]:
@@ -243,6 +240,8 @@ def _environment(
         environment |= config.network.environment(rank)
     if config.devices is not None:
         environment["ELCHE_DEVICE"] = config.devices[rank]
+    if config.display is not None:  # a pipe that is shown on a terminal
+        environment.setdefault("PYTHONUNBUFFERED", "1")
     if config.speeds is not None:
         environment["ELCHE_SPEED"] = repr(config.speeds[rank])
         environment["ELCHE_MS_PER_SAMPLE"] = repr(config.ms_per_sample)

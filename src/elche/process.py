@@ -39,5 +39,13 @@ class Process:
             tracked = TrackedMetrics(self.trackers, run.steps_at)
             run.notifications.on_metrics = tracked.take
 
+    def end(self) -> None:
+        """The run has ended: its metrics are kept, and its model may be forgotten."""
+        if self.metrics is not None:
+            self.metrics.end()
+        if self.notifications is not None:
+            self.notifications.on_metrics = None
+        self.barriers = 0
+
 
 process = Process()

@@ -277,9 +277,7 @@ def shutdown() -> None:
         emulation, process.emulation = process.emulation, None
         if emulation is not None:
             emulation.remove()
-        if process.metrics is not None:
-            process.metrics.end()
-        process.barriers = 0
+        process.end()
 
 
 @contextlib.contextmanager

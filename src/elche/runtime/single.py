@@ -88,6 +88,7 @@ class SingleRun:
         """Leaves the optimizer as it was. May be called twice."""
         self._skips.detach()
         if not self._has_left:
+            atexit.unregister(self.leave)
             write_part(self.timeline)
         self._has_left = True
 

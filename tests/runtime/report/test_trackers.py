@@ -195,8 +195,9 @@ run = wandb.init(
 elche.log_to(wandb)
 train()
 step = run.step
-run.finish()  # it writes the last step
+run.log(dict(end=1), step=step + 1)  # only then it sums up the one before
 print(step, run.summary["loss"], run.summary["epoch/loss"])
+run.finish()
 """
     assert _printed(script) == "20 3 3"
 

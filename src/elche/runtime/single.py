@@ -214,7 +214,7 @@ class SingleRun:
         self._skips.settle()
         times_s = began_s, loaded_s + moved_s, now_s
         self._times.add(BatchCost.measured(samples, times_s, moved_s))
-        self.timeline.batch("batch", self._batch - 1, times_s, samples)
+        self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
         if now_s - self._opened_s >= self._window_s:
             self._end_window(now_s, self._drain())
 

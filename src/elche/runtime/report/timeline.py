@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, final
 
@@ -23,11 +23,15 @@ class Timeline:
 
     Args:
         rank: whose.
+
+    Attributes:
+        record: takes a record as it is kept, in one call.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._records: deque[_Batch | Span] = deque(maxlen=MOST_RECORDS)
+        self.record: Callable[[_Batch], None] = self._records.append
 
     @property
     def spans(self) -> list[Span]:

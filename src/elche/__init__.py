@@ -60,7 +60,10 @@ if TYPE_CHECKING:
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
+    from elche.session_metrics import log_to as log_to
     from elche.session_metrics import metrics as metrics
+    from elche.session_metrics import summary as summary
+    from elche.session_metrics import timeline as timeline
     from elche.session_state import load_state_dict as load_state_dict
     from elche.session_state import progress_samples as progress_samples
     from elche.session_state import progress_steps as progress_steps
@@ -123,7 +126,10 @@ _HOMES = {
         "batch_weight",
         "epoch_metrics",
         "log_scalar",
+        "log_to",
         "metrics",
+        "summary",
+        "timeline",
     ),
     "elche.session_state": (
         "load_state_dict",

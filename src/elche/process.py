@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.runtime.emulation import EmulationHandle
+from elche.runtime.notifications import RunNotifications
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.report.timeline import Timeline
+from elche.runtime.report.trackers import TrackedMetrics, Tracker
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 
@@ -15,11 +21,33 @@ class Process:
 
     run: Run | SingleRun | None = None
     metrics: MetricsView | None = None
+    timeline: Timeline | None = None
+    notifications: RunNotifications | None = None
+    facts: RunFacts | None = None
+    trackers: ClassVar[list[Tracker]] = []
+
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     checkpoints = CheckpointKeeper()
     hooked = False
     barriers = 0
+
+    def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
+        """Takes the run that this process has under way from now on."""
+        self.run, self.metrics = run, MetricsView(run)
+        self.timeline, self.facts = timeline, facts
+        self.notifications = run.notifications
+        if self.placement is not None and self.placement.rank == 0:
+            tracked = TrackedMetrics(self.trackers, run.steps_at)
+            run.notifications.on_metrics = tracked.take
+
+    def end(self) -> None:
+        """The run has ended: its metrics are kept, and its model may be forgotten."""
+        if self.metrics is not None:
+            self.metrics.end()
+        if self.notifications is not None:
+            self.notifications.on_metrics = None
+        self.barriers = 0
 
 
 process = Process()

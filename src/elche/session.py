@@ -40,7 +40,7 @@ from elche.runtime.rank_settings import (
     check_shared,
     check_training,
 )
-from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import SetupConfig, Training
@@ -190,14 +190,14 @@ def set_up(
         _write_stderr(_single_line(placement))
         single = SingleRun(training, placement.device)
         single.attach()
-        process.run, process.metrics = single, MetricsView(single)
+        process.begin(single, _facts_alone(placement, asked), single.timeline)
         process.checkpoints.begin_run(single, asked.schedulers)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
     check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
-    process.run, process.metrics = run, MetricsView(run)
+    process.begin(run, run.facts(), run.worker.timeline)
     process.checkpoints.begin_run(run, asked.schedulers)
     for scheduler in asked.schedulers:
         run.follow(scheduler)
@@ -283,9 +283,8 @@ def shutdown() -> None:
         emulation, process.emulation = process.emulation, None
         if emulation is not None:
             emulation.remove()
-        if process.metrics is not None:
-            process.metrics.end()
-        process.barriers, process.placement = 0, None
+        process.end()
+        process.placement = None
 
 
 @contextlib.contextmanager
@@ -328,6 +327,17 @@ def _placement() -> Placement:
     if process.placement is None:
         return read_placement()
     return process.placement
+
+
+def _facts_alone(placement: Placement, asked: SetupConfig) -> RunFacts:
+    return RunFacts(
+        policy=asked.config.policy,
+        is_default=asked.is_default,
+        devices=(placement.device_name,),
+        memory_bytes=(placement.memory_bytes,),
+        transport="none, on one device",
+        reduction_bytes=0,
+    )
 
 
 def _single_line(placement: Placement) -> str:

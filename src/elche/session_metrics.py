@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import ConfigError
+from elche.monitor.trace import Span
 from elche.process import process
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.run_summary import RunSummary, summarise
+from elche.runtime.report.trace_parts import save_timeline
+from elche.runtime.report.trackers import Tracker
 
 
 def log_scalar(name: str, value: float | torch.Tensor) -> None:
@@ -91,6 +98,65 @@ def epoch_metrics(
     if process.metrics is None:
         raise ConfigError("elche.epoch_metrics() needs a run: call elche.setup first")
     return process.metrics.epoch(epoch, timeout_s)
+
+
+def timeline(path: str | Path | None = None) -> list[Span]:
+    """What this rank did so far: waits for data, batches, synchronisations.
+
+    Times are of the host's monotonic clock, which its ranks share. The newest 200,000
+    batches are kept. ``elche run --trace FILE`` writes that of all ranks.
+
+    Args:
+        path: also write it there as a Chrome trace, which ui.perfetto.dev opens.
+
+    Raises:
+        ConfigError: there is no run yet, or the file cannot be written.
+    """
+    own = process.timeline
+    if own is None:
+        raise ConfigError("elche.timeline() needs a run: call elche.setup first")
+    if path is not None:
+        save_timeline(Path(path), own)
+    return own.spans
+
+
+def summary() -> RunSummary:
+    """The run so far: devices, memory, transport, policy and why, speeds and shares.
+
+    ``print(elche.summary())`` shows it. The figures are of the last epoch that has
+    ended (on rank 0, of the last window before one has). May be called on one rank
+    alone, and after the run.
+
+    Raises:
+        ConfigError: there is no run yet.
+    """
+    if process.facts is None or process.notifications is None:
+        raise ConfigError("elche.summary() needs a run: call elche.setup first")
+    return summarise(process.facts, process.notifications)
+
+
+def log_to(writer: Any) -> None:
+    """Logs the metrics of this and later runs of the process to a tracker.
+
+    From rank 0 alone, at the run's global steps: for each window (under ``sync`` about
+    ten a second) the means of what `log_scalar` was given and ``elche/samples_per_s``,
+    ``elche/efficiency``, ``elche/share/RANK``; for each epoch its means as
+    ``epoch/NAME``.
+    May be called several times, before or after `elche.setup`. A writer that raises is
+    logged and left out.
+
+    Args:
+        writer: with ``add_scalar(name, value, step)``, as torch's SummaryWriter; or
+            with ``log(values, step=)``, as a W&B run or the modules ``wandb`` and
+            ``trackio``. None: nothing more is logged to any.
+
+    Raises:
+        ConfigError: it is no such writer.
+    """
+    if writer is None:
+        process.trackers.clear()
+    else:
+        process.trackers.append(Tracker(writer))
 
 
 def current_metrics() -> MetricsView | None:

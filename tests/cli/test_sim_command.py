@@ -128,7 +128,7 @@ def test_stories_are_printed_after_the_report(tmp_path: Path) -> None:
     assert "rank=0" not in told["rank:1"]
     assert "-> GrantBatches(rank=" in told["lease:12"]
     assert told["lease:12"] == told["lease:0/12"]
-    assert "nothing among the last 4000" in told["lease:9/12"]
+    assert "nothing among the last 50000" in told["lease:9/12"]
 
 
 def test_the_whole_story_has_the_decisions(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
-from elche.coordination.story import STORY_ENTRIES
+import pytest
+
+from elche.coordination import story as story_module
+from elche.coordination.protocol.events import Tick
+from elche.coordination.story import Story
 from elche.sim.cluster import Cluster, Device, Fault, SimulatedRun
 from elche.sim.simulation import Simulation
 from tests.sim.checks import simulate
@@ -51,7 +55,16 @@ def test_the_story_of_a_rank_is_its_own_and_says_why() -> None:
     assert any("Regroup(rank=0, generation=1, left=(1,)" in x for x in sim.core.story())
 
 
-def test_a_story_forgets_what_is_long_ago() -> None:
-    sim = run_of(samples=8 * STORY_ENTRIES)
-    assert len(sim.core.story()) == STORY_ENTRIES
+def test_a_story_forgets_what_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story_module, "STORY_ENTRIES", 200)
+    sim = run_of(samples=8 * 200)
+    assert len(sim.core.story()) == 200
     assert sim.core.lease_story(0) == []
+
+
+def test_ticks_are_no_part_of_a_story() -> None:
+    story = Story()
+    story.heard(Tick(), 0.5)
+    story.decided("the epoch ends", 0.6)
+    story.heard(Tick(), 1.0)
+    assert story.of_rank() == ["0.600 !! the epoch ends"]

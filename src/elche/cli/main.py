@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -17,6 +17,9 @@ from elche.cli.restart_options import restart_options
 from elche.cli.schedule_command import schedule as schedule_command
 from elche.config import POLICIES
 from elche.errors import ConfigError, ElcheError
+
+if TYPE_CHECKING:
+    from elche.runtime.process.rank_output import Display
 
 
 class _Friendly(click.Group):
@@ -115,6 +118,15 @@ def main() -> None:
     """Train one PyTorch model on mismatched hardware, at the sum of its speeds."""
 
 
+def _display() -> Display | None:
+    """Draws a run on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from elche.monitor.live_run import open_display
+
+    return open_display()
+
+
 # What follows SCRIPT is its own, options too.
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
@@ -140,10 +152,19 @@ def main() -> None:
     "--story",
     envvar="ELCHE_STORY",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File for what was said and decided (the last 4000 messages and decisions),"
+    help="File for what was said and decided (the last 50000 messages and decisions),"
     " written when the run ends, however it ends.",
 )
 @restart_options
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the timeline of all ranks (Chrome trace, which ui.perfetto.dev"
+    " opens), written when the run ends, however it ends.",
+)
+@click.option(
+    "--quiet", is_flag=True, help="No progress; it is shown in a terminal only."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -153,6 +174,8 @@ def run(
     ms_per_sample: float | None,
     policy: str | None,
     story: Path | None,
+    trace: Path | None,
+    quiet: bool,
     script: str,
     arguments: tuple[str, ...],
     **restarts: Any,
@@ -170,10 +193,11 @@ def run(
                 "--ms-per-sample is for emulated devices; give their --speeds, such as "
                 "1,0.25"
             )
-        if story is not None:
-            from elche.demo.results import check_writable
+        for path in (story, trace):
+            if path is not None:
+                from elche.demo.results import check_writable
 
-            check_writable(story)
+                check_writable(path)
         config = LaunchConfig(
             command=python_command(script, *arguments),
             num_ranks=nproc,
@@ -181,6 +205,8 @@ def run(
             speeds=speeds,
             environment={"ELCHE_POLICY": policy} if policy else {},
             story_path=story,
+            trace_path=trace,
+            display=None if quiet else _display(),
             **settings,
         )
         result = launch_with_restarts(
@@ -251,8 +277,8 @@ def demo(text: Path | None, out: Path, seconds: float) -> None:
     multiple=True,
     metavar="WHAT",
     help="Print after the run what was said and decided: all, rank:1, or lease:12 (who"
-    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last 4000"
-    " messages and decisions of the run are remembered. May be repeated.",
+    " was given the 13th batch of the last epoch, lease:0/12 of epoch 0). The last"
+    " 50000 messages and decisions of the run are remembered. May be repeated.",
 )
 def simulate(**settings: Any) -> None:
     """Simulate the run that the TOML file CLUSTER describes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from elche.coordination.policy import Member
 from elche.coordination.protocol.events import (
@@ -105,6 +106,11 @@ class Membership:
         self._joins[join.rank] = join
         return ""
 
+    @property
+    def devices(self) -> dict[int, str]:
+        """Of each rank that has joined."""
+        return {rank: join.device for rank, join in self._joins.items()}
+
     def joined(self) -> list[Join]:
         """What the ranks that the run begins with said of themselves, in order."""
         return [self._joins[rank] for rank in range(self._world_size)]
@@ -150,10 +156,14 @@ class Membership:
 
     def _welcome(self, ranks: Iterable[int]) -> list[Welcome]:
         generation = self.roster.generation
-        devices = tuple(self._joins[rank].device for rank in sorted(self.ranks))
-        return [
-            Welcome(rank=rank, generation=generation, devices=devices) for rank in ranks
-        ]
+        joins = [self._joins[rank] for rank in sorted(self.ranks)]
+        common = Welcome(
+            rank=0,
+            generation=generation,
+            devices=tuple(join.device for join in joins),
+            memory_bytes=tuple(join.memory_bytes for join in joins),
+        )
+        return [replace(common, rank=rank) for rank in ranks]
 
 
 def as_members(joins: Sequence[Join]) -> list[Member]:

@@ -84,6 +84,11 @@ class Coordinator:
         """True when every rank has left."""
         return self._membership.is_finished
 
+    @property
+    def devices(self) -> dict[int, str]:
+        """Of each rank that has joined."""
+        return self._membership.devices
+
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Takes one event and answers what is to be done.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import fields
 
-from elche.coordination.protocol.events import BatchesDone, Event, StepsDone
+from elche.coordination.protocol.events import BatchesDone, Event, StepsDone, Tick
 from elche.coordination.protocol.instructions import (
     GrantBatches,
     GrantSteps,
     Instruction,
 )
 
-STORY_ENTRIES = 4000
+STORY_ENTRIES = 50_000
+"""Some minutes of a busy run, in at most some 20 MB."""
 _LEASED = (BatchesDone, GrantBatches, GrantSteps, StepsDone)
 
 
@@ -29,7 +30,9 @@ class Story:
         )
 
     def heard(self, event: Event, now_s: float) -> None:
-        """An event came."""
+        """An event came; a tick leaves only what is done because of it."""
+        if isinstance(event, Tick):
+            return
         self._entries.append((event.rank, now_s, "<-", event))
 
     def told(self, instruction: Instruction, now_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elche.errors import ConfigError
@@ -64,6 +64,9 @@ class Span:
             )
 
 
+_FIELDS = tuple(each.name for each in fields(Span))
+
+
 def to_chrome_trace(
     spans: Iterable[Span],
     rank_names: Mapping[int, str] | None = None,
@@ -101,8 +104,12 @@ def to_chrome_trace(
 def spans_to_jsonl(spans: Iterable[Span]) -> str:
     """One JSON object per line, for files that ranks write on their own."""
     return "".join(
-        json.dumps({**asdict(span), "args": dict(span.args)}) + "\n" for span in spans
+        json.dumps({**_plain(span), "args": dict(span.args)}) + "\n" for span in spans
     )
+
+
+def _plain(span: Span) -> dict[str, Any]:
+    return {name: getattr(span, name) for name in _FIELDS}
 
 
 def spans_from_jsonl(text: str) -> list[Span]:
@@ -111,15 +118,14 @@ def spans_from_jsonl(text: str) -> list[Span]:
     Raises:
         ConfigError: on a line that is not a span, with its number.
     """
-    names = {item.name for item in fields(Span)}
     spans = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-            if not isinstance(values, dict) or set(values) != names:
-                raise ConfigError(f"expected an object with {sorted(names)}")
+            if not isinstance(values, dict) or values.keys() != set(_FIELDS):
+                raise ConfigError(f"expected an object with {sorted(_FIELDS)}")
             spans.append(Span(**values))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"line {number} is not a span: {error}") from error

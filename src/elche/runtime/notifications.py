@@ -37,6 +37,8 @@ class RunNotifications:
         window_metrics: of windows that have ended; always empty but on rank 0.
         epoch_metrics: of the last epochs that have ended.
         choices: policy and reason each time that ``auto`` has chosen; only on rank 0.
+        advice: what another policy than the default would bring; only on rank 0.
+        on_metrics: called with the metrics of each window and epoch that has ended.
         emit: writes a line for the user.
     """
 
@@ -46,12 +48,15 @@ class RunNotifications:
         self.window_metrics: deque[WindowMetrics] = deque(maxlen=WINDOWS_KEPT)
         self.epoch_metrics: deque[EpochMetrics] = deque(maxlen=EPOCHS_KEPT)
         self.choices: list[tuple[str, str]] = []
+        self.advice = ""
+        self.on_metrics: Callable[[EpochMetrics | WindowMetrics], None] | None = None
         self.emit: Callable[[str], None] = logger.info
 
     def handle(self, report: MetricsReported | PolicyChosen) -> None:
         """Keeps the metrics of a window or an epoch; emits a choice of ``auto``."""
         if isinstance(report, PolicyChosen):
             if report.is_advice:
+                self.advice = report.reason
                 self.emit(f"elche: {report.reason}")
                 return
             self.choices.append((report.policy, report.reason))
@@ -85,6 +90,8 @@ class RunNotifications:
 
     def add(self, metrics: EpochMetrics | WindowMetrics) -> None:
         """Keeps the metrics of a window or an epoch that has ended."""
+        if self.on_metrics is not None:
+            self.on_metrics(metrics)
         if isinstance(metrics, WindowMetrics):
             self.window_metrics.append(metrics)
             return

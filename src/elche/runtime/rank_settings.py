@@ -80,6 +80,7 @@ def join_event(
         ),
         device=placement.device_name,
         horizon_batches=horizon_batches(loader) + most_ahead(placement.device),
+        memory_bytes=placement.memory_bytes,
     )
 
 

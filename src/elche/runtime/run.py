@@ -36,6 +36,8 @@ from elche.runtime.rank_settings import (
     min_share_samples,
     state_tensors,
 )
+from elche.runtime.report.run_summary import RunFacts
+from elche.runtime.report.trace_parts import write_part
 from elche.runtime.run_epochs import RankWatch, RunEpochs
 from elche.runtime.sync_epoch import SyncEpoch
 from elche.runtime.training import RunParts, Training
@@ -56,7 +58,7 @@ class Run:
     Args:
         worker: this rank's shell, its group formed.
         training: what is trained, and the agreed settings.
-        devices: device names of all ranks.
+        welcome: what the coordinator said of all ranks.
         plans: what is recorded or replayed.
 
     Attributes:
@@ -67,14 +69,15 @@ class Run:
         self,
         worker: Worker,
         training: Training,
-        devices: tuple[str, ...],
+        welcome: Welcome,
         plans: PlanFile,
     ) -> None:
         self.worker = worker
         self.config = training.config
         self.notifications = RunNotifications(worker.rank)
         worker.on_notification = self.notifications.handle
-        self._devices = devices
+        self._devices = devices = welcome.devices
+        self._memory_bytes = welcome.memory_bytes
         self._training = training
         skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         optimizers = OptimizersSeen(training.model, training.optimizer)
@@ -133,7 +136,7 @@ class Run:
                 *((f"state {index}", state) for index, state in enumerate(states)),
             ]
             make_equal(worker.group, named, "the first broadcast")
-            run = Run(worker, training, welcome.devices, plans)
+            run = Run(worker, training, welcome, plans)
             run._epochs.attach()
         except BaseException as error:
             if run is not None:
@@ -319,6 +322,23 @@ class Run:
             said = f", steps of {samples} samples (batch_size {batch_size})"
         return f"elche: {what}; policy {policy}{said}, {held_mb:.1f} MB for reductions"
 
+    def facts(self) -> RunFacts:
+        """What a summary of the run begins with."""
+        codec = self.config.codec
+        coded = "" if codec == "fp32" else f", codec {codec}"
+        return RunFacts(
+            policy=self.config.policy,
+            is_default=self._training.is_default,
+            devices=self._devices,
+            memory_bytes=self._memory_bytes,
+            transport=self.worker.group.transport + coded,
+            reduction_bytes=self._synchroniser.extra_bytes,
+        )
+
+    def steps_at(self, samples: float) -> float:
+        """Steps of the run when so many samples of the epoch are trained."""
+        return self._epochs.steps.at(samples)
+
     def check(self) -> None:
         """Raises what went wrong where nothing could be raised."""
         self._epochs.check()
@@ -410,6 +430,7 @@ class Run:
             self._closed = True
             self._release()
             self.worker.close(last_event)
+            write_part(self.worker.timeline)
             with contextlib.suppress(Exception):  # while there are modules to do it
                 self._epochs.end_iteration()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import time
 from collections.abc import Generator, Iterator
 from itertools import islice
@@ -24,6 +26,8 @@ from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.notifications import RunNotifications
 from elche.runtime.process.seeding import rank_seed, seed_rank
+from elche.runtime.report.timeline import Timeline
+from elche.runtime.report.trace_parts import TRACE, write_part
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
@@ -46,6 +50,7 @@ class SingleRun:
 
     Attributes:
         notifications: what the user logged, and metrics of what has ended.
+        timeline: of its batches.
         progress_samples: samples of batches whose loop body has run.
         progress_steps: likewise, batches.
         was_left_early: no other rank leaves an epoch.
@@ -72,14 +77,17 @@ class SingleRun:
         self._opened_s = self._transfer_s = 0.0
         self._times = DeliveredTimes()
         self.notifications = RunNotifications(0)
+        self.timeline = Timeline(0)
         self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
         self._optimizers = OptimizersSeen(training.model, training.optimizer)
         self.progress_samples = 0
         self.progress_steps = 0.0
-        self.is_in_epoch = self.was_left_early = False
+        self.is_in_epoch = self.was_left_early = self._has_left = False
 
     def attach(self) -> None:
         """Watches for steps that a GradScaler skips; seeds this process if asked."""
+        if TRACE in os.environ:
+            atexit.register(self.leave)
         self._skips.attach()
         if self._training.config.seed is not None:
             seed_rank(self._training.config.seed, 0)
@@ -89,6 +97,14 @@ class SingleRun:
         """Leaves the optimizer as it was. May be called twice."""
         self._skips.detach()
         self._optimizers.detach()
+        if not self._has_left:
+            atexit.unregister(self.leave)
+            write_part(self.timeline)
+        self._has_left = True
+
+    def steps_at(self, samples: float) -> float:
+        """Steps so far: metrics are there as soon as their samples are trained."""
+        return self.progress_steps
 
     def state_dict(self) -> dict[str, Any]:
         """What this run holds between epochs: its progress, as nothing is averaged."""
@@ -344,6 +360,7 @@ class SingleRun:
         self._skips.settle()
         times_s = began_s, loaded_s + moved_s, now_s
         self._times.add(BatchCost.measured(samples, times_s, moved_s))
+        self.timeline.record(("batch", self._batch - 1, *times_s, samples, 0.0))
         if now_s - self._opened_s >= self._window_s:
             self._end_window(now_s, self._drain())
 

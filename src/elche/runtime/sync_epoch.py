@@ -247,13 +247,14 @@ class SyncEpoch:
         """What the step took until now; the next one begins."""
         times_s = self._began_s, self._ready_s, time.monotonic()
         self._began_s = times_s[-1]
-        self._worker.timeline.batch("step", step.step, times_s, step.samples)
+        wait_s = self._reducer.wait_s
+        self._worker.timeline.batch("step", step.step, times_s, step.samples, wait_s)
         is_warm, self._worker.is_cold = not self._worker.is_cold, False
         return BatchCost.measured(
             step.samples,
             times_s,
             self._transfer_s,
-            self._reducer.wait_s,
+            wait_s,
             is_timed=is_warm,
         )
 

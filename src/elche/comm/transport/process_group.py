@@ -139,6 +139,15 @@ class Group:
         self._at_close: list[Callable[[], None]] = []
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
+    @property
+    def transport(self) -> str:
+        """What carries sums between its ranks."""
+        if self.world_size == 1:
+            return "none, on one device"
+        if self.devices is not None:
+            return "NCCL"
+        return "shared memory" if self.shares_host else "gloo"
+
     @staticmethod
     def alone(timeout_s: float) -> Group:
         """One rank: every call returns its input, without a thread or a socket."""

@@ -127,6 +127,17 @@ class Metrics:
         )
 
     @property
+    def efficiency(self) -> float:
+        """`samples_per_s` over the sum of `rank_samples_per_s`; 0 if nothing was done.
+
+        It is below 1 by what ranks wait for each other and reduce. It does not see that
+        a device is slower on its share of a batch than on a whole one, nor a device
+        that was left out. No measure where tuples hold one number for all ranks.
+        """
+        most = math.fsum(self.rank_samples_per_s)
+        return self.samples_per_s / most if most > 0 else 0.0
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Each rank's part of the samples; zeros where no rank had any."""
         total = self.samples or 1
@@ -199,6 +210,7 @@ class Metrics:
             "samples": self.samples,
             "samples_per_s": self.samples_per_s,
             "rank_samples_per_s": list(self.rank_samples_per_s),
+            "efficiency": self.efficiency,
             "shares": list(self.shares),
             "compute_s": list(self.compute_s),
             "scalars": self.scalars,

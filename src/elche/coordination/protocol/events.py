@@ -13,7 +13,7 @@ class Join:
 
     ``settings`` are (name, value) pairs that must agree, ``tensors`` are (name,
     shape, dtype) of parameters and buffers. ``horizon_batches`` is how many batches
-    the rank's loader draws ahead of the one in hand.
+    the rank's loader draws ahead of the one in hand. ``memory_bytes`` are the device's.
     """
 
     rank: int
@@ -23,6 +23,7 @@ class Join:
     tensors: tuple[tuple[str, str, str], ...]
     device: str
     horizon_batches: int
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ class Welcome:
     rank: int
     generation: int
     devices: tuple[str, ...]
+    memory_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class CoordinatorServer:
     Attributes:
         on_end: called once with the kind of `Abort` that ends the run.
         on_first_batch: called once, when a rank first reports batches as done.
+        on_message: called with each event and instruction, in their order.
     """
 
     def __init__(self, world_size: int, key: bytes) -> None:
@@ -73,6 +74,7 @@ class CoordinatorServer:
         self._end: Abort | None = None
         self.on_end: Callable[[str], None] = lambda kind: None
         self.on_first_batch: Callable[[], None] | None = None
+        self.on_message: Callable[[Event | Instruction], None] | None = None
         self.dropped = 0
         self.has_admitted = False
         self.told_to_end: set[int] = set()  # because of another rank, or of none
@@ -117,7 +119,11 @@ class CoordinatorServer:
             if self.on_first_batch and isinstance(event, StepsDone | BatchesDone):
                 self.on_first_batch()
                 self.on_first_batch = None
-            for instruction in self.core.handle(event, now_s):
+            answers = self.core.handle(event, now_s)
+            if self.on_message is not None:
+                for message in (event, *answers):
+                    self.on_message(message)
+            for instruction in answers:
                 if isinstance(instruction, Abort) and self.core.aborted is not None:
                     if self._end is None:
                         self.on_end(instruction.kind)

@@ -51,6 +51,15 @@ class Placement:
             return str(torch.cuda.get_device_name(self.device))
         return self.device.type.upper()
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of the device, of the host where it is a CPU; 0 if it is not known."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory)
+        if self.device.type == "cpu" and hasattr(os, "sysconf"):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return 0
+
 
 def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     """Reads this process's place in the run.

@@ -10,12 +10,14 @@ import asyncio
 import math
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import (
@@ -24,10 +26,10 @@ from elche.runtime.process.coordinator import (
     rank_environments,
 )
 from elche.runtime.process.launcher_watch import PIPE
+from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
-
-LINE_BYTES = 1 << 22
+from elche.runtime.report.trace_parts import TRACE, join_parts
 
 
 class Network(Protocol):
@@ -61,6 +63,8 @@ class LaunchConfig:
         story_path: file for what the ranks and the coordinator said and decided,
             written when the run ends, however it ends.
         start: starts a rank's process with this environment, in place of the command.
+        trace_path: file for the timeline of all ranks, written then as well.
+        display: shows the run, and what the ranks print, on this terminal.
     """
 
     command: tuple[str, ...]
@@ -74,6 +78,8 @@ class LaunchConfig:
     on_first_batch: Callable[[], None] | None = None
     story_path: Path | None = None
     start: Callable[[int, Mapping[str, str]], RankProcess] | None = None
+    trace_path: Path | None = None
+    display: Display | None = None
 
     def __post_init__(self) -> None:
         given = [
@@ -168,6 +174,9 @@ async def _launch(
     server = CoordinatorServer(config.world_size, key)
     server.on_first_batch = config.on_first_batch
     network = config.network
+    display = config.display
+    if display is not None:
+        server.on_message = display.see
     listener = None if network is None else network.listener()
     address = await server.start(listener=listener)
     environments = rank_environments(config.world_size, address, key)
@@ -176,14 +185,18 @@ async def _launch(
     makes = "ELCHE_CHECKPOINT_DIR" in {**os.environ, **config.environment}
     processes = RankProcesses(server, makes_checkpoints=makes)
     on_ready(processes)
-    readers: list[asyncio.Future[None]] = []
+    output = RankOutput(config.on_line, display)
+    parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
         for rank, own in enumerate(environments):
             environment = _environment(
                 config,
                 rank,
-                own | (store.environment() if store else {}) | {PIPE: str(watched)},
+                own
+                | (store.environment() if store else {})
+                | {PIPE: str(watched)}
+                | ({TRACE: str(parts)} if parts else {}),
             )
             if config.start is not None:
                 processes.add(config.start(rank, environment))
@@ -193,22 +206,26 @@ async def _launch(
                 *config.command,
                 env=environment,
                 pass_fds=(watched,),
-                stdout=asyncio.subprocess.PIPE if config.on_line else None,
+                stdout=output.stdout,
+                stderr=output.stderr,
                 limit=LINE_BYTES,
             )
             processes.add(process)
-            if config.on_line is not None:
-                reading = _read_lines(process, rank, config.on_line)
-                readers.append(asyncio.ensure_future(reading))
+            output.add(rank, process)
         await processes.wait()
-        await asyncio.gather(*readers)
+        await output.finish()
     finally:
         await processes.close()
+        server.on_message = None
+        output.close()
         os.close(watched)
         os.close(held)
         await server.stop()
         if config.story_path is not None:
             server.write_story(config.story_path)
+        if config.trace_path is not None and parts is not None:
+            codes = processes.exit_codes()
+            _write_trace(config.trace_path, parts, server, codes)
         if store is not None:
             await store.close()
     return LaunchResult(
@@ -222,12 +239,19 @@ async def _launch(
     )
 
 
-async def _read_lines(
-    process: asyncio.subprocess.Process, rank: int, take: Callable[[int, str], None]
+def _write_trace(
+    path: Path, parts: Path, server: CoordinatorServer, codes: Sequence[int]
 ) -> None:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        take(rank, line.decode(errors="replace").rstrip("\n"))
+    devices = server.core.devices
+    names = {
+        rank: f"rank {rank}: {devices[rank]}" if rank in devices else f"rank {rank}"
+        for rank in range(len(codes))
+    }
+    facts: dict[str, Any] = {"exit codes": list(codes)}
+    if any(codes):
+        facts["ended by"] = server.core.aborted
+    join_parts(parts, path, names, facts)
+    shutil.rmtree(parts, ignore_errors=True)
 
 
 def _environment(
@@ -244,6 +268,8 @@ def _environment(
         environment |= config.network.environment(rank)
     if config.devices is not None:
         environment["ELCHE_DEVICE"] = config.devices[rank]
+    if config.display is not None:  # a pipe that is shown on a terminal
+        environment.setdefault("PYTHONUNBUFFERED", "1")
     if config.speeds is not None:
         environment["ELCHE_SPEED"] = repr(config.speeds[rank])
         environment["ELCHE_MS_PER_SAMPLE"] = repr(config.ms_per_sample)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import final
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, final
 
 from elche.monitor.trace import BATCH, DATA_WAIT, Span
 
 MOST_RECORDS = 200_000
 
-_Batch = tuple[str, int, float, float, float, int]
+_Batch = tuple[str, int, float, float, float, int, float]
 
 
 @final
@@ -21,24 +23,39 @@ class Timeline:
 
     Args:
         rank: whose.
+
+    Attributes:
+        record: takes a record as it is kept, in one call.
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._records: deque[_Batch | Span] = deque(maxlen=MOST_RECORDS)
+        self.record: Callable[[_Batch], None] = self._records.append
 
     @property
     def spans(self) -> list[Span]:
         """In the order in which they ended."""
+        return self._spans_of(self._records)
+
+    def newest(self, most: int) -> list[Span]:
+        """Those of the last so many records."""
+        skipped = max(0, len(self._records) - most)
+        return self._spans_of(islice(self._records, skipped, None))
+
+    def _spans_of(self, records: Iterable[_Batch | Span]) -> list[Span]:
         spans: list[Span] = []
-        for record in self._records:
+        for record in records:
             if isinstance(record, Span):
                 spans.append(record)
                 continue
-            word, number, began_s, ready_s, end_s, samples = record
+            word, number, began_s, ready_s, end_s, samples, wait_s = record
             spans.append(self._span(DATA_WAIT, DATA_WAIT, began_s, ready_s))
             name = f"{word} {number}"
-            spans.append(self._span(name, BATCH, ready_s, end_s, samples))
+            about: dict[str, float] = {"samples": samples}
+            if wait_s:
+                about["waiting for ranks, ms"] = round(1e3 * wait_s, 3)
+            spans.append(self._span(name, BATCH, ready_s, end_s, about))
         return spans
 
     def add(self, name: str, category: str, start_s: float, end_s: float) -> None:
@@ -51,6 +68,7 @@ class Timeline:
         number: int,
         times_s: tuple[float, float, float],
         samples: int,
+        wait_s: float = 0.0,
     ) -> None:
         """A batch is done.
 
@@ -59,8 +77,9 @@ class Timeline:
             number: of the batch in its epoch.
             times_s: when the loop asked for it, when it was there, when it was done.
             samples: of this rank.
+            wait_s: of its time, what was spent on other ranks.
         """
-        self._records.append((word, number, *times_s, samples))
+        self._records.append((word, number, *times_s, samples, wait_s))
 
     def _span(
         self,
@@ -68,13 +87,13 @@ class Timeline:
         category: str,
         start_s: float,
         end_s: float,
-        samples: int | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> Span:
         return Span(
-            rank=self._rank,
+            rank=self.rank,
             name=name,
             category=category,
             start_s=start_s,
             duration_s=max(0.0, end_s - start_s),
-            args={} if samples is None else {"samples": samples},
+            args=about or {},
         )

@@ -1,0 +1,141 @@
+"""Where a run stands: samples, rate, efficiency, time left, a line per rank. Pure.
+
+Read from the messages between ranks and coordinator, in the launcher's process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from elche.coordination.accounts.metrics import WindowMetrics
+from elche.coordination.protocol.events import Event, Join
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    Instruction,
+    MetricsReported,
+    SwitchPolicy,
+)
+from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
+
+RECENT_S = 5.0
+BAR_CELLS = 24
+
+
+class RunView:
+    """Follows a run from its messages.
+
+    Rates are those of the last seconds, or of the last window where that is longer. A
+    rank's own speed is what it delivered outside of synchronisations when it last did
+    anything; efficiency is the run's rate over the sum of these.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[int, str] = {}
+        self._speeds: dict[int, float] = {}
+        self._recent: deque[WindowMetrics] = deque()
+        self._epoch, self._policy = -1, ""
+        self._samples = self._total = 0
+        self.is_training = False
+
+    def see(self, message: Event | Instruction) -> None:
+        """Takes a message, in the order in which they came and went."""
+        if isinstance(message, Join):
+            self._devices[message.rank] = message.device
+        elif isinstance(message, BeginEpoch):
+            if message.epoch != self._epoch or not self.is_training:
+                self._samples = 0
+                self._total = sum(size * count for size, count in message.sizes)
+            self._epoch, self._policy = message.epoch, message.policy
+            self.is_training = True
+        elif isinstance(message, SwitchPolicy):
+            self._policy = message.policy
+        elif isinstance(message, EndEpoch):
+            self.is_training = False
+        elif isinstance(message, MetricsReported) and message.window >= 0:
+            self._take(WindowMetrics.from_json(message.values))
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the run, lately; 0 before anything is known."""
+        duration_s = math.fsum(window.duration_s for window in self._recent)
+        samples = sum(window.samples for window in self._recent)
+        return samples / duration_s if duration_s > 0 else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """The rate over the sum of the ranks' own speeds; 0 likewise."""
+        most = math.fsum(self._speeds.values())
+        return self.samples_per_s / most if most > 0 else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end of the epoch, None if it is not known."""
+        rate = self.samples_per_s
+        left = max(0, self._total - self._samples)
+        return left / rate if rate > 0 else None
+
+    def lines(self) -> list[str]:
+        """What is shown: a line for the run, and the table of its ranks."""
+        done = min(1.0, self._samples / self._total) if self._total else 0.0
+        full = round(done * BAR_CELLS)
+        bar = "━" * full + "╌" * (BAR_CELLS - full)
+        head = (
+            f"epoch {self._epoch} ({self._policy})  {bar}"
+            f"  {self._samples:,} of {self._total:,} samples"
+        )
+        left_s = self.left_s
+        if left_s is not None:
+            head += (
+                f"  {self.samples_per_s:,.0f}/s, {self.efficiency:.0%} of what the "
+                "devices deliver"
+            )
+        if left_s is not None and self.is_training:
+            head += f", {_clock(left_s)} left"
+        return [head, *rank_table(self._rank_lines())]
+
+    def _take(self, window: WindowMetrics) -> None:
+        self._samples += window.samples
+        self._recent.append(window)
+        recent_s = math.fsum(each.duration_s for each in self._recent)
+        while recent_s - self._recent[0].duration_s >= RECENT_S:
+            recent_s -= self._recent.popleft().duration_s
+        trained, busy_s, _ = self._sums()
+        for rank, own_s in enumerate(busy_s):
+            if own_s > 0:
+                self._speeds[rank] = trained[rank] / own_s
+
+    def _sums(self) -> tuple[list[int], list[float], list[float]]:
+        """Lately, of each rank: samples trained, busy and synchronising seconds."""
+        ranks = max((len(window.busy_s) for window in self._recent), default=0)
+        trained, busy_s, sync_s = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+        for window in self._recent:
+            for rank, own_s in enumerate(window.busy_s):
+                trained[rank] += window.rank_samples[rank]
+                trained[rank] += window.discarded_samples[rank]
+                busy_s[rank] += own_s
+                sync_s[rank] += window.sync_wait_s[rank]
+        return trained, busy_s, sync_s
+
+    def _rank_lines(self) -> list[RankLine]:
+        trained, busy_s, sync_s = self._sums()
+        total = sum(trained) or 1
+        waiting = waiting_parts(busy_s, sync_s)
+        return [
+            RankLine(
+                rank=rank,
+                device=device,
+                samples_per_s=self._speeds.get(rank),
+                share=trained[rank] / total if rank < len(trained) else None,
+                waiting=waiting[rank] if rank < len(waiting) else None,
+            )
+            for rank, device in sorted(self._devices.items())
+        ]
+
+
+def _clock(seconds: float) -> str:
+    """Such as 0:05 and 2:03:04."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,128 @@
+"""A run in a few lines: devices, transport, policy and why, speeds and shares."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
+from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
+from elche.runtime.notifications import RunNotifications
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run when it begins.
+
+    Attributes:
+        policy: that was asked for, or is the default.
+        is_default: it was named nowhere.
+        devices: of all ranks.
+        memory_bytes: of all devices; 0 where it was not found out.
+        transport: what carries sums between ranks.
+        reduction_bytes: of memory that each rank holds for reductions.
+    """
+
+    policy: str
+    is_default: bool
+    devices: tuple[str, ...]
+    memory_bytes: tuple[int, ...]
+    transport: str
+    reduction_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run so far; as text, its lines.
+
+    Attributes:
+        policy: in force; on ranks but the first ``auto`` for what that has chosen.
+        reason: why this one.
+        advice: what another policy is expected to bring; "" if nothing.
+        transport: what carries sums between ranks.
+        reduction_bytes: of memory that each rank holds for reductions.
+        of: what the figures are of: the last epoch or window that has ended.
+        samples_per_s: of the whole run; None before anything has ended.
+        efficiency: see `elche.Metrics.efficiency`.
+        ranks: a line for each.
+    """
+
+    policy: str
+    reason: str
+    advice: str
+    transport: str
+    reduction_bytes: int
+    of: str
+    samples_per_s: float | None
+    efficiency: float | None
+    ranks: tuple[RankLine, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        held_mb = self.reduction_bytes / 1e6
+        lines = [
+            f"policy     {self.policy}: {self.reason}",
+            *([f"advice     {self.advice}"] if self.advice else []),
+            f"transport  {self.transport}; {held_mb:.1f} MB per rank for reductions",
+        ]
+        if self.samples_per_s is not None:
+            line = f"rate       {self.samples_per_s:,.0f} samples/s in {self.of}"
+            if self.efficiency is not None:
+                line += f", {self.efficiency:.0%} of what the devices deliver"
+            lines.append(line)
+        return "\n".join([*lines, *rank_table(self.ranks)])
+
+
+def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
+    """The run so far, with the figures of what has ended last."""
+    last = _last_of(notifications)
+    count = len(facts.devices)
+    speeds: tuple[float | None, ...] = (None,) * count
+    shares, waiting, of, efficiency = speeds, speeds, "", None
+    if last is not None and len(last.shares) == count:
+        speeds, shares = last.rank_samples_per_s, last.shares
+        waiting = waiting_parts(last.busy_s, last.sync_wait_s)
+        efficiency = last.efficiency
+    if last is not None:
+        is_epoch = isinstance(last, EpochMetrics)
+        of = f"epoch {last.epoch}" if is_epoch else f"a window of epoch {last.epoch}"
+    policy, reason = facts.policy, "asked for"
+    if facts.is_default:
+        reason = "the default, as none was named"
+    if notifications.choices:
+        policy, reason = notifications.choices[-1]
+        policy = f"{policy} (auto)"
+    elif policy == "auto":
+        reason = "asked for; it measures under sync until it chooses"
+    return RunSummary(
+        policy=policy,
+        reason=reason,
+        advice=notifications.advice,
+        transport=facts.transport,
+        reduction_bytes=facts.reduction_bytes,
+        of=of,
+        samples_per_s=None if last is None else last.samples_per_s,
+        efficiency=efficiency,
+        ranks=tuple(
+            RankLine(
+                rank=rank,
+                device=device,
+                memory_bytes=facts.memory_bytes[rank],
+                samples_per_s=speeds[rank],
+                share=shares[rank],
+                waiting=waiting[rank],
+            )
+            for rank, device in enumerate(facts.devices)
+        ),
+    )
+
+
+def _last_of(notifications: RunNotifications) -> EpochMetrics | WindowMetrics | None:
+    """The last epoch that has ended, a window before the first one has."""
+    for kept in (notifications.epoch_metrics, notifications.window_metrics):
+        if kept:
+            return kept[-1]
+    return None

@@ -1,0 +1,160 @@
+"""What a run's progress shows, from the messages of the run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from elche.coordination.accounts.metrics import WindowMetrics
+from elche.coordination.protocol.events import Join, Tick
+from elche.coordination.protocol.instructions import (
+    BeginEpoch,
+    EndEpoch,
+    MetricsReported,
+    SwitchPolicy,
+)
+from elche.monitor.live_run import LiveRun
+from elche.monitor.rank_table import RANKS_SHOWN, RankLine, rank_table
+from elche.monitor.run_view import RECENT_S, RunView
+
+Window = tuple[float, tuple[int, int]]
+
+
+def join(rank: int) -> Join:
+    return Join(
+        rank=rank,
+        version=0,
+        world_size=2,
+        settings=(),
+        tensors=(),
+        device=f"device {rank}",
+        horizon_batches=1,
+    )
+
+
+def begin(epoch: int = 0, samples: int = 1000) -> BeginEpoch:
+    return BeginEpoch(
+        rank=0,
+        epoch=epoch,
+        sizes=((10, samples // 10),),
+        policy="sync",
+        window=0,
+        cut=(1, 0, 1),
+    )
+
+
+def end() -> EndEpoch:
+    return EndEpoch(
+        rank=0,
+        epoch=0,
+        samples=(),
+        busy_s=(),
+        data_wait_s=(),
+        sync_s=0.0,
+        windows=1,
+        anchor=1,
+        shares=(),
+    )
+
+
+def window(
+    duration_s: float, samples: tuple[int, int], busy_s: tuple[float, float]
+) -> MetricsReported:
+    metrics = WindowMetrics(
+        window=0,
+        epoch=0,
+        synchronisations=1,
+        duration_s=duration_s,
+        rank_samples=samples,
+        discarded_samples=(0, 0),
+        busy_s=busy_s,
+        data_wait_s=(0.0, 0.0),
+        transfer_s=(0.0, 0.0),
+        sync_wait_s=(duration_s - busy_s[0], duration_s - busy_s[1]),
+    )
+    return MetricsReported(rank=0, epoch=0, window=0, values=metrics.to_json())
+
+
+def seen(*messages: object) -> RunView:
+    view = RunView()
+    for message in (join(0), join(1), *messages):
+        view.see(message)  # type: ignore[arg-type]
+    return view
+
+
+def test_rate_efficiency_and_the_time_left() -> None:
+    view = seen(begin(), window(1.0, (80, 20), (0.8, 0.5)))
+    assert view.samples_per_s == 100.0
+    assert view.efficiency == pytest.approx(100.0 / (80 / 0.8 + 20 / 0.5))
+    assert view.left_s == 9.0
+    head, _, first, second = view.lines()
+    assert "epoch 0 (sync)" in head
+    assert "100 of 1,000 samples  100/s, 71% of what the devices deliver" in head
+    assert head.endswith("0:09 left")
+    assert first.split() == ["0", "device", "0", "100", "80%", "20%"]
+    assert second.split() == ["1", "device", "1", "40", "20%", "50%"]
+
+
+def test_a_rank_that_was_left_out_counts_with_the_speed_it_had() -> None:
+    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)))
+    for _ in range(round(RECENT_S) + 1):
+        view.see(window(1.0, (80, 0), (1.0, 0.0)))
+    assert view.samples_per_s == 80.0
+    assert view.efficiency == pytest.approx(0.8)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 20.0), st.tuples(*[st.integers(0, 99)] * 2))))
+def test_rates_are_of_the_last_seconds(windows: list[Window]) -> None:
+    view = seen(begin())
+    recent: list[Window] = []
+    for duration_s, samples in windows:
+        view.see(window(duration_s, samples, (duration_s, duration_s)))
+        recent.append((duration_s, samples))
+        while sum(each[0] for each in recent[1:]) >= RECENT_S:
+            del recent[0]
+    taken_s = sum(each[0] for each in recent)
+    expected = sum(sum(each[1]) for each in recent) / taken_s if recent else 0.0
+    assert view.samples_per_s == pytest.approx(expected)
+
+
+def test_epochs_and_policies_follow_each_other() -> None:
+    view = seen(begin(), window(1.0, (80, 20), (1.0, 1.0)))
+    view.see(SwitchPolicy(rank=0, epoch=0, step=3, policy="async", window=3, cut=(1,)))
+    assert "epoch 0 (async)" in view.lines()[0]
+    view.see(end())
+    assert not view.is_training
+    assert "left" not in view.lines()[0]
+    view.see(begin(epoch=1))
+    view.see(begin(epoch=1))  # as told to the other rank
+    assert "epoch 1 (sync)" in view.lines()[0]
+    assert " 0 of 1,000 samples" in view.lines()[0]
+
+
+def test_of_many_ranks_the_first_are_shown() -> None:
+    ranks = [RankLine(rank=rank, device="CPU") for rank in range(RANKS_SHOWN + 3)]
+    heading, *shown, last = rank_table(ranks)
+    assert heading.split() == ["rank", "device", "samples/s", "share", "waiting"]
+    assert len(shown) == RANKS_SHOWN
+    assert last == "  and 3 more"
+
+
+def test_the_view_is_beneath_what_ranks_print_and_goes_in_the_end() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, color_system=None)
+    live = LiveRun(console)
+    live.see(join(0))
+    live.see(Tick())
+    assert screen.getvalue() == ""
+    live.see(begin())
+    live.see(Tick())
+    assert screen.getvalue().count("epoch 0 (sync)") == 1
+    live.print_line("[bold] " + "long " * 40)
+    drawn = screen.getvalue()
+    assert "[bold] " + "long " * 40 + "\n" in drawn
+    assert drawn.rpartition("long")[2].count("epoch 0 (sync)") == 1
+    live.close()
+    assert screen.getvalue().endswith("\x1b[2K")

@@ -1,0 +1,158 @@
+"""`elche run` in a terminal: progress, the ranks' own lines, and the timeline."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.runtime.process.rank_output import RankOutput
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).parent / "cases" / "watched.py"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def in_terminal(*arguments: str) -> tuple[int, str]:
+    """Exit code, and everything that `elche run` wrote to a terminal."""
+    ours, theirs = pty.openpty()
+    size = struct.pack("HHHH", 40, 150, 0, 0)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    command = [sys.executable, "-m", "elche", "run", *arguments]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while piece := os.read(ours, 1 << 16):
+                written += piece
+        except OSError:  # the other side is closed
+            pass
+        finally:
+            os.close(ours)
+    return process.returncode, written.decode()
+
+
+def batches_of(path: Path) -> dict[int, list[str]]:
+    trace: dict[str, Any] = json.loads(path.read_text())
+    found: dict[int, list[str]] = {0: [], 1: []}
+    for each in trace["traceEvents"]:
+        if each["ph"] == "X" and each["cat"] == "batch":
+            found[each["pid"]].append(each["name"])
+    return found
+
+
+def test_a_run_that_fails_is_seen_until_then(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    code, written = in_terminal(
+        *("--speeds", "1,0.5", "--trace", str(trace), str(SCRIPT), "raises")
+    )
+    assert code == 1
+    assert re.search(r"epoch 0 \(sync\).* of 640 samples", written)
+    assert "CPU emulated at speed 0.5" in written
+    lines = [line.strip() for line in ESCAPES.sub("\n", written).splitlines()]
+    for rank in (0, 1):
+        for number in (1, 2, 3):
+            assert f"rank {rank} printed [line] {number}" in lines
+    assert "RuntimeError: as asked" in lines
+    found = batches_of(trace)
+    assert found[0]
+    assert len(found[1]) > 10
+    facts = json.loads(trace.read_text())["otherData"]
+    assert "as asked" in facts["ended by"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_in_the_timeline(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    code, _ = in_terminal(
+        *("--speeds", "1,0.5", "--trace", str(trace), str(SCRIPT), "killed")
+    )
+    assert code == 137
+    found = batches_of(trace)
+    assert found[0]
+    assert not found[1]
+    facts = json.loads(trace.read_text())["otherData"]
+    assert facts["ranks without a timeline"] == [1]
+
+
+@pytest.mark.slow
+def test_quiet_shows_what_the_ranks_print_alone() -> None:
+    code, written = in_terminal("--quiet", "--speeds", "1,0.5", str(SCRIPT), "ends")
+    assert code == 0
+    assert "rank 1 printed [line] 3" in written
+    assert " samples  " not in written
+    assert "\x1b" not in written
+
+
+def shown(*pieces: bytes) -> list[str]:
+    """What of a rank's output is shown, that comes in these pieces."""
+
+    async def show() -> list[str]:
+        display = _Lines()
+        output = RankOutput(None, display)
+        process = _Process(asyncio.StreamReader())
+        output.add(0, process)  # type: ignore[arg-type]
+        for piece in pieces:
+            process.stderr.feed_data(piece)
+            await asyncio.sleep(0)
+        process.stderr.feed_eof()
+        await output.finish()
+        output.close()
+        return display.lines
+
+    return asyncio.run(show())
+
+
+class _Process:
+    stdout = None
+
+    def __init__(self, stderr: asyncio.StreamReader) -> None:
+        self.stderr = stderr
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def see(self, message: object) -> None:
+        """Nothing is drawn."""
+
+    def print_line(self, line: str) -> None:
+        self.lines.append(line)
+
+    def close(self) -> None:
+        """Nothing to take away."""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ((b"one\ntwo\n",), ["one", "two"]),
+        ((b"o", b"ne\r\n\nla", b"st"), ["one", "", "last"]),
+        ((b"\r 10 %", b"\r 20", b" %\r", b"\r100 %\n"), ["100 %"]),
+        ((b"\r 10 %\r 20 %\r",), [" 20 %"]),
+        ((b"caf\xc3", b"\xa9\n"), ["café"]),
+    ],
+)
+def test_lines_are_whole_and_of_a_bar_the_last_is_shown(
+    pieces: tuple[bytes, ...], expected: list[str]
+) -> None:
+    assert shown(*pieces) == expected

@@ -1,0 +1,64 @@
+"""`elche.summary()`: devices, transport, policy and why, and figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+
+import elche
+from elche import session
+from elche.errors import ConfigError
+from elche.process import process
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.report.run_summary import RunSummary
+from tests.distributed.cases.tasks import Task, build
+from tests.harness.rank_pool import RankPool
+
+
+def _summaries() -> list[RunSummary]:
+    """Before and after an epoch, under the default policy; then with one asked for."""
+    found = []
+    for options in ({}, {"policy": "async"}, {"policy": "auto"}):
+        model, optimizer, loader = build(Task())
+        model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+        found.append(elche.summary())
+        if not options:
+            for x, y, *_ in loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(elche.summary())
+        elche.shutdown()
+    assert session.current_run() is None
+    assert elche.summary() == found[-1]  # the run's is still there after its end
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_summarise_alike(ranks2: RankPool) -> None:
+    first, other = ranks2.run(_summaries, case_setup=serve_in_thread)
+    assert first == other
+    begun, ended, asked, auto = first
+    assert (begun.policy, begun.reason) == ("sync", "the default, as none was named")
+    assert (begun.transport, begun.samples_per_s) == ("shared memory", None)
+    assert [line.device for line in begun.ranks] == ["CPU", "CPU"]
+    assert begun.ranks[0].memory_bytes == begun.ranks[1].memory_bytes > 1 << 28
+    assert begun.reduction_bytes > 0
+    assert sum(line.share or 0.0 for line in ended.ranks) == pytest.approx(1.0)
+    assert ended.efficiency is not None
+    assert ended.efficiency > 0
+    text = str(ended)
+    assert "policy     sync: the default" in text
+    assert "samples/s in epoch 0" in text
+    assert text.splitlines()[-1].split()[:2] == ["1", "CPU"]
+    assert ended.as_dict()["ranks"][1]["share"] == ended.ranks[1].share
+    assert (asked.policy, asked.reason) == ("async", "asked for")
+    assert auto.reason == "asked for; it measures under sync until it chooses"
+
+
+def test_there_is_nothing_to_summarise_without_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "facts", None)
+    with pytest.raises(ConfigError, match=r"elche.summary\(\) needs a run"):
+        elche.summary()

@@ -1,0 +1,118 @@
+"""The timeline of a run in one file, from what each rank has left of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elche
+from elche.errors import ConfigError
+from elche.monitor.trace import SYNC
+from elche.process import process
+from elche.runtime.report import trace_parts
+from elche.runtime.report.timeline import Timeline
+from elche.runtime.report.trace_parts import TRACE, join_parts, write_part
+
+
+def timeline(rank: int, batches: int = 3) -> Timeline:
+    own = Timeline(rank)
+    for number in range(batches):
+        own.batch("step", number, (number, number + 0.25, number + 1.0), 8, 0.125)
+    own.add("sync 0", SYNC, batches, batches + 0.5)
+    return own
+
+
+def spans_of(path: Path) -> list[tuple[int, str, float]]:
+    trace: dict[str, Any] = json.loads(path.read_text())
+    return [
+        (each["pid"], each["name"], each["ts"] / 1e6)
+        for each in trace["traceEvents"]
+        if each["ph"] == "X"
+    ]
+
+
+def leave(folder: Path, monkeypatch: pytest.MonkeyPatch, *ranks: int) -> None:
+    monkeypatch.setenv(TRACE, str(folder))
+    for rank in ranks:
+        write_part(timeline(rank))
+
+
+def test_ranks_are_joined_on_one_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, monkeypatch, 1, 0)
+    path = tmp_path / "trace.json"
+    join_parts(tmp_path, path, {0: "rank 0: CPU", 1: "rank 1"}, {"exit codes": [0, 0]})
+    spans = spans_of(path)
+    for rank in (0, 1):
+        own = [(name, at_s) for of, name, at_s in spans if of == rank]
+        assert ("step 2", 2.25) in own
+        assert ("sync 0", 3.0) in own
+    trace = json.loads(path.read_text())
+    assert trace["otherData"] == {"exit codes": [0, 0]}
+    assert '"name": "rank 0: CPU"' in path.read_text()
+    waits = [each["args"].get("waiting for ranks, ms") for each in trace["traceEvents"]]
+    assert waits.count(125.0) == 6
+
+
+def test_a_rank_that_was_killed_is_named_and_a_torn_line_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(tmp_path, monkeypatch, 0, 1)
+    part = tmp_path / "spans-1.jsonl"
+    part.write_text(part.read_text()[:-20])
+    path = tmp_path / "trace.json"
+    join_parts(tmp_path, path, {0: "a", 1: "b", 2: "c"}, {})
+    names = {rank: [n for of, n, _ in spans_of(path) if of == rank] for rank in (0, 1)}
+    assert "sync 0" in names[0]
+    assert names[1] == [name for name in names[0] if name != "sync 0"]
+    assert json.loads(path.read_text())["otherData"] == {
+        "ranks without a timeline": [2]
+    }
+    assert "nothing of ranks [2]" in caplog.text
+
+
+def test_only_the_newest_batches_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_parts, "MOST_WRITTEN", 2)
+    leave(tmp_path, monkeypatch, 0)
+    path = tmp_path / "trace.json"
+    join_parts(tmp_path, path, {0: "a"}, {})
+    assert [name for _, name, _ in spans_of(path)] == ["data wait", "step 2", "sync 0"]
+
+
+def test_what_cannot_be_written_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        leave(tmp_path / "no folder", monkeypatch, 0)
+        join_parts(tmp_path, tmp_path / "no folder" / "trace.json", {}, {})
+    assert caplog.text.count("cannot write the timeline to") == 2
+
+
+def test_without_being_asked_a_rank_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_part(timeline(0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_writes_its_own_timeline_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "timeline", timeline(1))
+    spans = elche.timeline(tmp_path / "own.json")
+    assert len(spans) == 7
+    assert len(spans_of(tmp_path / "own.json")) == 7
+    with pytest.raises(ConfigError, match="cannot write"):
+        elche.timeline(tmp_path / "no folder" / "own.json")
+    monkeypatch.setattr(process, "timeline", None)
+    with pytest.raises(ConfigError, match=r"elche.timeline\(\) needs a run"):
+        elche.timeline()

@@ -1,0 +1,215 @@
+"""Metrics in experiment trackers: what is logged, at which step, and to whom."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche.errors import ConfigError
+from elche.process import process
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_main import this_place
+from tests.harness.rank_pool import RankPool
+
+Logged = list[tuple[dict[str, float], int]]
+
+
+class LogWriter:
+    """Of the `log(values, step=)` family."""
+
+    def __init__(self) -> None:
+        self.logged: Logged = []
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.logged.append((values, step))
+
+
+class ScalarWriter:
+    """As a SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, float, int]] = []
+        self.flushes = 0
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.logged.append((name, value, step))
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+class BrokenWriter:
+    """Fails at its first values."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.calls += 1
+        raise OSError("the disk is full")
+
+
+@pytest.fixture(autouse=True)
+def no_trackers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    elche.shutdown()
+    elche.log_to(None)
+
+
+def train(epochs: int = 2, loss: float = 2.0, **options: Any) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=4)
+    model, optimizer, loader = elche.setup(model, optimizer, loader, **options)
+    for epoch in range(epochs):
+        for (x,) in loader:
+            model(x).mean().backward()
+            elche.log_scalar("loss", loss + epoch)
+            optimizer.step()
+
+
+def test_a_run_on_one_device_is_logged_at_its_steps() -> None:
+    by_log, by_scalar = LogWriter(), ScalarWriter()
+    elche.log_to(by_log)
+    elche.log_to(by_scalar)
+    train()
+    assert by_log.logged == [
+        ({"loss": 2.0} | by_log.logged[0][0], 10),
+        ({"epoch/loss": 2.0}, 10),
+        ({"loss": 3.0} | by_log.logged[2][0], 20),
+        ({"epoch/loss": 3.0}, 20),
+    ]
+    names = {"loss", "elche/samples_per_s", "elche/efficiency", "elche/share/0"}
+    assert by_log.logged[0][0].keys() == names
+    assert by_log.logged[0][0]["loss"] == 2.0
+    assert by_scalar.logged == [
+        (name, value, step)
+        for values, step in by_log.logged
+        for name, value in values.items()
+    ]
+    assert by_scalar.flushes == 2
+
+
+def test_a_loss_that_is_nan_is_logged_as_such() -> None:
+    writer = LogWriter()
+    elche.log_to(writer)
+    train(epochs=1, loss=math.nan)
+    assert math.isnan(writer.logged[0][0]["loss"])
+
+
+def test_a_writer_that_fails_is_left_out_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, writer = BrokenWriter(), LogWriter()
+    elche.log_to(broken)
+    elche.log_to(writer)
+    with caplog.at_level(logging.ERROR):
+        train()
+    assert broken.calls == 1
+    assert len(writer.logged) == 4
+    assert "nothing more is logged to it" in caplog.text
+    assert "the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("writer", [print, "tensorboard", logging.getLogger("elche")])
+def test_what_is_no_writer_is_refused_at_once(writer: object) -> None:
+    with pytest.raises(ConfigError, match=r"add_scalar.*as a SummaryWriter, or with"):
+        elche.log_to(writer)
+    assert not process.trackers
+
+
+def _logged_by_ranks() -> list[Logged]:
+    """What each of two runs logs on this rank: by policy."""
+    found = []
+    for policy in ("sync", "cadence"):
+        writer = LogWriter()
+        elche.log_to(writer)
+        train(policy=policy)
+        elche.shutdown()
+        elche.log_to(None)
+        found.append(writer.logged)
+    assert this_place().world_size == 2
+    return found
+
+
+@pytest.mark.distributed
+def test_rank_0_alone_logs_for_all_ranks(ranks2: RankPool) -> None:
+    first, other = ranks2.run(_logged_by_ranks, case_setup=serve_in_thread)
+    assert other == [[], []]
+    for logged in first:
+        steps = [step for _, step in logged]
+        assert steps == sorted(steps)
+        assert [x for x in logged if "epoch/loss" in x[0]] == [
+            ({"epoch/loss": 2.0}, 10),
+            ({"epoch/loss": 3.0}, 20),
+        ]
+        windows = [values for values, _ in logged if "elche/share/1" in values]
+        assert len(windows) > 1
+        for values in windows:
+            shares = values["elche/share/0"] + values["elche/share/1"]
+            assert shares in (0.0, pytest.approx(1.0))
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    script = f"""
+import elche
+from torch.utils.tensorboard import SummaryWriter
+from tests.runtime.report.test_trackers import train
+with SummaryWriter({str(tmp_path)!r}) as writer:
+    elche.log_to(writer)
+    train()
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator({str(tmp_path)!r})
+events.Reload()
+print([(event.step, event.value) for event in events.Scalars("loss")])
+"""
+    assert _printed(script) == "[(10, 2.0), (20, 3.0)]"
+
+
+@pytest.mark.slow
+def test_wandb_offline_takes_what_is_logged(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    script = f"""
+import elche, wandb
+from tests.runtime.report.test_trackers import train
+run = wandb.init(
+    project="test", mode="offline", dir={str(tmp_path)!r},
+    settings=wandb.Settings(console="off", silent=True),
+)
+elche.log_to(wandb)
+train()
+step = run.step
+run.log(dict(end=1), step=step + 1)  # only then it sums up the one before
+print(step, run.summary["loss"], run.summary["epoch/loss"])
+run.finish()
+"""
+    assert _printed(script) == "20 3 3"
+
+
+def _printed(script: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=Path(__file__).parents[3],
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()

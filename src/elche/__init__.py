@@ -49,19 +49,23 @@ if TYPE_CHECKING:
     from elche.session import shutdown as shutdown
     from elche.session import world_size as world_size
     from elche.session_gather import all_gather as all_gather
+    from elche.session_gather import any as any
+    from elche.session_gather import gather as gather
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
     from elche.session_metrics import metrics as metrics
+    from elche.session_output import print as print
+    from elche.session_output import progress as progress
     from elche.session_state import load_state_dict as load_state_dict
     from elche.session_state import progress_samples as progress_samples
     from elche.session_state import progress_steps as progress_steps
     from elche.session_state import state_dict as state_dict
-    from elche.trainer import Trainer as Trainer
-    from elche.trainer_config import EpochRecord as EpochRecord
-    from elche.trainer_config import RunReport as RunReport
-    from elche.trainer_config import TrainerConfig as TrainerConfig
-    from elche.trainer_config import TrainResult as TrainResult
+    from elche.trainer.trainer import Trainer as Trainer
+    from elche.trainer.trainer_config import EpochRecord as EpochRecord
+    from elche.trainer.trainer_config import RunReport as RunReport
+    from elche.trainer.trainer_config import TrainerConfig as TrainerConfig
+    from elche.trainer.trainer_config import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -102,21 +106,22 @@ _HOMES = {
         "shutdown",
         "world_size",
     ),
-    "elche.session_gather": ("all_gather",),
+    "elche.session_gather": ("all_gather", "any", "gather"),
     "elche.session_metrics": (
         "batch_weight",
         "epoch_metrics",
         "log_scalar",
         "metrics",
     ),
+    "elche.session_output": ("print", "progress"),
     "elche.session_state": (
         "load_state_dict",
         "progress_samples",
         "progress_steps",
         "state_dict",
     ),
-    "elche.trainer": ("Trainer",),
-    "elche.trainer_config": (
+    "elche.trainer.trainer": ("Trainer",),
+    "elche.trainer.trainer_config": (
         "EpochRecord",
         "RunReport",
         "TrainerConfig",
@@ -132,7 +137,7 @@ _REMOVED = {
 """Names that were, and what to do instead."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_HOME_OF.keys() - {"any", "print"})  # a * import hides no builtin
 
 
 def __getattr__(name: str) -> Any:
@@ -147,4 +152,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*_HOME_OF, "__version__"])

@@ -17,6 +17,7 @@ class Process:
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     hooked = False
+    has_bar = False
     barriers = 0
 
 

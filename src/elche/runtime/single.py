@@ -94,6 +94,11 @@ class SingleRun:
         self.progress_steps = state["steps"]
 
     @property
+    def samples_done(self) -> float:
+        """Samples of the run so far."""
+        return float(self.progress_samples)
+
+    @property
     def samples_in_hand(self) -> int:
         """Samples of the batch in hand, 0 outside the loop."""
         if not self.is_in_epoch:

@@ -26,7 +26,7 @@ from elche.runtime.windows.micro_batches import (
     PartsConfig,
     meets_in_batches,
 )
-from elche.trainer_config import (
+from elche.trainer.trainer_config import (
     EpochRecord,
     RunReport,
     TrainResult,

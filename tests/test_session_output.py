@@ -48,7 +48,7 @@ def test_one_device_gathers_its_own_rows() -> None:
     assert got.other.tolist() == [3]
     assert elche.any(torch.tensor(True))
     assert not elche.any(False)
-    with pytest.raises(ConfigError, match="expected a tensor of rows.* got float"):
+    with pytest.raises(ConfigError, match=r"expected a tensor of rows.* got float"):
         elche.gather([0.5])
 
 

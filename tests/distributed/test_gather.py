@@ -89,7 +89,7 @@ def test_rows_of_unequal_ranks_come_in_order(ranks2: RankPool) -> None:
     assert both[0] == both[1]
     found = both[0]
     assert [len(batch) for batch in found["order"]] == [16, 16, 16, 1]
-    assert sorted(sum(found["order"], [])) == list(range(49))
+    assert sorted(i for batch in found["order"] for i in batch) == list(range(49))
     assert found["any"] == [False, False, True, False]
     assert found["unequal"] == [[10], [11]]
     assert found["numbers"] == [0.5, 1.5]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elche.coordination.accounts.metrics import Metrics as Metrics
     from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
     from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+    from elche.errors import AbortedError as AbortedError
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import ContributionError as ContributionError
@@ -61,11 +62,16 @@ if TYPE_CHECKING:
     from elche.session_state import progress_samples as progress_samples
     from elche.session_state import progress_steps as progress_steps
     from elche.session_state import state_dict as state_dict
+    from elche.trainer.early_stopping import EarlyStopping as EarlyStopping
+    from elche.trainer.evaluation import evaluate as evaluate
+    from elche.trainer.evaluation import predict as predict
+    from elche.trainer.handle import TrainingHandle as TrainingHandle
+    from elche.trainer.handle import TrainingPhase as TrainingPhase
     from elche.trainer.trainer import Trainer as Trainer
-    from elche.trainer.trainer_config import EpochRecord as EpochRecord
-    from elche.trainer.trainer_config import RunReport as RunReport
     from elche.trainer.trainer_config import TrainerConfig as TrainerConfig
-    from elche.trainer.trainer_config import TrainResult as TrainResult
+    from elche.trainer.trainer_result import EpochRecord as EpochRecord
+    from elche.trainer.trainer_result import RunReport as RunReport
+    from elche.trainer.trainer_result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -82,6 +88,7 @@ _HOMES = {
     "elche.coordination.accounts.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
     "elche.ddp.wrapper": ("DistributedDataParallel",),
     "elche.errors": (
+        "AbortedError",
         "CommunicationError",
         "ConfigError",
         "ContributionError",
@@ -120,13 +127,12 @@ _HOMES = {
         "progress_steps",
         "state_dict",
     ),
+    "elche.trainer.early_stopping": ("EarlyStopping",),
+    "elche.trainer.evaluation": ("evaluate", "predict"),
+    "elche.trainer.handle": ("TrainingHandle", "TrainingPhase"),
     "elche.trainer.trainer": ("Trainer",),
-    "elche.trainer.trainer_config": (
-        "EpochRecord",
-        "RunReport",
-        "TrainerConfig",
-        "TrainResult",
-    ),
+    "elche.trainer.trainer_config": ("TrainerConfig",),
+    "elche.trainer.trainer_result": ("EpochRecord", "RunReport", "TrainResult"),
 }
 _REMOVED = {
     "LocalReplicas": "run a process per device (elche run script.py), and reduce by "

@@ -10,6 +10,7 @@
     │   │                      RuntimeError, which loops around torch catch)
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
+    ├── AbortedError           `handle.abort()` has ended the training of this rank
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
     └── ProtocolError          a message that may not come now, or not at all
@@ -61,6 +62,10 @@ class NonFiniteError(ElcheError):
         self.batches = tuple(batches)
         self.part = tuple(part)
         self.samples = tuple(samples)
+
+
+class AbortedError(ElcheError):
+    """The training of this rank was aborted; others see a `RemoteRankError`."""
 
 
 class ContributionError(ElcheError):

@@ -66,17 +66,25 @@ class RankProcesses:
         """The launcher was sent a signal: all ranks are told; the second kills them.
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
-        others get the signal itself, unless the terminal has sent it to them already.
+        others get the signal itself, unless the terminal has sent it to them already;
+        so do all where all that run heed it, and end their training with a result.
         """
         if self.signal is not None:
             self._kill()
             return
         self.signal, heed_s = number, GRACE_S
-        self._server.take(Interrupted(by=number.name))
+        ranks = range(len(self._processes))
+        heed = all(
+            self._server.heeds_signals(rank)
+            for rank in ranks
+            if self._processes[rank].returncode is None
+        )
+        if not heed:
+            self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
             heed_s = HEED_S
             for rank, process in enumerate(self._processes):
-                if not self._server.is_connected(rank):
+                if heed or not self._server.is_connected(rank):
                     _send(process, number)
         self._waits_s.put_nowait((None, heed_s))
 

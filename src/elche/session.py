@@ -271,11 +271,7 @@ def shutdown() -> None:
     Raises:
         ConfigError: a `TrainingHandle`'s thread trains.
     """
-    if process.trains_beside():
-        raise ConfigError(
-            "a Trainer trains in a thread of this process, one run at a time; call "
-            "its handle's join() or stop() first"
-        )
+    refuse_beside()
     end_manual_run()
     run, process.run = process.run, None
     try:
@@ -288,6 +284,19 @@ def shutdown() -> None:
         if process.metrics is not None:
             process.metrics.end()
         process.barriers = 0
+
+
+def refuse_beside() -> None:
+    """Refuses another run beside one in a thread.
+
+    Raises:
+        ConfigError: a `TrainingHandle`'s thread trains.
+    """
+    if process.trains_beside():
+        raise ConfigError(
+            "a Trainer trains in a thread of this process, one run at a time; call "
+            "its handle's join() or stop() first"
+        )
 
 
 @contextlib.contextmanager

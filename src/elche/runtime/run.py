@@ -204,6 +204,14 @@ class Run:
         return self._epochs.under_way is not None
 
     @property
+    def meets_in_forward(self) -> bool:
+        """Whether ranks meet in forward passes, so that none can leave alone."""
+        reducer = self._synchroniser.reducer
+        if reducer is None or not isinstance(self._epochs.under_way, SyncEpoch):
+            return False
+        return self.worker.meets_in_forward or not reducer.is_joinable
+
+    @property
     def host(self) -> RankHost:
         """What this rank does about a batch that is run in micro-batches."""
         return RankHost(self._synchroniser, self.worker)

@@ -143,8 +143,7 @@ class Fitting:
                 if self._schedule is not None:
                     self._schedule.step()
                 self._step(batch)
-                self._stops.check()
-                if self._stops.reason:
+                if self._is_to_stop():
                     break
         self.metrics.take_windows()
         run = session.current_run()
@@ -152,6 +151,15 @@ class Fitting:
             return not self._stops.reason
         run.check()
         return not run.was_left_early
+
+    def _is_to_stop(self) -> bool:
+        """Whether this rank leaves the loop here; all do where none can alone."""
+        self._stops.check()
+        is_asked, run = bool(self._stops.reason), session.current_run()
+        if run is None or not run.meets_in_forward:
+            return is_asked
+        mine = torch.tensor([is_asked], device="cpu")
+        return bool(gather_rows(mine, "Trainer.fit", is_of_batch=False).any())
 
     def _agreed(self, is_enough: bool, is_whole: bool) -> str:
         """Why all ranks stop here; "" if they go on."""

@@ -72,11 +72,7 @@ class TrainingHandle:
         Raises:
             ConfigError: another Trainer trains in this process.
         """
-        if process.trains_beside():
-            raise ConfigError(
-                "another Trainer trains in this process, one run at a time; call its "
-                "handle's join() or stop() first"
-            )
+        session.refuse_beside()
         process.training = self._thread
         self._heeds = self._signals.open()
         self._thread.start()

@@ -151,6 +151,7 @@ class Trainer:
         take_view: Callable[[MetricsView], None] = lambda view: None,
     ) -> TrainResult:
         """Trains, and looks at the request between batches."""
+        session.refuse_beside()
         signals = SignalStops(stops)
         self._is_fitting = True
         try:
@@ -175,6 +176,7 @@ class Trainer:
                 "evaluate and predict need all ranks for themselves; call them when "
                 "fit() has returned, or give eval_dataset"
             )
+        session.refuse_beside()
         model, optimizer, loader = self._recipe.build()
         state = self._state if state is None else state
         if state is not None:

@@ -37,7 +37,7 @@ def start(
     batches = itertools.count()
 
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if next(batches) == 150:
+        if next(batches) == 30:
             reached.set()
         return (out - target).square().mean()
 
@@ -59,9 +59,11 @@ def stop_on(stopping: set[int], policy: str, norm: str = "") -> Any:
     torch.manual_seed(2)
     reached = threading.Event()
     handle = start(policy, reached, norm)
-    assert reached.wait(WAIT_S)
-    is_stopping = elche.rank() in stopping
-    result = handle.stop(WAIT_S) if is_stopping else handle.join(WAIT_S)
+    if elche.rank() in stopping:
+        assert reached.wait(WAIT_S)
+        result = handle.stop(WAIT_S)
+    else:  # perhaps it never comes so far
+        result = handle.join(WAIT_S)
     samples = [record.samples for record in result.history]
     losses = [record.train_loss for record in result.history]
     return result.model_state, result.stopped_by, samples, losses
@@ -95,8 +97,8 @@ def test_a_stop_on_one_rank_is_one_on_all(
 def abort_on(aborting: int, policy: str) -> str:
     reached = threading.Event()
     handle = start(policy, reached)
-    assert reached.wait(WAIT_S)
     if elche.rank() == aborting:
+        assert reached.wait(WAIT_S)
         handle.abort()
     with pytest.raises((AbortedError, RemoteRankError), match="abort") as caught:
         handle.join(WAIT_S)

@@ -197,8 +197,10 @@ def test_a_handler_of_the_users_stays() -> None:
     try:
         gate, handle = waiting()
         os.kill(os.getpid(), signal.SIGTERM)
+        assert handle.poll() is TrainingPhase.TRAINING
+        os.kill(os.getpid(), signal.SIGINT)
         gate.may_go.set()
-        assert handle.join(WAIT_S).stopped_by is None
+        assert handle.join(WAIT_S).stopped_by == "SIGINT"
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]

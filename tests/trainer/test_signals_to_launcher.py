@@ -9,7 +9,7 @@ import pytest
 
 from tests.runtime.process.test_launcher import started
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = str(Path(__file__).parent / "cases" / "trainer_script.py")
 
@@ -18,9 +18,8 @@ SCRIPT = str(Path(__file__).parent / "cases" / "trainer_script.py")
     ("policy", "number", "code"),
     [
         ("sync", signal.SIGTERM, 143),
-        pytest.param("sync", signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param("cadence", signal.SIGTERM, 143, marks=pytest.mark.slow),
-        pytest.param("async", signal.SIGINT, 130, marks=pytest.mark.slow),
+        ("cadence", signal.SIGINT, 130),
+        ("async", signal.SIGTERM, 143),
     ],
 )
 def test_ranks_end_with_a_result(

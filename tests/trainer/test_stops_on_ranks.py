@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elche
+from elche import session
 from elche.errors import AbortedError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import identical
@@ -94,13 +95,18 @@ def test_a_stop_on_one_rank_is_one_on_all(
     assert len(losses) == len(samples) > 0
 
 
-def abort_on(aborting: int, policy: str) -> str:
+def abort_on(aborting: int, policy: str, fault: str) -> str:
     reached = threading.Event()
     handle = start(policy, reached)
     if elche.rank() == aborting:
         assert reached.wait(WAIT_S)
-        handle.abort()
-    with pytest.raises((AbortedError, RemoteRankError), match="abort") as caught:
+        if fault:
+            with pytest.raises(ValueError, match=fault), session.failing_together():
+                raise ValueError(fault)
+        else:
+            handle.abort()
+    pattern = fault or "was aborted"
+    with pytest.raises((AbortedError, RemoteRankError), match=pattern) as caught:
         handle.join(WAIT_S)
     assert handle.poll() is elche.TrainingPhase.FAILED
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -110,8 +116,18 @@ def abort_on(aborting: int, policy: str) -> str:
 def test_an_abort_on_one_rank_ends_all(
     ranks2: RankPool, policy: str, aborting: int
 ) -> None:
-    said = ranks2.run(abort_on, aborting, policy, case_setup=serve_in_thread)
+    said = ranks2.run(abort_on, aborting, policy, "", case_setup=serve_in_thread)
     assert said[aborting] == "AbortedError: the training was aborted"
     assert said[1 - aborting].startswith(
         f"RemoteRankError: rank {aborting} failed: elche.errors.AbortedError"
     )
+
+
+def test_a_failure_in_the_main_thread_ends_the_one_that_trains(
+    ranks2: RankPool,
+) -> None:
+    fault = "beside the training"
+    said = ranks2.run(abort_on, 1, "sync", fault, case_setup=serve_in_thread)
+    for each in said:
+        first_line = each.partition("\n")[0]
+        assert first_line == f"RemoteRankError: rank 1 failed: ValueError: {fault}"

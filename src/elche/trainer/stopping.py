@@ -74,16 +74,18 @@ class SignalStops:
         self._replaced: dict[signal.Signals, Any] = {}
 
     def open(self) -> bool:
-        """Takes over both, where this is the main thread and the user has not."""
+        """Takes over those that the script has not, in the main thread.
+
+        Returns:
+            Whether both come here now.
+        """
         if threading.current_thread() is not threading.main_thread():
             return False
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        if before != SIGNALS:
-            return False
-        for number in SIGNALS:
-            self._replaced[number] = before[number]
-            signal.signal(number, self._handle)
-        return True
+        for number, default in SIGNALS.items():
+            if signal.getsignal(number) == default:
+                self._replaced[number] = default
+                signal.signal(number, self._handle)
+        return self._replaced.keys() == SIGNALS.keys()
 
     def close(self) -> None:
         """Gives them back; in the main thread."""

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import elche
 from elche.errors import ConfigError
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.trainer.evaluation import batches_of
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
@@ -102,6 +105,19 @@ def test_ranks_find_what_one_device_finds(ranks2: RankPool, policy: str) -> None
             for place, (mine, his) in enumerate(zip(run, alone, strict=True)):
                 is_for_main = place % 5 == 4
                 assert same(mine, None if is_for_main and rank else his)
+
+
+@given(
+    st.lists(st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=6).filter(any),
+    st.integers(1, 1000),
+)
+def test_every_batch_is_one_ranks_by_its_speed(
+    speeds: list[float], batches: int
+) -> None:
+    parts = [batches_of(rank, speeds, batches) for rank in range(len(speeds))]
+    assert [0, *(stop for _, stop in parts)] == [*(at for at, _ in parts), batches]
+    for (start, stop), speed in zip(parts, speeds, strict=True):
+        assert abs(stop - start - batches * speed / sum(speeds)) <= 1 + 1e-6
 
 
 def test_means_are_by_samples_or_by_weight() -> None:

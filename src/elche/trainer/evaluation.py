@@ -162,7 +162,7 @@ class _Part:
     def of(loader: DataLoader[Any], call: str) -> _Part:
         length, size = _checked(loader)
         speeds = _speeds.of_rank_0(call)
-        start, stop = _range(speeds, -(-length // size))
+        start, stop = batches_of(session.rank(), speeds, -(-length // size))
         is_own = stop > start
         indices = [
             list(range(batch * size, min(length, (batch + 1) * size)))
@@ -223,10 +223,9 @@ def _training_speeds() -> tuple[float, ...]:
     return () if last is None else last.rank_samples_per_s
 
 
-def _range(speeds: Sequence[float], batches: int) -> tuple[int, int]:
-    """This rank's batches, from and to."""
+def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, int]:
+    """A rank's batches, from and to, where ranks divide them by speed."""
     total = math.fsum(speeds)
-    rank = session.rank()
 
     def end(ranks: int) -> int:
         return round(batches * math.fsum(speeds[:ranks]) / total)

@@ -15,7 +15,7 @@ import elche
 from elche.config import RunConfig
 from elche.config_parts import FORMER_SETTINGS, DebugConfig, WindowConfig
 from elche.errors import ConfigError
-from elche.trainer_config import trainer_config
+from elche.trainer.trainer_config import trainer_config
 from tests.harness.settings import nested
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elche.coordination.accounts.metrics import Metrics as Metrics
     from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
     from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+    from elche.errors import AbortedError as AbortedError
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import ContributionError as ContributionError
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from elche.session_checkpoint import save as save
     from elche.session_checkpoint import save_every as save_every
     from elche.session_gather import all_gather as all_gather
+    from elche.session_gather import any as any
+    from elche.session_gather import gather as gather
     from elche.session_metrics import batch_weight as batch_weight
     from elche.session_metrics import epoch_metrics as epoch_metrics
     from elche.session_metrics import log_scalar as log_scalar
@@ -64,15 +67,22 @@ if TYPE_CHECKING:
     from elche.session_metrics import metrics as metrics
     from elche.session_metrics import summary as summary
     from elche.session_metrics import timeline as timeline
+    from elche.session_output import print as print
+    from elche.session_output import progress as progress
     from elche.session_state import load_state_dict as load_state_dict
     from elche.session_state import progress_samples as progress_samples
     from elche.session_state import progress_steps as progress_steps
     from elche.session_state import state_dict as state_dict
-    from elche.trainer import Trainer as Trainer
-    from elche.trainer_config import EpochRecord as EpochRecord
-    from elche.trainer_config import RunReport as RunReport
-    from elche.trainer_config import TrainerConfig as TrainerConfig
-    from elche.trainer_config import TrainResult as TrainResult
+    from elche.trainer.early_stopping import EarlyStopping as EarlyStopping
+    from elche.trainer.evaluation import evaluate as evaluate
+    from elche.trainer.evaluation import predict as predict
+    from elche.trainer.handle import TrainingHandle as TrainingHandle
+    from elche.trainer.handle import TrainingPhase as TrainingPhase
+    from elche.trainer.trainer import Trainer as Trainer
+    from elche.trainer.trainer_config import TrainerConfig as TrainerConfig
+    from elche.trainer.trainer_result import EpochRecord as EpochRecord
+    from elche.trainer.trainer_result import RunReport as RunReport
+    from elche.trainer.trainer_result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
 
@@ -89,6 +99,7 @@ _HOMES = {
     "elche.coordination.accounts.metrics": ("EpochMetrics", "Metrics", "WindowMetrics"),
     "elche.ddp.wrapper": ("DistributedDataParallel",),
     "elche.errors": (
+        "AbortedError",
         "CommunicationError",
         "ConfigError",
         "ContributionError",
@@ -121,7 +132,7 @@ _HOMES = {
         "save",
         "save_every",
     ),
-    "elche.session_gather": ("all_gather",),
+    "elche.session_gather": ("all_gather", "any", "gather"),
     "elche.session_metrics": (
         "batch_weight",
         "epoch_metrics",
@@ -131,19 +142,19 @@ _HOMES = {
         "summary",
         "timeline",
     ),
+    "elche.session_output": ("print", "progress"),
     "elche.session_state": (
         "load_state_dict",
         "progress_samples",
         "progress_steps",
         "state_dict",
     ),
-    "elche.trainer": ("Trainer",),
-    "elche.trainer_config": (
-        "EpochRecord",
-        "RunReport",
-        "TrainerConfig",
-        "TrainResult",
-    ),
+    "elche.trainer.early_stopping": ("EarlyStopping",),
+    "elche.trainer.evaluation": ("evaluate", "predict"),
+    "elche.trainer.handle": ("TrainingHandle", "TrainingPhase"),
+    "elche.trainer.trainer": ("Trainer",),
+    "elche.trainer.trainer_config": ("TrainerConfig",),
+    "elche.trainer.trainer_result": ("EpochRecord", "RunReport", "TrainResult"),
 }
 _REMOVED = {
     "LocalReplicas": "run a process per device (elche run script.py), and reduce by "
@@ -154,7 +165,7 @@ _REMOVED = {
 """Names that were, and what to do instead."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_HOME_OF.keys() - {"any", "print"})  # a * import hides no builtin
 
 
 def __getattr__(name: str) -> Any:
@@ -169,4 +180,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*_HOME_OF, "__version__"])

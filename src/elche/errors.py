@@ -10,6 +10,7 @@
     │   │                      RuntimeError, which loops around torch catch)
     │   └── DeadlineError      a wait reached its deadline
     ├── RemoteRankError        another rank failed; carries its traceback
+    ├── AbortedError           `handle.abort()` has ended the training of this rank
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
     ├── CheckpointError        a checkpoint cannot be written, or not be read
     ├── ContributionError      a pipeline lost a gradient, or counted it twice
@@ -62,6 +63,10 @@ class NonFiniteError(ElcheError):
         self.batches = tuple(batches)
         self.part = tuple(part)
         self.samples = tuple(samples)
+
+
+class AbortedError(ElcheError):
+    """The training of this rank was aborted; others see a `RemoteRankError`."""
 
 
 class CheckpointError(ElcheError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import ClassVar
 
 from elche.checkpoint.keeper import CheckpointKeeper
@@ -29,7 +30,10 @@ class Process:
     emulation: EmulationHandle | None = None
     placement: Placement | None = None
     checkpoints = CheckpointKeeper()
+    training: threading.Thread | None = None
+    """Trains with a `TrainingHandle`, if any does."""
     hooked = False
+    has_bar = False
     barriers = 0
 
     def begin(self, run: Run | SingleRun, facts: RunFacts, timeline: Timeline) -> None:
@@ -48,6 +52,15 @@ class Process:
         if self.notifications is not None:
             self.notifications.on_metrics = None
         self.barriers = 0
+
+    def trains_beside(self) -> bool:
+        """Whether another thread than this one trains."""
+        thread = self.training
+        return (
+            thread is not None
+            and thread.is_alive()
+            and thread is not threading.current_thread()
+        )
 
 
 process = Process()

@@ -272,7 +272,11 @@ def shutdown() -> None:
 
     Called at the exit of the interpreter and by the next `setup`. Ends the group of
     `elche.init_group` too.
+
+    Raises:
+        ConfigError: a `TrainingHandle`'s thread trains.
     """
+    refuse_beside()
     end_manual_run()
     run, process.run = process.run, None
     try:
@@ -285,6 +289,19 @@ def shutdown() -> None:
             emulation.remove()
         process.end()
         process.placement = None
+
+
+def refuse_beside() -> None:
+    """Refuses another run beside one in a thread.
+
+    Raises:
+        ConfigError: a `TrainingHandle`'s thread trains.
+    """
+    if process.trains_beside():
+        raise ConfigError(
+            "a Trainer trains in a thread of this process, one run at a time; call "
+            "its handle's join() or stop() first"
+        )
 
 
 @contextlib.contextmanager
@@ -367,6 +384,11 @@ def _watch_process() -> None:
 
 def _tell_failure(error: BaseException) -> None:
     run = current_run()
+    if process.trains_beside():  # it ends when it is told, and closes everything
+        if run is not None:
+            with contextlib.suppress(ElcheError):
+                run.worker.send(failure_of(run.worker.rank, error))
+        return
     if process.metrics is not None:
         process.metrics.end()
     if run is None:

@@ -1,13 +1,19 @@
-"""`elche.all_gather`: rows of all ranks in one loss."""
+"""What all ranks bring together in a user's loop: rows, and yes or no."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from elche.errors import ConfigError
 from elche.process import process
 from elche.runtime.manual_run import current_manual_run
+from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
+
+Tree = TypeVar("Tree")
 
 
 def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tensor:
@@ -48,9 +54,7 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
         )
     run, by_hand = process.run, current_manual_run()
     if run is None and by_hand is None:
-        raise ConfigError(
-            "elche.all_gather() needs a run: call elche.setup or elche.init_group first"
-        )
+        raise _no_run("elche.all_gather")
     if weight is not None and (run is not None or not weight > 0.0):
         raise ConfigError(
             "expected weight= to be above 0, and only with elche.init_group (what a "
@@ -61,3 +65,96 @@ def all_gather(tensor: torch.Tensor, weight: float | None = None) -> torch.Tenso
     if run is None and by_hand is not None:
         return by_hand.gather_rows(tensor, 1.0 if weight is None else float(weight))
     return tensor
+
+
+def gather(rows: Tree) -> Tree:
+    """The rows of all ranks, in the order of ranks, on every rank; without gradient.
+
+    For predictions, losses and metrics that a loop of its own collects. Ranks may bring
+    different numbers of rows, or none. A rank whose `elche.batch_weight` is 0 adds no
+    rows: another one brings them. Every rank calls it equally often: between epochs,
+    or inside the loop under ``sync``. On one device the rows come back as they are.
+
+    Args:
+        rows: a tensor, or tensors in lists, tuples and dictionaries; each this rank's
+            rows along its first dimension. A tensor without one is one row.
+
+    Raises:
+        ConfigError: there is something else in it, there is no run, or this is the
+            inside of a loop in windows, where ranks run different numbers of batches.
+        MismatchError: ranks bring rows of different shapes or dtypes.
+        CommunicationError: a rank did not call it in time.
+    """
+    gathered: Tree = map_rows(rows, lambda each: gather_rows(each, "elche.gather"))
+    return gathered
+
+
+def any(flag: bool | torch.Tensor) -> bool:
+    """Whether this holds on at least one rank; the same answer on every rank.
+
+    To stop by hand together: ``if elche.any(loss_is_bad): break``. Every rank calls it
+    equally often: between epochs, or inside the loop under ``sync``, where it costs a
+    small synchronisation. In windows it is refused there, and not needed: a ``break``
+    on one rank ends the epoch on all.
+
+    Args:
+        flag: of this rank.
+
+    Raises:
+        ConfigError: there is no run, or this is the inside of a loop in windows.
+        CommunicationError: a rank did not call it in time.
+    """
+    mine = torch.tensor([bool(flag)], device="cpu")
+    return bool(gather_rows(mine, "elche.any", is_of_batch=False).any())
+
+
+def gather_rows(
+    rows: torch.Tensor, call: str, *, is_of_batch: bool = True
+) -> torch.Tensor:
+    """The rows of all ranks, without gradient.
+
+    Args:
+        rows: of this rank; a tensor without dimension is one row.
+        call: of the user's, for messages.
+        is_of_batch: rows of a batch that counts for other ranks are left out.
+
+    Raises:
+        ConfigError: there is no run, or this is the inside of a loop in windows.
+    """
+    rows = rows.detach()
+    rows = rows if rows.dim() else rows[None]
+    run, by_hand = process.run, current_manual_run()
+    if isinstance(run, Run):
+        return run.gather_rows(rows, call, is_of_batch=is_of_batch)
+    if run is None and by_hand is not None:
+        return by_hand.gather_rows(rows, 1.0)
+    if run is None and read_placement().world_size > 1:
+        raise _no_run(call)
+    return rows
+
+
+def map_rows(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nested value with its tensors changed; entries in sorted order.
+
+    Raises:
+        ConfigError: it holds something else than tensors.
+    """
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        done = {key: map_rows(tree[key], change) for key in sorted(tree, key=str)}
+        return {key: done[key] for key in tree}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_rows(item, change) for item in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_rows(item, change) for item in tree)
+    raise ConfigError(
+        "expected a tensor of rows, or tensors in lists, tuples and dictionaries, got "
+        f"{type(tree).__name__}; give torch.tensor(...)"
+    )
+
+
+def _no_run(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call}() needs a run: call elche.setup or elche.init_group first"
+    )

@@ -58,9 +58,9 @@ LAYERS = {
     "elche.session_checkpoint": Layer.SURFACE,
     "elche.session_gather": Layer.SURFACE,
     "elche.session_metrics": Layer.SURFACE,
+    "elche.session_output": Layer.SURFACE,
     "elche.session_state": Layer.SURFACE,
     "elche.trainer": Layer.SURFACE,
-    "elche.trainer_config": Layer.SURFACE,
 }
 
 MAY_IMPORT = {

@@ -125,7 +125,7 @@ class CheckpointKeeper(Pauses):
             self._current.check_record()
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
             self._is_used = True
-            self._signals.attach()
+            self._current.heeds_signals(self._signals.attach())
             self._plan_next()
 
     def register(self, objects: Mapping[str, Any]) -> None:

@@ -24,14 +24,15 @@ class LastCheckpoint:
         self._pid = 0
         self._before: dict[signal.Signals, Any] = {}
 
-    def attach(self) -> None:
-        """Begins to note them, in a main thread."""
+    def attach(self) -> bool:
+        """Begins to note them, in a main thread; whether they are noted."""
         is_main = threading.current_thread() is threading.main_thread()
         if self._before or not is_main:
-            return
+            return bool(self._before)
         self._pid = os.getpid()
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._take)
+        return True
 
     def detach(self) -> None:
         """Puts back what handled them before."""

@@ -42,8 +42,11 @@ class ProgressReporter(ABC):
         self.close()
 
     @abstractmethod
-    def start(self, task: str, total: float) -> None:
-        """Begin a task of `total` samples, or whatever the caller counts."""
+    def start(self, task: str, total: float | None) -> None:
+        """Begin a task of `total` samples, or whatever the caller counts.
+
+        None where that is not known.
+        """
 
     @abstractmethod
     def update(self, task: str, done: float, detail: str = "") -> None:
@@ -89,7 +92,7 @@ class BarProgress(ProgressReporter):
         )
         self._progress.start()
 
-    def start(self, task: str, total: float) -> None:
+    def start(self, task: str, total: float | None) -> None:
         """Add a bar."""
         self._tasks[task] = self._progress.add_task(task, total=total, detail="")
 
@@ -113,11 +116,11 @@ class LogProgress(ProgressReporter):
 
     def __init__(self, interval_s: float = 10.0) -> None:
         self._interval_s = interval_s
-        self._totals: dict[str, float] = {}
+        self._totals: dict[str, float | None] = {}
         self._begin_s: dict[str, float] = {}
         self._logged_s: dict[str, float] = {}
 
-    def start(self, task: str, total: float) -> None:
+    def start(self, task: str, total: float | None) -> None:
         """Log the beginning."""
         now_s = time.monotonic()
         self._totals[task] = total
@@ -130,8 +133,12 @@ class LogProgress(ProgressReporter):
         if now_s - self._logged_s[task] < self._interval_s:
             return
         self._logged_s[task] = now_s
-        percent = 100 * done / self._totals[task] if self._totals[task] else 100.0
-        logger.info("%s: %.0f %%%s", task, percent, f", {detail}" if detail else "")
+        total, remark = self._totals[task], f", {detail}" if detail else ""
+        if total is None:
+            logger.info("%s: %g%s", task, done, remark)
+            return
+        percent = 100 * done / total if total else 100.0
+        logger.info("%s: %.0f %%%s", task, percent, remark)
 
     def finish(self, task: str, detail: str = "") -> None:
         """Log the end and how long it took."""

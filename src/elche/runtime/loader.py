@@ -61,6 +61,18 @@ class RunLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._run.epoch()
 
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of an epoch in a single process; None where nobody knows."""
+        size, drops = self._positions.batch_size, self._positions.drop_last
+        try:
+            length = len(self._positions.sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+        if size is None:
+            return None
+        return length - length % size if drops else length
+
     def steps(self, n: int) -> Iterator[Any]:
         """Hands out batches until the run has taken ``n`` steps, over as many epochs.
 

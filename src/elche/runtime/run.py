@@ -154,6 +154,11 @@ class Run:
     def progress_samples(self) -> float:
         """Samples of the run so far, the same function on every rank."""
         self._epochs.schedulers.rates.has_read_progress = True
+        return self.samples_done
+
+    @property
+    def samples_done(self) -> float:
+        """As `progress_samples`, for who shows it and sets nothing by it."""
         return self._samples_resumed + self._epochs.progress_samples
 
     @property
@@ -277,6 +282,14 @@ class Run:
         return self._epochs.under_way is not None
 
     @property
+    def meets_in_forward(self) -> bool:
+        """Whether ranks meet in forward passes, so that none can leave alone."""
+        reducer = self._synchroniser.reducer
+        if reducer is None or not isinstance(self._epochs.under_way, SyncEpoch):
+            return False
+        return self.worker.meets_in_forward or not reducer.is_joinable
+
+    @property
     def host(self) -> RankHost:
         """What this rank does about a batch that is run in micro-batches."""
         return RankHost(self._synchroniser, self.worker)
@@ -343,6 +356,10 @@ class Run:
         """Raises what went wrong where nothing could be raised."""
         self._epochs.check()
 
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends by itself after a signal."""
+        self.worker.heeds_signals(heeds)
+
     def barrier(self, name: str) -> None:
         """Waits until every rank is here.
 
@@ -378,8 +395,19 @@ class Run:
         """
         self._epochs.schedulers.add(scheduler)
 
-    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_rows(
+        self,
+        tensor: torch.Tensor,
+        call: str = "elche.all_gather",
+        *,
+        is_of_batch: bool = True,
+    ) -> torch.Tensor:
         """The rows of all ranks, weighted as the gradients of the batch in hand are.
+
+        Args:
+            tensor: this rank's rows.
+            call: of the user's, for messages.
+            is_of_batch: rows of a batch that counts for other ranks are left out.
 
         Raises:
             ConfigError: ranks train in windows.
@@ -387,20 +415,20 @@ class Run:
         under_way = self._epochs.under_way
         if isinstance(under_way, WindowEpoch):
             raise ConfigError(
-                "elche.all_gather inside the loop would wait for ever: under policy "
+                f"{call} inside the loop would wait for ever: under policy "
                 f"{self.config.policy!r} ranks run different numbers of batches; use "
                 "policy='sync', or call it between epochs"
             )
         weight = 1.0
         if under_way is not None:
-            self._epochs.members.meet("elche.all_gather()")
+            self._epochs.members.meet(f"{call}()")
             self.worker.meets_in_forward = True
-            weight = under_way.weight_in_hand
+            weight = under_way.weight_in_hand if is_of_batch else 1.0
             if self.config.loss_reduction == "sum":
                 weight = float(weight > 0.0)
         if self._rows is None:
             self._rows = RowGather(self.worker.side_group())
-        return self._rows.gather(tensor, weight)
+        return self._rows.gather(tensor, weight, call)
 
     def epoch(self, steps: int = -1) -> Iterator[Any]:
         """Opens the next epoch on all ranks and hands out this rank's part.

@@ -130,6 +130,9 @@ class SingleRun:
         """The text: there is no other rank."""
         return text
 
+    def heeds_signals(self, heeds: bool) -> None:
+        """Nobody asks."""
+
     def barrier(self, name: str) -> None:
         """Nobody is waited for."""
 
@@ -210,6 +213,11 @@ class SingleRun:
         self._resumed.rebase(self.progress_samples)
         done = self._resumed.sizes.batches_in(-course["samples_before"])
         self.progress_steps = state["steps"] + done
+
+    @property
+    def samples_done(self) -> float:
+        """Samples of the run so far."""
+        return float(self.progress_samples)
 
     @property
     def samples_in_hand(self) -> int:

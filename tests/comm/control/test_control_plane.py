@@ -404,6 +404,16 @@ def test_a_wait_for_a_value_ends_with_the_connection() -> None:
             Rendezvous(channel, 0, WAIT_S).store_get("a", WAIT_S)
 
 
+def test_a_wait_for_a_value_ends_with_the_run() -> None:
+    # Once: a rank waited for its deadline, as the other had failed before its call.
+    with one_connection() as (channel, far, codec):
+        far.sendall(codec.encode(to_wire(ABORT)))
+        with pytest.raises(CommunicationError, match="the run was ended") as caught:
+            channel.store_get("a", WAIT_S)
+        assert not isinstance(caught.value, DeadlineError)
+        assert channel.find_abort() == ABORT
+
+
 def test_what_a_rank_said_before_nonsense_is_heard(served: Served) -> None:
     # Once: its farewell was lost with the bad frame, and it counted as lost.
     with closing(served.channel(0)) as channel:

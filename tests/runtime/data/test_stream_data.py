@@ -19,7 +19,7 @@ from elche.errors import ConfigError, MismatchError
 from elche.runtime.data.fingerprint import fingerprint
 from elche.runtime.data.stream_data import StreamView, by_position
 from elche.runtime.data.stream_reader import Stamp
-from elche.trainer_config import TrainerConfig
+from elche.trainer.trainer_config import TrainerConfig
 from tests.harness.settings import nested
 
 

@@ -1,4 +1,6 @@
-"""A worker's end of the control channel, used by its training thread only.
+"""A worker's end of the control channel, used by its training thread.
+
+Another thread may send, and nothing else.
 
 Sending is one way and costs microseconds; receiving never blocks except in the named
 waits, each of which has a deadline. Every system call lets go of the interpreter, which
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -51,6 +54,7 @@ class ControlChannel:
         self._inbox: deque[Instruction] = deque()
         self._stored: dict[str, bytes] = {}
         self._closed = False
+        self._sending = threading.RLock()
         self._failure: ElcheError | None = None  # raised once the inbox is empty
         self._cut: CommunicationError | None = None  # of sending; waits raise the first
         self._timeout_s = connection.gettimeout()
@@ -155,7 +159,7 @@ class ControlChannel:
 
         Raises:
             DeadlineError: it was not published in time.
-            CommunicationError: the coordinator is gone.
+            CommunicationError: the coordinator is gone, or has ended the run.
         """
         if key not in self._stored:
             self._send({"type": "StoreGet", "key": key})
@@ -168,8 +172,12 @@ class ControlChannel:
                     f"value {key!r} of another rank"
                 )
             self._read(left_s)
-            if self._failure is not None and key not in self._stored:
+            if key in self._stored:
+                break
+            if self._failure is not None:
                 raise self._failure
+            if self.waiting(Abort):
+                raise CommunicationError("the run was ended")
         return self._stored[key]
 
     def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
@@ -199,6 +207,10 @@ class ControlChannel:
             yield self._inbox.popleft()
 
     def _send(self, *messages: dict[str, Any]) -> None:
+        with self._sending:
+            self._send_whole(messages)
+
+    def _send_whole(self, messages: Sequence[dict[str, Any]]) -> None:
         if self._closed or not messages:
             return
         if self._cut is None:
@@ -285,3 +297,8 @@ class ControlChannel:
             "ended or was stopped, or it did not take this rank (a wrong ELCHE_KEY, "
             "or a rank that is there already)"
         )
+
+
+def heeds_key(rank: int) -> str:
+    """Where a rank publishes whether it ends well by itself when it is signalled."""
+    return f"heeds signals/{rank}"

@@ -56,19 +56,22 @@ class RowGather:
         self._calls = 0
 
     @disable_dynamo
-    def gather(self, tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    def gather(
+        self, tensor: torch.Tensor, weight: float, call: str = "elche.all_gather"
+    ) -> torch.Tensor:
         """The rows of all ranks, in the order of ranks.
 
         Args:
             tensor: this rank's rows, along its first dimension.
             weight: of this rank's loss beside those of others. 0: it adds no row.
+            call: of the user's, for messages.
 
         Raises:
             MismatchError: ranks gather different kinds of rows.
             CommunicationError: a rank did not arrive in time.
         """
         self._calls += 1
-        what = f"elche.all_gather, call {self._calls}"
+        what = f"{call}, call {self._calls}"
         apply: Callable[..., torch.Tensor] = _GatherRows.apply
         return apply(tensor, self._group, self._parts(tensor, weight, what), what)
 

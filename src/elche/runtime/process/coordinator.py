@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
 from elche.coordination.protocol.events import (
     BatchesDone,
@@ -158,6 +159,10 @@ class CoordinatorServer:
     def is_connected(self, rank: int) -> bool:
         """Whether instructions reach a rank."""
         return rank in self._connections
+
+    def heeds_signals(self, rank: int) -> bool:
+        """Whether a rank has said that it ends well by itself when it is signalled."""
+        return self.is_connected(rank) and bool(self._store.get(heeds_key(rank)))
 
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""

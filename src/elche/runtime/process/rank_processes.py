@@ -89,23 +89,26 @@ class RankProcesses:
 
         Ranks at the coordinator hear the reason from it, and end by an exception. The
         others get the signal itself, unless the terminal has sent it to them already;
-        so do all of a run that makes checkpoints.
+        so do all where all that run heed it, and end with a result or a checkpoint.
         """
         if self.signal is not None:
             self._kill()
             return
         self.signal, heed_s = number, GRACE_S
-        if self._makes_checkpoints:
-            if number != signal.SIGINT or not _has_terminal():
-                for process in self._processes:
-                    _send(process, number)
-            self._waits_s.put_nowait((None, LAST_CHECKPOINT_S))
-            return
-        self._server.take(Interrupted(by=number.name))
+        ranks = range(len(self._processes))
+        heed = all(
+            self._server.heeds_signals(rank)
+            for rank in ranks
+            if self._processes[rank].returncode is None
+        )
+        if not heed:
+            self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
             heed_s = HEED_S
+            if heed and self._makes_checkpoints:
+                heed_s = LAST_CHECKPOINT_S
             for rank, process in enumerate(self._processes):
-                if not self._server.is_connected(rank):
+                if heed or not self._server.is_connected(rank):
                     _send(process, number)
         self._waits_s.put_nowait((None, heed_s))
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from elche.comm.control.control_channel import ControlChannel
+from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import open_device_group
 from elche.comm.transport.exchange import may_share
 from elche.comm.transport.process_group import Group, late_error
@@ -161,14 +161,18 @@ class Worker:
     ) -> Group:
         """Forms a group of all ranks, or of some."""
         ranks = range(self.world_size) if ranks is None else ranks
-        group = Group.form(
-            self._channel,
-            ranks.index(self.rank),
-            len(ranks),
-            name,
-            self.placement.listen,
-            self.timeout_s,
-        )
+        try:
+            group = Group.form(
+                self._channel,
+                ranks.index(self.rank),
+                len(ranks),
+                name,
+                self.placement.listen,
+                self.timeout_s,
+            )
+        except CommunicationError:
+            self._check()  # the reason, if the run was ended
+            raise
         group.ranks = ranks
         group.on_failure = partial(self._why_failed, ranks)
         group.check = self._check
@@ -224,6 +228,10 @@ class Worker:
                 f"rank {self.rank} waited for {waiting_for}, got {instruction!r}"
             )
         return instruction
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends well by itself when signalled."""
+        self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def pace_device(self) -> None:
         """Keeps the host at most two batches ahead of a CUDA device."""

@@ -100,6 +100,10 @@ class MetricsView:
         """The last epoch that has ended; there must be one."""
         return self._epochs[-1]
 
+    def newest_epoch(self) -> EpochMetrics | None:
+        """The last epoch that has ended, if one has."""
+        return self._find(None)
+
     def epoch(self, epoch: int | None, timeout_s: float | None) -> EpochMetrics:
         """An epoch's metrics, waiting for its end; the last one's for None.
 

@@ -19,7 +19,7 @@ from elche import session
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.single import SingleRun
-from elche.trainer_config import EpochRecord, TrainerConfig, trainer_config
+from elche.trainer.trainer_config import EpochRecord, TrainerConfig, trainer_config
 from tests.harness.settings import nested
 
 DATA = TensorDataset(torch.arange(10.0).reshape(10, 1), torch.zeros(10, 1))

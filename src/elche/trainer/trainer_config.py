@@ -1,10 +1,10 @@
-"""Trainer configuration and results."""
+"""Trainer configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -17,6 +17,8 @@ from elche.coordination.accounts.local_batches import local_cut
 from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import WeightOf, check_weight_of
+from elche.trainer.early_stopping import EarlyStopping
+from elche.trainer.trainer_result import EpochRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ class TrainerConfig:
             and training goes on: a full disk does not cost the run.
         checkpoint_every_epochs: call it at the end of every so many epochs; None for
             each.
+        early_stopping: ends training when a metric no longer improves, on all ranks
+            after the same epoch, and keeps the best model.
         run: settings of the run (policy, seed, and so on).
     """
 
@@ -82,6 +86,7 @@ class TrainerConfig:
     on_epoch_end: Callable[[EpochRecord], None] | None = None
     on_checkpoint: Callable[[int, dict[str, Any]], None] | None = None
     checkpoint_every_epochs: int | None = None
+    early_stopping: EarlyStopping | None = None
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -103,6 +108,7 @@ class TrainerConfig:
             )
         self._check_scale()
         self._check_callbacks()
+        self._check_early_stopping()
         if isinstance(self.eval_dataset, IterableDataset):
             raise ConfigError(
                 "expected eval_dataset to be map-style, got an IterableDataset; its "
@@ -173,6 +179,21 @@ class TrainerConfig:
                 "gradient windows change theirs; give lr_scale as a number"
             )
 
+    def _check_early_stopping(self) -> None:
+        stopping = self.early_stopping
+        if stopping is None:
+            return
+        if not isinstance(stopping, EarlyStopping):
+            raise ConfigError(
+                "expected early_stopping to be an elche.EarlyStopping, got "
+                f"{stopping!r}"
+            )
+        if stopping.metric == "eval_loss" and self.eval_dataset is None:
+            raise ConfigError(
+                "early stopping watches 'eval_loss', and there is no eval_dataset; "
+                "give one, or EarlyStopping(metric='train_loss')"
+            )
+
     def _check_callbacks(self) -> None:
         for name in ("on_window_end", "on_epoch_end", "on_checkpoint"):
             function = getattr(self, name)
@@ -186,97 +207,6 @@ class TrainerConfig:
                 "checkpoint_every_epochs needs on_checkpoint, which is to save the "
                 "checkpoint"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRecord:
-    """What an epoch brought.
-
-    Attributes:
-        epoch: counted from 0.
-        train_loss: mean over all samples of all ranks (or by ``weight_of``); not a
-            number if the loss of a batch was not finite.
-        eval_loss: of the consensus, None without an evaluation set.
-        samples: of all ranks, those whose contribution is in the model.
-        discarded_samples: that each rank trained on beside them; see
-            `elche.EpochMetrics`.
-        duration_s: of training, without evaluation.
-        samples_per_s: of the whole run.
-        shares: each rank's part of the samples. In a run of more than 64 ranks only
-            rank 0 holds numbers per rank; the others hold one for all together.
-        scalars: mean over samples (or by ``weight_of``) of each scalar that was logged,
-            and of ``"loss"``; values that were not finite are left out.
-        busy_s: delivered time per rank (data wait, transfer and compute).
-        data_wait_s: of it, waiting for data.
-        transfer_s: of it, moving batches to the device.
-        sync_wait_s: in synchronisations, per rank.
-    """
-
-    epoch: int
-    train_loss: float
-    eval_loss: float | None
-    samples: int
-    discarded_samples: tuple[int, ...]
-    duration_s: float
-    samples_per_s: float
-    shares: tuple[float, ...]
-    scalars: dict[str, float]
-    busy_s: tuple[float, ...]
-    data_wait_s: tuple[float, ...]
-    transfer_s: tuple[float, ...]
-    sync_wait_s: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """How the run went.
-
-    Attributes:
-        policy: the policy.
-        world_size: ranks.
-        samples: of all ranks in all epochs, those whose contribution is in the model.
-        discarded_samples: that all ranks trained on beside them; see
-            `elche.EpochMetrics`.
-        duration_s: of training, without evaluation.
-        samples_per_s: of the whole run.
-        busy_s: delivered time per rank (data wait, transfer and compute); in a run of
-            more than 64 ranks, on ranks other than 0, of all together.
-        data_wait_s: of it, waiting for data.
-        sync_s: in reductions.
-        synchronisations: how many.
-        anchor: of El Che at the end (1 under ``sync``).
-    """
-
-    policy: str
-    world_size: int
-    samples: int
-    discarded_samples: int
-    duration_s: float
-    samples_per_s: float
-    busy_s: tuple[float, ...]
-    data_wait_s: tuple[float, ...]
-    sync_s: float
-    synchronisations: int
-    anchor: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """What `Trainer.fit` returns, the same on every rank (but see `EpochRecord`).
-
-    Attributes:
-        model_state: state dict of the consensus, on the CPU.
-        history: a record per epoch.
-        report: how the run went.
-    """
-
-    model_state: dict[str, Any]
-    history: list[EpochRecord]
-    report: RunReport
 
 
 def trainer_config(options: dict[str, Any]) -> TrainerConfig:

@@ -1,0 +1,1 @@
+"""What `Trainer` does: its loop, evaluation, its handle, and when it stops."""

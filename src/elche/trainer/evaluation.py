@@ -1,0 +1,303 @@
+"""Evaluation and prediction over ranks: whole batches, divided by measured speed.
+
+The batches are those of one process, so each value is the one that a single device
+would get, and means are rounded once: they do not depend on who evaluated what.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from elche import session
+from elche.errors import ConfigError
+from elche.process import process
+from elche.runtime.data.batch_weights import BatchWeights, WeightOf
+from elche.runtime.data.transfer import to_device
+from elche.runtime.loader import RunLoader
+from elche.session_gather import gather_rows, map_rows
+
+Values = float | torch.Tensor | dict[str, Any]
+"""What a batch is worth: a number, or several by name."""
+
+
+def evaluate(
+    step: Callable[[Any], Values],
+    loader: DataLoader[Any],
+    *,
+    weight_of: WeightOf | None = None,
+) -> Any:
+    """The mean of what a function says of the batches, over all samples of a loader.
+
+    ::
+
+        model.eval()
+        loss = elche.evaluate(lambda b: F.cross_entropy(model(b[0]), b[1]), test_loader)
+
+    Ranks divide the batches by the speed that they had in the last evaluation, before
+    that in training. The batches are those of one device, and the mean is rounded once,
+    whoever evaluated what. Every rank calls it: between epochs, or inside the loop
+    under ``sync``.
+
+    Args:
+        step: called without gradient with each batch, on this rank's device; returns
+            the batch's mean, or a dictionary of means.
+        loader: a DataLoader of the whole set, in its order, not through `elche.setup`.
+        weight_of: what a batch counts, as in `elche.setup`; None for its samples.
+
+    Returns:
+        The mean as a float, or a dictionary of floats; the same on every rank. Not a
+        number where a batch's value is not, or all weights are 0.
+
+    Raises:
+        ConfigError: the loader cannot be divided, the step returns something else,
+            there is no run, or this is the inside of a loop in windows.
+        CommunicationError: a rank did not call it in time.
+    """
+    weights = None if weight_of is None else BatchWeights(weight_of, session.rank())
+    return evaluate_by(lambda batch, weight: step(batch), loader, weights)
+
+
+def predict(
+    step: Callable[[Any], Any],
+    loader: DataLoader[Any],
+    *,
+    on: Literal["all", "main"] = "all",
+) -> Any:
+    """What a function says of every sample of a loader, in the order of its data set.
+
+    Divided as by `elche.evaluate`, and called where that is.
+
+    Args:
+        step: called without gradient with each batch, on this rank's device; returns a
+            row for each sample: a tensor, or tensors in lists, tuples and dictionaries.
+        loader: a DataLoader of the whole set, in its order, not through `elche.setup`.
+        on: ``"main"`` hands the rows to rank 0 alone, and None to the others. (They
+            come through every rank's memory.)
+
+    Returns:
+        The same with the rows of all samples, on the CPU.
+
+    Raises:
+        ConfigError: the loader cannot be divided, there are not as many rows as
+            samples, rows differ in shape, there is no run, or this is the inside of a
+            loop in windows.
+        CommunicationError: a rank did not call it in time.
+    """
+    if on not in ("all", "main"):
+        raise ConfigError(f"expected on to be 'all' or 'main', got {on!r}")
+    part = _Part.of(loader, "elche.predict")
+    trees: list[Any] = []
+    with torch.no_grad():
+        for indices, batch in part.batches():
+            batch = to_device(batch, session.device())
+            trees.append(_rows_of(step(batch), len(indices)))
+    part.done()
+    rows = [_leaves(tree) for tree in trees]
+    try:
+        columns = [torch.cat(column) for column in zip(*rows, strict=True)]
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"expected rows of one shape from every batch, got others: {error}; pad "
+            "them to one length"
+        ) from error
+    stop = None if part.is_own else 0
+    gathered = iter(
+        [gather_rows(c[:stop], part.call, is_of_batch=False) for c in columns]
+    )
+    if on == "main" and not session.is_main_process():
+        return None
+    return map_rows(trees[0], lambda _: next(gathered))
+
+
+def evaluate_by(
+    step: Callable[[Any, float], Values],
+    loader: DataLoader[Any],
+    weights: BatchWeights | None,
+) -> Any:
+    """As `evaluate`, with a step that is told what the batch weighs."""
+    part = _Part.of(loader, "elche.evaluate")
+    names, is_one = [""], True
+    rows: list[list[float]] = []
+    with torch.no_grad():
+        for indices, batch in part.batches():
+            weight = float(len(indices))
+            if weights is not None:
+                weight = weights.of(batch, f"evaluation samples from {indices[0]} on")
+            values = step(to_device(batch, session.device()), weight)
+            by_name = values if isinstance(values, dict) else {"": values}
+            names, is_one = sorted(by_name), by_name is not values
+            rows.append([weight, *(_number(by_name[name]) for name in names)])
+    part.done()
+    mine = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    mine = mine[: None if part.is_own else 0]
+    table = gather_rows(mine, part.call, is_of_batch=False)
+    weight_column, *columns = table.T.tolist()
+    means = [_mean(weight_column, column) for column in columns]
+    return means[0] if is_one else dict(zip(names, means, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's batches, as indices of samples.
+
+    Without any it has the first one all the same (``is_own`` is False), to know the
+    form of what the others bring.
+    """
+
+    loader: DataLoader[Any]
+    call: str
+    indices: list[list[int]]
+    is_own: bool
+    speeds: tuple[float, ...]
+    began_s: float
+
+    @staticmethod
+    def of(loader: DataLoader[Any], call: str) -> _Part:
+        length, size = _checked(loader)
+        speeds = _speeds.of_rank_0(call)
+        start, stop = batches_of(session.rank(), speeds, -(-length // size))
+        is_own = stop > start
+        indices = [
+            list(range(batch * size, min(length, (batch + 1) * size)))
+            for batch in (range(start, stop) if is_own else range(1))
+        ]
+        return _Part(loader, call, indices, is_own, speeds, time.monotonic())
+
+    def batches(self) -> Iterator[tuple[list[int], Any]]:
+        """Indices and data of each; the global random generator is left alone."""
+        given = self.loader
+        loader: DataLoader[Any] = DataLoader(
+            given.dataset,
+            batch_sampler=self.indices,
+            num_workers=given.num_workers,
+            collate_fn=given.collate_fn,
+            pin_memory=given.pin_memory,
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            multiprocessing_context=given.multiprocessing_context,
+            generator=torch.Generator(),
+        )
+        return zip(self.indices, loader, strict=True)
+
+    def done(self) -> None:
+        """All ranks say how fast they were."""
+        samples = sum(map(len, self.indices)) if self.is_own else 0
+        speed = samples / max(time.monotonic() - self.began_s, 1e-9)
+        mine = torch.tensor([speed], dtype=torch.float64, device="cpu")
+        all_speeds = gather_rows(mine, self.call, is_of_batch=False).tolist()
+        pairs = zip(all_speeds, self.speeds, strict=True)
+        _speeds.values = tuple(new or old for new, old in pairs)
+
+
+class _Speeds:
+    """Samples per second of each rank in the last evaluation."""
+
+    values: tuple[float, ...] = ()
+
+    def of_rank_0(self, call: str) -> tuple[float, ...]:
+        """What rank 0 goes by: ranks that have measured other things must agree."""
+        world_size, mine = session.world_size(), self.values
+        if session.rank() == 0 and len(mine) != world_size:
+            mine = _training_speeds()
+            if len(mine) != world_size or not sum(mine) > 0.0:
+                mine = (1.0,) * world_size
+        row = mine if session.rank() == 0 else ()
+        told = torch.tensor(row, dtype=torch.float64, device="cpu")
+        return tuple(gather_rows(told, call, is_of_batch=False).tolist())
+
+
+_speeds = _Speeds()
+
+
+def _training_speeds() -> tuple[float, ...]:
+    """What ranks delivered in the last epoch."""
+    view = process.metrics
+    last = None if view is None else view.newest_epoch()
+    return () if last is None else last.rank_samples_per_s
+
+
+def batches_of(rank: int, speeds: Sequence[float], batches: int) -> tuple[int, int]:
+    """A rank's batches, from and to, where ranks divide them by speed."""
+    total = math.fsum(speeds)
+
+    def end(ranks: int) -> int:
+        return round(batches * math.fsum(speeds[:ranks]) / total)
+
+    return end(rank), batches if rank + 1 == len(speeds) else end(rank + 1)
+
+
+def _checked(loader: object) -> tuple[int, int]:
+    """Samples, and samples of a batch.
+
+    Raises:
+        ConfigError: it cannot be divided in the order of its data set.
+    """
+    if isinstance(loader, RunLoader) or not isinstance(loader, DataLoader):
+        raise ConfigError(
+            "expected a DataLoader of the whole evaluation set, got "
+            f"{type(loader).__name__}; give the loader itself, not what elche.setup "
+            "has returned"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            "expected a map-style data set, got an IterableDataset; its parts are "
+            "evaluated by index"
+        )
+    is_plain = type(loader.sampler) is SequentialSampler
+    if loader.batch_size is None or not is_plain or loader.drop_last:
+        what = "drop_last" if is_plain and loader.batch_size else "a sampler"
+        raise ConfigError(
+            f"expected a loader over all samples in their order, got one with {what}; "
+            "leave out shuffle=, sampler=, batch_sampler= and drop_last=: the ranks "
+            "divide it themselves"
+        )
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    if length == 0:
+        raise ConfigError("the evaluation set is empty; expected at least one sample")
+    return length, loader.batch_size
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    shape = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise ConfigError(
+        "expected the mean over the batch as a number, or a dictionary of such, got "
+        f"{type(value).__name__} {shape}".rstrip()
+    )
+
+
+def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
+    """Rounded once; what weighs nothing does not count."""
+    parts = [(w, v * w) for w, v in zip(weights, values, strict=True) if w]
+    try:
+        return math.fsum(v for _, v in parts) / math.fsum(w for w, _ in parts)
+    except (OverflowError, ValueError, ZeroDivisionError):
+        return math.nan
+
+
+def _rows_of(tree: Any, samples: int) -> Any:
+    def checked(rows: torch.Tensor) -> torch.Tensor:
+        if not rows.dim() or rows.shape[0] != samples:
+            raise ConfigError(
+                f"expected a row for each of {samples} samples, got a tensor of shape "
+                f"{list(rows.shape)}"
+            )
+        return rows.to("cpu")
+
+    return map_rows(tree, checked)
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_rows(tree, found.append)
+    return found

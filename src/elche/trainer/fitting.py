@@ -1,0 +1,287 @@
+"""One training of a `Trainer`: its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche import session, session_metrics
+from elche.coordination.accounts.metrics import EpochMetrics
+from elche.errors import ElcheError
+from elche.learning_rate import ProgressLR
+from elche.runtime.rank_settings import min_share_samples
+from elche.runtime.training import SetupConfig
+from elche.runtime.windows.micro_batches import (
+    MicroBatches,
+    PartsConfig,
+    meets_in_batches,
+)
+from elche.session_gather import gather_rows
+from elche.trainer.early_stopping import BestEpoch
+from elche.trainer.evaluation import evaluate_by
+from elche.trainer.recipe import Recipe
+from elche.trainer.stopping import REASONS, StopRequest
+from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+class Fitting:
+    """One training, with a run of its own.
+
+    Args:
+        recipe: what is trained, and how.
+        stops: looked at between batches.
+
+    Attributes:
+        metrics: of the run.
+    """
+
+    def __init__(self, recipe: Recipe, stops: StopRequest) -> None:
+        self._recipe = recipe
+        self._stops = stops
+        self._best = BestEpoch(recipe.config.early_stopping)
+        self._config = recipe.config
+        model, optimizer, loader = recipe.build()
+        run = self._config.run
+        asked = SetupConfig(
+            config=run,
+            epochs=self._config.epochs,
+            samples_per_epoch=self._config.samples_per_epoch,
+            weight_of=self._config.weight_of,
+            micro_batches=not meets_in_batches(model),
+            is_default=recipe.names_no_policy,
+        )
+        self._model, self._optimizer, self._loader = session.set_up(
+            model, optimizer, loader, asked
+        )
+        self._weights = recipe.weights()
+        metrics = session_metrics.current_metrics()
+        assert metrics is not None
+        metrics.reserved = frozenset({"loss"})
+        metrics.on_window = self._config.on_window_end
+        self.metrics = metrics
+        length = self._config.num_samples
+        if self._config.drop_last:
+            length -= length % self._config.batch_size
+        run_clips = (
+            self._config.run.sums_gradients and session.current_run() is not None
+        )
+        self._clip_norm = None if run_clips else self._config.max_grad_norm
+        self._schedule = self._rates(optimizer, length * self._config.epochs)
+        current = session.current_run()
+        self._parts = MicroBatches(
+            self._model,
+            session.device(),
+            PartsConfig(
+                max_samples=run.cap_of(session.rank()),
+                least_samples=min_share_samples(model),
+                is_sum=run.loss_reduction == "sum",
+                weights=self._weights,
+            ),
+            None if current is None else current.host,
+            metrics.run_part,
+        )
+
+    def run(self, *, heeds_signals: bool) -> TrainResult:
+        """Trains, evaluates, and collects.
+
+        Args:
+            heeds_signals: SIGINT and SIGTERM come to the request to stop; the launcher
+                is told, and leaves it to that.
+        """
+        run = session.current_run()
+        worker = run.worker if run is not None and heeds_signals else None
+        if worker is not None:
+            worker.heeds_signals(True)
+        try:
+            return self._run_epochs()
+        finally:
+            if worker is not None:
+                with contextlib.suppress(ElcheError):
+                    worker.heeds_signals(False)
+
+    def _run_epochs(self) -> TrainResult:
+        history: list[EpochRecord] = []
+        stopped_by, epochs = "", self._config.epochs
+        for epoch in range(epochs):
+            started_s = time.monotonic()
+            is_whole = self._train_epoch()
+            record = self._record(epoch, time.monotonic() - started_s, is_whole)
+            if is_whole or record.samples:
+                history.append(record)
+            is_enough = is_whole and self._best.take(record, self._state)
+            if is_whole and session.is_main_process():
+                if self._config.on_epoch_end is not None:
+                    self._config.on_epoch_end(record)
+                self._checkpoint(epoch, sum(each.samples for each in history))
+            if epoch + 1 < epochs or not is_whole:
+                stopped_by = self._agreed(is_enough, is_whole)
+            if stopped_by:
+                break
+        return TrainResult(
+            self._state(),
+            history,
+            self._report(history),
+            stopped_by or None,
+            self._best.metric,
+            self._best.state,
+        )
+
+    def _train_epoch(self) -> bool:
+        """Trains on this rank's part of an epoch; False: a rank has ended it early."""
+        self._model.train()
+        with contextlib.closing(iter(self._loader)) as batches:
+            for batch in batches:
+                self.metrics.take_windows()
+                if self._schedule is not None:
+                    self._schedule.step()
+                self._step(batch)
+                if self._is_to_stop():
+                    break
+        self.metrics.take_windows()
+        run = session.current_run()
+        if run is None:
+            return not self._stops.reason
+        run.check()
+        return not run.was_left_early
+
+    def _is_to_stop(self) -> bool:
+        """Whether this rank leaves the loop here; all do where none can alone."""
+        self._stops.check()
+        is_asked, run = bool(self._stops.reason), session.current_run()
+        if run is None or not run.meets_in_forward:
+            return is_asked
+        mine = torch.tensor([is_asked], device="cpu")
+        return bool(gather_rows(mine, "Trainer.fit", is_of_batch=False).any())
+
+    def _agreed(self, is_enough: bool, is_whole: bool) -> str:
+        """Why all ranks stop here; "" if they go on."""
+        reason = self._stops.reason or (REASONS[0] if is_enough else "")
+        code = 1 + REASONS.index(reason) if reason else 0
+        mine = torch.tensor([code], device="cpu")
+        highest = int(gather_rows(mine, "Trainer.fit", is_of_batch=False).max())
+        if not highest:
+            return "" if is_whole else "stop"
+        return REASONS[highest - 1]
+
+    def _record(self, epoch: int, duration_s: float, is_whole: bool) -> EpochRecord:
+        metrics = self.metrics.last_epoch()
+        return EpochRecord(
+            epoch=epoch,
+            train_loss=_train_loss(metrics),
+            eval_loss=self._evaluate() if is_whole else None,
+            samples=metrics.samples,
+            discarded_samples=metrics.discarded_samples,
+            duration_s=duration_s,
+            samples_per_s=metrics.samples / duration_s,
+            shares=metrics.shares,
+            scalars=metrics.scalars,
+            busy_s=metrics.busy_s,
+            data_wait_s=metrics.data_wait_s,
+            transfer_s=metrics.transfer_s,
+            sync_wait_s=metrics.sync_wait_s,
+        )
+
+    def _step(self, batch: Any) -> None:
+        loss = self._parts.backward(
+            batch,
+            self.metrics.samples_in_hand,
+            lambda part: self._recipe.loss(self._model, part),
+        )
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._config.run.loss_reduction == "sum":
+            loss = loss.detach() / (self.metrics.weight_in_hand or 1.0)
+        self.metrics.log("loss", loss)
+
+    def _rates(
+        self, optimizer: torch.optim.Optimizer, total_samples: int
+    ) -> ProgressLR | None:
+        """What sets the rate of every step; without a schedule it is scaled once."""
+        schedule = self._config.lr_schedule
+        factor = self._config.lr_factor(session.world_size())
+        if schedule is not None:
+            return ProgressLR(optimizer, schedule, total_samples, factor)
+        if factor != 1.0:
+            ProgressLR(optimizer, _constant, total_samples, factor).step()
+        return None
+
+    def _checkpoint(self, epoch: int, samples: int) -> None:
+        """Hands a checkpoint out if one is due; what the callback raises is logged."""
+        save = self._config.on_checkpoint
+        every = self._config.checkpoint_every_epochs or 1
+        if save is None or (epoch + 1) % every:
+            return
+        checkpoint = {"model": self._state(), "epoch": epoch, "samples": samples}
+        try:
+            save(epoch, checkpoint)
+        except Exception:
+            logger.exception(
+                "on_checkpoint failed after epoch %d; training goes on", epoch
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """The consensus, copied to the CPU."""
+        return {
+            name: value.detach().to("cpu", copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def _evaluate(self) -> float | None:
+        """Mean loss of the consensus; ranks divide the evaluation set by speed."""
+        dataset = self._config.eval_dataset
+        if dataset is None:
+            return None
+        self._model.eval()
+        loader = self._recipe.loader_over(dataset)
+        step = self._recipe.mean_loss_of(self._model)
+        loss: float = evaluate_by(step, loader, self._weights)
+        self._model.train()
+        return loss
+
+    def _report(self, history: list[EpochRecord]) -> RunReport:
+        run = session.current_run()
+        ends = run.reports if run is not None else []
+        duration_s = sum(record.duration_s for record in history)
+        samples = sum(record.samples for record in history)
+        world_size = session.world_size()
+
+        def per_rank(name: str) -> tuple[float, ...]:
+            per_epoch = (getattr(record, name) for record in history)
+            return tuple(map(sum, zip(*per_epoch, strict=True)))
+
+        return RunReport(
+            policy=self._config.run.policy,
+            world_size=world_size,
+            samples=samples,
+            discarded_samples=sum(sum(each.discarded_samples) for each in history),
+            duration_s=duration_s,
+            samples_per_s=samples / duration_s if duration_s else 0.0,
+            busy_s=per_rank("busy_s"),
+            data_wait_s=per_rank("data_wait_s"),
+            sync_s=sum(end.sync_s for end in ends),
+            synchronisations=sum(end.windows for end in ends),
+            anchor=ends[-1].anchor if ends else 1,
+        )
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+def _train_loss(metrics: EpochMetrics) -> float:
+    """The mean loss; a mean of the finite ones alone would hide that it diverged."""
+    if "loss" in metrics.non_finite:
+        return math.nan
+    return metrics.scalars.get("loss", 0.0)

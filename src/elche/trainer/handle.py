@@ -1,0 +1,165 @@
+"""The handle of a training that runs in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from enum import Enum
+from typing import final
+
+from elche import session
+from elche.coordination.accounts.metrics import WindowMetrics
+from elche.errors import AbortedError, ConfigError, DeadlineError, ElcheError
+from elche.process import process
+from elche.runtime.process.shutdown import failure_of
+from elche.runtime.report.metrics_view import MetricsView
+from elche.trainer.stopping import SignalStops, StopRequest
+from elche.trainer.trainer_result import TrainResult
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingPhase(Enum):
+    """How far a training is.
+
+    ::
+
+        TRAINING ── stop(), a signal ──► STOPPING ──► FINISHED
+            │  └──────── last epoch ─────────────────────┘
+            └── abort(), an error, here or on another rank ──► FAILED
+    """
+
+    TRAINING = "training"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@final
+class TrainingHandle:
+    """A training under way in a thread of this process; made by `Trainer.start`.
+
+    Its methods may be called from any other thread. While it trains, the process's main
+    thread hears of SIGINT (Ctrl-C) and SIGTERM for it, if the handle was made there and
+    the script has no handlers of its own: the first is a `stop`, the second an `abort`.
+
+    Args:
+        fit: trains, and looks at the request; told whether signals are heeded, and
+            whom to give the run's metrics.
+
+    Attributes:
+        error: what ended it, None if nothing did.
+    """
+
+    def __init__(
+        self,
+        fit: Callable[[StopRequest, bool, Callable[[MetricsView], None]], TrainResult],
+    ) -> None:
+        self._fit = fit
+        self._request = StopRequest()
+        self._signals = SignalStops(self._request, self.abort)
+        self._thread = threading.Thread(target=self._run, name="elche-training")
+        self._heeds = False
+        self._view: MetricsView | None = None
+        self._result: TrainResult | None = None
+        self.error: BaseException | None = None
+
+    def begin(self) -> None:
+        """Begins to train; called by `Trainer.start`.
+
+        Raises:
+            ConfigError: another Trainer trains in this process.
+        """
+        session.refuse_beside()
+        process.training = self._thread
+        self._heeds = self._signals.open()
+        self._thread.start()
+
+    def poll(self) -> TrainingPhase:
+        """How far it is; does not wait."""
+        if not self._thread.is_alive():
+            is_done = self._result is not None
+            return TrainingPhase.FINISHED if is_done else TrainingPhase.FAILED
+        is_asked = bool(self._request.reason) or self._request.is_aborted
+        return TrainingPhase.STOPPING if is_asked else TrainingPhase.TRAINING
+
+    def metrics(self) -> list[WindowMetrics]:
+        """Metrics of windows that have ended since the last call; see `elche.metrics`.
+
+        With ``on_window_end`` they go there, and here as well.
+        """
+        return [] if self._view is None else self._view.windows()
+
+    def stop(self, timeout_s: float | None = None) -> TrainResult:
+        """Ends the training, on all ranks, and returns what there is.
+
+        After the batch in hand; what all ranks were given by then is committed. Called
+        on every rank, or on one alone. A rank that `sync` has left out of steps hears
+        it only at the epoch's end; rank 0 is never left out.
+
+        Args:
+            timeout_s: most seconds to wait; None for as long as the run's own deadlines
+                let it.
+
+        Raises:
+            DeadlineError: it had not ended by then; it goes on ending.
+            ElcheError: as `Trainer.fit`.
+        """
+        self._request.stop("stop")
+        return self.join(timeout_s)
+
+    def abort(self) -> None:
+        """Ends the training at once, on all ranks, without a result; does not wait.
+
+        `join` then raises AbortedError here and RemoteRankError on other ranks.
+        """
+        if not self._thread.is_alive() or self._request.is_aborted:
+            return
+        self._request.abort()
+        run = session.current_run()
+        if run is not None:  # ends the waits of this rank too
+            error = AbortedError("the training was aborted")
+            with contextlib.suppress(ElcheError):
+                run.worker.send(failure_of(run.worker.rank, error))
+
+    def join(self, timeout_s: float | None = None) -> TrainResult:
+        """Waits for the end.
+
+        Raises:
+            DeadlineError: it did not come within ``timeout_s``; it trains on.
+            AbortedError: `abort` was called here.
+            ConfigError: the training thread (a callback) would wait for itself.
+            ElcheError: as `Trainer.fit`; or what a callback, the loss function or the
+                data set has raised.
+        """
+        if threading.current_thread() is self._thread:
+            raise ConfigError(
+                "a callback runs in the training thread, which cannot wait for its own "
+                "end; wait in another thread, or raise to end the run"
+            )
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the training had not ended after {timeout_s:g} s")
+        if threading.current_thread() is threading.main_thread():
+            self._signals.close()
+        if self._result is None:
+            assert self.error is not None
+            raise self.error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._fit(self._request, self._heeds, self._take_view)
+        except BaseException as error:
+            self.error = error
+            if self._request.is_aborted and not isinstance(error, AbortedError):
+                self.error = AbortedError("the training was aborted")
+                self.error.__cause__ = error
+            logger.error("the training has failed: %r; join() raises it", self.error)
+        finally:
+            self._request.end()
+
+    def _take_view(self, view: MetricsView) -> None:
+        self._view = view

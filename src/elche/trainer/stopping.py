@@ -1,0 +1,112 @@
+"""Requests to end a training: from any thread, and by signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, final
+
+from elche.errors import AbortedError
+
+REASONS: Final = ("early stopping", "stop", "SIGINT", "SIGTERM")
+"""Why a training ends before its last epoch."""
+SIGNALS: Final = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+"""With the handlers that are replaced; one of the user's stays."""
+
+
+@final
+class StopRequest:
+    """What was asked of a training; the training thread looks between batches.
+
+    Attributes:
+        reason: one of `REASONS`, "" if it is to go on.
+        is_aborted: it is to end without a result.
+        is_over: it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.is_aborted = self.is_over = False
+
+    def stop(self, reason: str) -> None:
+        """Asks for an end with a result; the first reason counts."""
+        self.reason = self.reason or reason
+
+    def abort(self) -> None:
+        """Asks for an end without one."""
+        self.is_aborted = True
+
+    def end(self) -> None:
+        """It has ended: nobody hears any more."""
+        self.is_over = True
+
+    def check(self) -> None:
+        """Raises if an end without a result was asked for.
+
+        Raises:
+            AbortedError: it was.
+        """
+        if self.is_aborted:
+            raise AbortedError("the training was aborted")
+
+
+@final
+class SignalStops:
+    """Has the first SIGINT or SIGTERM stop a training, and the second abort it.
+
+    Args:
+        request: of that training.
+        abort: what the second does; None: what it would have done without this.
+    """
+
+    def __init__(
+        self, request: StopRequest, abort: Callable[[], None] | None = None
+    ) -> None:
+        self._request = request
+        self._abort = abort
+        self._pid = os.getpid()
+        self._replaced: dict[signal.Signals, Any] = {}
+
+    def open(self) -> bool:
+        """Takes over those that the script has not, in the main thread.
+
+        Returns:
+            Whether both come here now.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for number, default in SIGNALS.items():
+            if signal.getsignal(number) == default:
+                self._replaced[number] = default
+                signal.signal(number, self._handle)
+        return self._replaced.keys() == SIGNALS.keys()
+
+    def close(self) -> None:
+        """Gives them back; in the main thread."""
+        for number, handler in self._replaced.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+        self._replaced.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if os.getpid() != self._pid:  # a loader's process: it ends with its loader
+            return
+        if self._request.is_over:
+            self.close()
+            signal.raise_signal(number)
+        elif not self._request.reason:
+            self._request.stop(name)
+            line = f"elche: {name}: training stops; once more ends it at once\n"
+            os.write(2, line.encode())  # sys.stderr may be in use just now
+        elif self._abort is not None:
+            self._abort()
+        else:
+            self.close()
+            signal.raise_signal(number)

@@ -1,0 +1,195 @@
+"""`elche.Trainer`: the library owns the loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from elche import session
+from elche.config import RunConfig
+from elche.errors import ConfigError
+from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.training import SetupConfig
+from elche.trainer.evaluation import evaluate_by, predict
+from elche.trainer.fitting import Fitting
+from elche.trainer.handle import TrainingHandle
+from elche.trainer.recipe import LossFn, ModelFn, OptimizerFn, Recipe
+from elche.trainer.stopping import SignalStops, StopRequest
+from elche.trainer.trainer_config import trainer_config
+from elche.trainer.trainer_result import TrainResult
+
+
+class Trainer:
+    """Trains a model on all ranks of this run.
+
+    Args:
+        model_fn: makes the model; called once on every rank, which then gets rank 0's
+            parameters.
+        optimizer_fn: makes the optimizer from the model's parameters.
+        loss_fn: ``loss_fn(output, target)`` of a batch ``(input, target)``, such as
+            ``nn.CrossEntropyLoss()``; or ``loss_fn(model, batch)`` if its first
+            parameter is called ``model``. Returns a scalar: the mean over the batch
+            (with ``loss_reduction="sum"``, the sum).
+        **options: fields of `TrainerConfig`, and of `elche.RunConfig` such as
+            ``policy="cadence"``.
+
+    Raises:
+        ConfigError: an option is unknown or wrong.
+    """
+
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        optimizer_fn: OptimizerFn,
+        loss_fn: LossFn,
+        **options: Any,
+    ) -> None:
+        names_no_policy = session.names_no_policy(options.get("config"), options)
+        self.config = trainer_config(options)
+        self._recipe = Recipe(
+            model_fn,
+            optimizer_fn,
+            loss_fn,
+            self.config,
+            names_no_policy=names_no_policy,
+        )
+        self._is_fitting = False
+        self._state: dict[str, Any] | None = None
+
+    def fit(self) -> TrainResult:
+        """Trains for all epochs; every rank must call it.
+
+        SIGINT (Ctrl-C) and SIGTERM end it after the batch in hand, on all ranks, with a
+        result (``result.stopped_by``); a second one ends it as without elche. So it is
+        where it is called in the main thread of a script without handlers of its own,
+        and once all ranks have met. Under `elche run` what comes after it has 4 s then,
+        after Ctrl-C 10 s.
+
+        Returns:
+            The consensus and what happened, the same on every rank.
+
+        Raises:
+            ConfigError: the loss is not a scalar, or an argument is wrong.
+            MismatchError: ranks disagree about model, data or settings.
+            NonFiniteError: a rank's update was not finite twice in a row (see
+                `elche.RunConfig.non_finite`), or under ``sync`` the parameters are NaN.
+            RemoteRankError: another rank failed.
+            CommunicationError: the ranks did not come together, or lost each other;
+                `DeadlineError` where a wait took longer than ``timeout_s``.
+        """
+        return self._fit(StopRequest())
+
+    def start(self) -> TrainingHandle:
+        """Trains as `fit` does, in a thread; every rank must call it.
+
+        Model, callbacks and loss function run in that thread. What torch keeps per
+        thread (``torch.autocast``, ``torch.device`` as a context) is not handed on.
+
+        Raises:
+            ConfigError: another Trainer trains in this process.
+        """
+        handle = TrainingHandle(self._fit)
+        handle.begin()
+        return handle
+
+    def evaluate(
+        self, dataset: Dataset[Any], *, state: dict[str, Any] | None = None
+    ) -> float:
+        """The mean loss over a data set; see `elche.evaluate`. Every rank calls it.
+
+        Args:
+            dataset: map-style, of items as in training.
+            state: of the model, such as ``result.best_state``; None for what `fit` has
+                brought last. Rank 0's counts.
+
+        Returns:
+            The mean by samples, or by ``weight_of``; the same on every rank.
+
+        Raises:
+            ConfigError: `fit` is under way, or the data set cannot be divided.
+            ElcheError: as `fit`.
+        """
+        loader = self._recipe.loader_over(dataset)
+        with self._model_in_run(state) as model:
+            weights = self._recipe.weights()
+            loss: float = evaluate_by(self._recipe.mean_loss_of(model), loader, weights)
+        return loss
+
+    def predict(
+        self,
+        dataset: Dataset[Any],
+        *,
+        step: Callable[[nn.Module, Any], Any] | None = None,
+        state: dict[str, Any] | None = None,
+        on: Literal["all", "main"] = "all",
+    ) -> Any:
+        """What the model says of every item, in order; see `elche.predict`.
+
+        Args:
+            dataset: map-style. Of a batch that is a pair the model gets the first part.
+            step: ``step(model, batch)`` in place of that.
+            state: as for `evaluate`.
+            on: ``"all"`` ranks get the rows, or ``"main"``, rank 0 alone.
+
+        Raises:
+            ConfigError: `fit` is under way, or the data set cannot be divided.
+            ElcheError: as `fit`.
+        """
+        loader = self._recipe.loader_over(dataset)
+        with self._model_in_run(state) as model:
+            return predict(partial(step or _output, model), loader, on=on)
+
+    def _fit(
+        self,
+        stops: StopRequest,
+        heeds_signals: bool = False,
+        take_view: Callable[[MetricsView], None] = lambda view: None,
+    ) -> TrainResult:
+        """Trains, and looks at the request between batches."""
+        session.refuse_beside()
+        signals = SignalStops(stops)
+        self._is_fitting = True
+        try:
+            with session.failing_together():
+                stops.check()
+                fitting = Fitting(self._recipe, stops)
+                take_view(fitting.metrics)
+                heeds_signals |= signals.open()
+                result = fitting.run(heeds_signals=heeds_signals)
+            session.shutdown()
+        finally:
+            self._is_fitting = False
+            signals.close()
+        self._state = result.model_state
+        return result
+
+    @contextlib.contextmanager
+    def _model_in_run(self, state: dict[str, Any] | None) -> Iterator[nn.Module]:
+        """The model on all ranks, in a run that trains nothing."""
+        if self._is_fitting:
+            raise ConfigError(
+                "evaluate and predict need all ranks for themselves; call them when "
+                "fit() has returned, or give eval_dataset"
+            )
+        session.refuse_beside()
+        model, optimizer, loader = self._recipe.build()
+        state = self._state if state is None else state
+        if state is not None:
+            model.load_state_dict(state)
+        run = self.config.run
+        config = RunConfig(timeout_s=run.timeout_s, transport=run.transport)
+        per_epoch = self.config.samples_per_epoch
+        asked = SetupConfig(config=config, samples_per_epoch=per_epoch)
+        with session.failing_together():
+            model, *_ = session.set_up(model, optimizer, loader, asked)
+            yield model.eval()
+        session.shutdown()
+
+
+def _output(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0] if isinstance(batch, list | tuple) else batch)

@@ -1,0 +1,106 @@
+"""What a training brought."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """What an epoch brought.
+
+    Attributes:
+        epoch: counted from 0.
+        train_loss: mean over all samples of all ranks (or by ``weight_of``); not a
+            number if the loss of a batch was not finite.
+        eval_loss: of the consensus, None without an evaluation set.
+        samples: of all ranks, those whose contribution is in the model.
+        discarded_samples: that each rank trained on beside them; see
+            `elche.EpochMetrics`.
+        duration_s: of training, without evaluation.
+        samples_per_s: of the whole run.
+        shares: each rank's part of the samples. In a run of more than 64 ranks only
+            rank 0 holds numbers per rank; the others hold one for all together.
+        scalars: mean over samples (or by ``weight_of``) of each scalar that was logged,
+            and of ``"loss"``; values that were not finite are left out.
+        busy_s: delivered time per rank (data wait, transfer and compute).
+        data_wait_s: of it, waiting for data.
+        transfer_s: of it, moving batches to the device.
+        sync_wait_s: in synchronisations, per rank.
+    """
+
+    epoch: int
+    train_loss: float
+    eval_loss: float | None
+    samples: int
+    discarded_samples: tuple[int, ...]
+    duration_s: float
+    samples_per_s: float
+    shares: tuple[float, ...]
+    scalars: dict[str, float]
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    sync_wait_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """How the run went.
+
+    Attributes:
+        policy: the policy.
+        world_size: ranks.
+        samples: of all ranks in all epochs, those whose contribution is in the model.
+        discarded_samples: that all ranks trained on beside them; see
+            `elche.EpochMetrics`.
+        duration_s: of training, without evaluation.
+        samples_per_s: of the whole run.
+        busy_s: delivered time per rank (data wait, transfer and compute); in a run of
+            more than 64 ranks, on ranks other than 0, of all together.
+        data_wait_s: of it, waiting for data.
+        sync_s: in reductions.
+        synchronisations: how many.
+        anchor: of El Che at the end (1 under ``sync``).
+    """
+
+    policy: str
+    world_size: int
+    samples: int
+    discarded_samples: int
+    duration_s: float
+    samples_per_s: float
+    busy_s: tuple[float, ...]
+    data_wait_s: tuple[float, ...]
+    sync_s: float
+    synchronisations: int
+    anchor: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What `Trainer.fit` returns, the same on every rank (but see `EpochRecord`).
+
+    Attributes:
+        model_state: state dict of the consensus, on the CPU.
+        history: a record per epoch. Of an epoch that was stopped, of the part that was
+            run, and without evaluation.
+        report: how the run went.
+        stopped_by: what ended it before its last epoch: ``"early stopping"``,
+            ``"stop"`` (the handle's), ``"SIGINT"``
+            or ``"SIGTERM"``; None: nothing.
+        best_metric: that ``early_stopping`` watches, of the best epoch.
+        best_state: state dict after that epoch, on the CPU.
+    """
+
+    model_state: dict[str, Any]
+    history: list[EpochRecord]
+    report: RunReport
+    stopped_by: str | None = None
+    best_metric: float | None = None
+    best_state: dict[str, Any] | None = None

@@ -1,0 +1,102 @@
+"""`elche.print`, `progress`, `gather` and `any` on one device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+from elche.errors import ConfigError
+from elche.monitor import progress as bars
+from elche.monitor.progress import LogProgress
+from tests.distributed.test_gather import fake_tqdm
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    elche.shutdown()
+
+
+def loader_of(batch_size: int = 4, *, drop_last: bool = False) -> DataLoader[object]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = TensorDataset(torch.arange(10.0)[:, None])
+    loader: DataLoader[object] = DataLoader(data, batch_size, drop_last=drop_last)
+    return elche.setup(model, optimizer, loader)[2]
+
+
+def test_one_device_gathers_its_own_rows() -> None:
+    rows = torch.ones(2, 3, requires_grad=True)
+    got = elche.gather(Pair(rows, torch.tensor(3)))
+    assert isinstance(got, Pair)
+    assert torch.equal(got.one, rows)
+    assert not got.one.requires_grad
+    assert got.other.tolist() == [3]
+    assert elche.any(torch.tensor(True))
+    assert not elche.any(False)
+    with pytest.raises(ConfigError, match=r"expected a tensor of rows.* got float"):
+        elche.gather([0.5])
+
+
+def test_several_ranks_need_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=r"elche\.any\(\) needs a run: call elche\.s"):
+        elche.any(False)
+
+
+@pytest.mark.parametrize(("drop_last", "samples"), [(False, 10), (True, 8)])
+def test_a_bar_of_samples(drop_last: bool, samples: int) -> None:
+    loader = loader_of(drop_last=drop_last)
+    with fake_tqdm() as bars:
+        for _ in elche.progress(loader, unit="row"):
+            pass
+    (bar,) = bars.all
+    assert (bar.options, bar.n) == ({"total": samples, "unit": "row"}, samples)
+    assert bar.steps == [0, 4, 4, 2][: len(loader) + 1]
+
+
+def test_a_bar_of_anything_else_counts_items() -> None:
+    loader = loader_of()
+    with fake_tqdm() as bars:
+        assert list(elche.progress("abc")) == ["a", "b", "c"]
+        assert len(list(elche.progress(loader.steps(2)))) == 2
+        assert list(elche.progress([1], disable=True)) == [1]
+    shown = [(bar.options["total"], bar.n) for bar in bars.all]
+    assert shown == [(3, 3), (None, 2)]
+
+
+def test_without_tqdm_the_log_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
+    monkeypatch.setattr(bars, "LogProgress", lambda _: LogProgress(0.0))
+    with caplog.at_level(logging.INFO):
+        for _ in elche.progress(iter("ab"), desc="letters"):
+            elche.print("seen")
+        for _ in elche.progress(loader_of(5)):
+            pass
+    said = [record.getMessage().partition(" after")[0] for record in caplog.records]
+    assert said == [
+        *("letters: started", "letters: 0", "letters: 1", "letters: 2"),
+        "letters: finished",
+        *("training: started", "training: 0 %", "training: 50 %", "training: 100 %"),
+        "training: finished",
+    ]
+    assert capsys.readouterr().out == "seen\nseen\n"

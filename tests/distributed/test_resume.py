@@ -12,7 +12,7 @@ import pytest
 
 from elche.checkpoint.store import CheckpointStore
 from elche.runtime.process.coordinator import serve_in_thread
-from tests.distributed.cases.resume_cases import Trained, train
+from tests.distributed.cases.resume_cases import Trained, breaks, train
 from tests.distributed.cases.tasks import Task, difference, identical
 from tests.harness.rank_pool import RankPool
 
@@ -149,3 +149,22 @@ def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
     pairs += all_pairs(ranks)
     assert_once(pairs, 3)
     assert identical([rank.state for rank in ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loop_may_break_off_while_its_epoch_is_cut(
+    ranks2: RankPool, policy: str, rank: int, tmp_path: Path
+) -> None:
+    """Whichever comes first: the epoch ends, the others follow, nothing hangs."""
+    draws = random.Random(f"{policy} {rank}")
+    for number in range(6):
+        at, folder = draws.randrange(2, 8), tmp_path / str(number)
+        ranks = ranks2.run(
+            breaks,
+            *(asking(policy), str(folder), rank, (at, at + draws.randrange(4))),
+            case_setup=serve_in_thread,
+        )
+        assert ranks == [[0, 1, 2], [0, 1, 2]]
+        assert CheckpointStore(folder).newest() is not None

@@ -121,3 +121,24 @@ def _world_size(folder: str) -> int:
     found = CheckpointStore(Path(folder)).newest()
     assert found is not None
     return found.manifest.world_size
+
+
+def breaks(task: Task, folder: str, rank: int, at: tuple[int, int]) -> list[int]:
+    """Rank 0 asks for a checkpoint after a batch, another breaks off after one."""
+    model, optimizer, loader = build(task)
+    model, optimizer, loader = elche.setup(
+        model, optimizer, loader, **nested(task.options)
+    )
+    epochs = []
+    for epoch in elche.epochs(3):
+        epochs.append(epoch)
+        for batch, (x, y, _, _) in enumerate(loader, 1):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch == at[0] and epoch == 0:
+                elche.save(folder)
+            if batch == at[1] and epoch == 0 and elche.rank() == rank:
+                break
+    elche.shutdown()
+    return epochs

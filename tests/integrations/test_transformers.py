@@ -19,6 +19,7 @@ from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import Placement
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.hf_tasks import (
     Found,
@@ -198,6 +199,17 @@ def test_on_several_ranks_arguments_are_elches(
     with pytest.raises(ConfigError, match="would draw other parameters on each rank"):
         search.hyperparameter_search()
     AcceleratorState._reset_state(reset_partial_state=True)  # knows rank 1
+
+
+def test_the_device_is_the_ranks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "elche.integrations.transformers_arguments.read_placement",
+        lambda: Placement(device=torch.device("cuda", 1), rank=1),
+    )
+    with pytest.raises(ConfigError, match=r"the device of rank 1 is cuda:1; leave it"):
+        ElcheTrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
 
 
 def test_without_transformers_it_says_what_to_install(

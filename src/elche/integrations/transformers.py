@@ -80,6 +80,8 @@ class ElcheTrainerMixin(_Base):
         self._epochs: StepEpochs | None = None
         self._step_losses: StepLosses | None = None
         self._main_evaluation: MainEvaluation | None = None
+        # Of the micro-batches to come in this step: the part of the step's loss, 0 for
+        # an empty one, and the labels that count.
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
         if read_placement().world_size > 1:
@@ -149,6 +151,8 @@ class ElcheTrainerMixin(_Base):
         return model, self._epochs
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        # To go on inside an epoch the Trainer asks Accelerate for another loader of the
+        # same data, which would not be shared.
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
         if self._epochs is not None and self._epochs.is_under_way:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import EarlyStoppingCallback, TrainingArguments
 
+from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.transformers import ElcheTrainer, ElcheTrainingArguments
 from elche.runtime.process.coordinator import serve_in_thread
+from elche.runtime.process.environment import Placement
 from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.hf_tasks import (
     Found,
@@ -107,17 +111,16 @@ def test_evaluation_inside_epochs_decides_for_all_ranks(
         "eval_steps": 4,
         "save_steps": 4,
         "num_train_epochs": 50,
-        "learning_rate": 3e-2,
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "load_best_model_at_end": True,
         "save_total_limit": 2,
     }
-    job = Job(options=options, callbacks=(EarlyStoppingCallback(3),))
+    job = Job(options=options, callbacks=(EarlyStoppingCallback(2, 0.5),))
     shared = replace(job, folder=str(tmp_path / "ranks"))
     ranks = ranks2.run(train, shared, case_setup=serve_in_thread, env=UNEQUAL)
     alone = train(replace(job, folder=str(tmp_path / "alone")))
     check_equal(ranks, alone)
-    assert 12 <= alone.steps < 50 * 6
+    assert alone.steps == 12
     kept = [sorted(path.name for path in each.iterdir()) for each in tmp_path.iterdir()]
     assert kept[0] == kept[1] != []
 
@@ -141,16 +144,6 @@ def test_a_run_goes_on_from_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> No
     assert ranks[0].steps == 10
 
 
-def test_a_rank_that_stops_alone_ends_training_for_all(
-    ranks2: RankPool, tmp_path: Path
-) -> None:
-    job = Job(folder=str(tmp_path), stops=3, options={"num_train_epochs": 20})
-    first, second = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
-    assert second.steps == 3
-    assert first.steps in (3, 4)
-    assert all(torch.equal(first.state[k], second.state[k]) for k in first.state)
-
-
 def test_lora_saves_its_adapter_on_rank_0(ranks2: RankPool, tmp_path: Path) -> None:
     """By the Trainer and in a loop of the user's."""
     trained, own = tmp_path / "trainer", tmp_path / "own"
@@ -166,28 +159,30 @@ def test_lora_saves_its_adapter_on_rank_0(ranks2: RankPool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("environment", "options", "says"),
+    ("options", "says"),
     [
-        ({"ELCHE_POLICY": "async"}, {}, "expected policy 'sync', got 'async'"),
-        ({}, {"fsdp": True}, "does not run with fsdp=: it shards the model itself"),
-        ({}, {"deepspeed": {"zero_optimization": {}}}, "does not run with deepspeed="),
-        ({}, {"auto_find_batch_size": True}, "lower per_device_train_batch_size"),
-        ({}, {"include_num_input_tokens_seen": "all"}, "the tokens of one rank"),
-        ({}, {"train_sampling_strategy": "batch_rebalance"}, "devices' speed, not by"),
+        ({"fsdp": True}, "does not run with fsdp=: it shards the model itself"),
+        ({"deepspeed": {"zero_optimization": {}}}, "does not run with deepspeed="),
+        ({"auto_find_batch_size": True}, "lower per_device_train_batch_size"),
+        ({"include_num_input_tokens_seen": "all"}, "the tokens of one rank"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "devices' speed, not by"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_work_is_refused(
-    environment: dict[str, str],
-    options: dict[str, Any],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", **environment}.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
         make(Job(folder=str(tmp_path), options=options))
+
+
+def test_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the launcher asks for them; `elche_config` is asked first."""
+    with pytest.raises(ConfigError, match=r"expected policy 'sync', got 'cadence'"):
+        ElcheTrainer(build("gpt2"), elche_config=RunConfig(policy="cadence"))
+    monkeypatch.setenv("ELCHE_POLICY", "async")
+    with pytest.raises(ConfigError, match=r"expected policy 'sync', got 'async'"):
+        ElcheTrainer(build("gpt2"))
 
 
 def test_on_several_ranks_arguments_are_elches(
@@ -203,6 +198,18 @@ def test_on_several_ranks_arguments_are_elches(
     search = ElcheTrainer(build("gpt2"), ours, train_dataset=Sentences())
     with pytest.raises(ConfigError, match="would draw other parameters on each rank"):
         search.hyperparameter_search()
+    AcceleratorState._reset_state(reset_partial_state=True)  # knows rank 1
+
+
+def test_the_device_is_the_ranks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "elche.integrations.transformers_arguments.read_placement",
+        lambda: Placement(device=torch.device("cuda", 1), rank=1),
+    )
+    with pytest.raises(ConfigError, match=r"the device of rank 1 is cuda:1; leave it"):
+        ElcheTrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
 
 
 def test_without_transformers_it_says_what_to_install(
@@ -230,5 +237,6 @@ def test_the_example_prints_the_same_on_two_devices() -> None:
         for options in ((), launcher)
     )
     assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    assert alone.stdout.startswith("loss per token: 3.")
-    assert shared.stdout == alone.stdout
+    assert re.search("loss per token: 3.*2.*", alone.stdout)
+    said = [re.findall("loss per token: .*", each.stdout) for each in (alone, shared)]
+    assert said[0] == said[1]

@@ -50,7 +50,7 @@ class StepSampler(Sampler[list[Any]]):
 
     Attributes:
         count: as given.
-        skipped: batches to leave out at the start of the next epoch.
+        skipped: batches to leave out at the start of an epoch.
     """
 
     def __init__(self, batches: Iterable[list[Any]], count: int) -> None:
@@ -59,8 +59,7 @@ class StepSampler(Sampler[list[Any]]):
         self.skipped = 0
 
     def __iter__(self) -> Iterator[list[Any]]:
-        skipped, self.skipped = self.skipped, 0
-        batches = islice(self._batches, skipped, None)
+        batches = islice(self._batches, self.skipped, None)
         while step := list(islice(batches, self.count)):
             yield list(chain.from_iterable(step))
 
@@ -170,6 +169,7 @@ class StepEpochs:
         self._sampler = sampler
         self._epoch: Iterator[StepBatch] = iter(())
         self._left = -1
+        self._skipped = 0
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -185,6 +185,7 @@ class StepEpochs:
         except TypeError:  # a stream on one device
             self._left = -1
         if self._sampler is not None:
+            self._sampler.skipped, self._skipped = self._skipped, 0
             self._left -= self._sampler.skipped // self._sampler.count
         self._epoch = iter(self._steps)
         return self
@@ -195,17 +196,23 @@ class StepEpochs:
 
     def skip(self, batches: int) -> StepEpochs:
         """Leaves out micro-batches at the start of the next epoch: whole steps."""
-        assert self._sampler is not None
-        self._sampler.skipped = batches
+        self._skipped = batches
         return self
 
     def end(self) -> None:
         """Ends the epoch on all ranks if its last step is done, which they hold."""
         if self._left == 0:
             next(self._epoch, None)
+            self._left = -1
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an epoch has not come to its end."""
+        return self._left >= 0
 
     def leave(self) -> None:
         """Ends an epoch of which nothing more will be asked for."""
+        self._left = -1
         close = getattr(self._epoch, "close", None)
         if close is not None:
             close()

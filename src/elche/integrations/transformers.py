@@ -29,6 +29,7 @@ from elche.integrations.transformers_arguments import (
     ElcheArgumentsMixin,
     ElcheTrainingArguments,
 )
+from elche.runtime.process.environment import read_placement
 from elche.runtime.training import SetupConfig
 
 import transformers.trainer as hf_trainer  # isort: skip (the arguments check for it)
@@ -79,9 +80,11 @@ class ElcheTrainerMixin(_Base):
         self._epochs: StepEpochs | None = None
         self._step_losses: StepLosses | None = None
         self._main_evaluation: MainEvaluation | None = None
+        # Of the micro-batches to come in this step: the part of the step's loss, and the
+        # labels that count. An empty one has none.
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
-        if session.world_size() > 1:
+        if read_placement().world_size > 1:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -118,7 +121,7 @@ class ElcheTrainerMixin(_Base):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on one rank only."""
-        if session.world_size() > 1:
+        if read_placement().world_size > 1:
             raise ConfigError(
                 "hyperparameter_search would draw other parameters on each rank; run "
                 "it on one device, and train with what it has found"
@@ -148,9 +151,14 @@ class ElcheTrainerMixin(_Base):
         return model, self._epochs
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        # To go on inside an epoch the Trainer asks Accelerate for another loader of the
+        # same data, which would not be shared.
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
-        kwargs["train_dataloader"].leave()
+        if self._epochs is not None and self._epochs.is_under_way:
+            if session.current_run() is not None:
+                session.barrier()  # where a callback stops one rank alone it fails here
+            self._epochs.leave()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
@@ -160,8 +168,7 @@ class ElcheTrainerMixin(_Base):
         Some of these are empty where the part has fewer micro-batches.
         """
         batch = next(epoch_iterator, None)
-        if batch is None:  # another rank has left the epoch
-            self.control.should_training_stop = True
+        if batch is None:
             return [], None
         pairs = list(zip(batch.parts, batch.items, strict=True))
         counted = [pair for pair in pairs if pair[1]]

@@ -74,6 +74,11 @@ class ElcheArgumentsMixin(_Base):
     def _setup_devices(self) -> torch.device:
         placement = read_placement()
         device = placement.device
+        if self.use_cpu and device.type != "cpu":
+            raise ConfigError(
+                f"use_cpu=True, but the device of rank {placement.rank} is {device}; "
+                "leave it out, and name devices in elche run --devices"
+            )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         local_rank = int(os.environ.get("LOCAL_RANK", placement.rank))

@@ -80,8 +80,8 @@ class ElcheTrainerMixin(_Base):
         self._epochs: StepEpochs | None = None
         self._step_losses: StepLosses | None = None
         self._main_evaluation: MainEvaluation | None = None
-        # Of the micro-batches to come in this step: the part of the step's loss, and the
-        # labels that count. An empty one has none.
+        # Of the micro-batches to come in this step: the part of the step's loss, 0 for
+        # an empty one, and the labels that count.
         self._shares: list[tuple[float, float | None]] = []
         super().__init__(*args, **kwargs)
         if read_placement().world_size > 1:

@@ -27,6 +27,12 @@ HOME = SRC / "torch_internals.py"
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
+    "integrations/lightning.py": {"_accelerator_connector"},  # of Lightning
+    "integrations/transformers.py": {  # of transformers
+        "_globalstep_last_logged",
+        "_loss_shifts_labels",
+        "_tr_loss",
+    },
     "launching.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,16 @@ from elche.errors import CommunicationError, DeadlineError
 from elche.torch_internals import gloo_options
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
+    (3, 11) <= sys.version_info < (3, 11, 10)
+)
+"""Whether a forked process hangs if another thread enters Python meanwhile.
+
+python/cpython#112275: the lock of the list of threads stays locked in the child.
+"""
+KEPT_TENSORS = 16
+"""How many collectives' tensors are kept from being given up by gloo's threads."""
 
 
 class RendezvousChannel(Protocol):
@@ -125,6 +137,7 @@ class Group:
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
+        self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
     @staticmethod
     def alone(timeout_s: float) -> Group:
@@ -186,6 +199,7 @@ class Group:
         live = self._live
         if self.devices is not None and tensor.is_cuda:
             return self.devices.all_reduce_async(tensor)
+        self._keep(tensor)
         return live.allreduce([tensor])
 
     def wait(self, work: Any, what: str) -> None:
@@ -259,7 +273,22 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Copies rank 0's ``tensor`` to all ranks, in place."""
-        self.wait(self._live.broadcast(tensor, 0), what)
+        live = self._live
+        self._keep(tensor)
+        self.wait(live.broadcast(tensor, 0), what)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Lets gloo's thread give ``tensor`` up without entering Python.
+
+        The last reference of torch's to a tensor that Python holds is given up under
+        the interpreter's lock. gloo's thread does that just after the wait has ended,
+        when an epoch begins and the loader forks its workers: on a Python where
+        ``FORK_MAY_DEADLOCK`` one in some thousand never started. A view is one more
+        reference.
+        """
+        if FORK_MAY_DEADLOCK:
+            with torch.no_grad():
+                self._kept.append(tensor.view_as(tensor))
 
     @property
     def _live(self) -> Any:

@@ -35,7 +35,11 @@ def plain_loop(elche: Any) -> Trained:
     return Trained(model, optimizer, seen)
 
 
-@feature("R", why="amplifies rounding; without a line search")
+@feature(
+    "R",
+    why="amplifies rounding; without a line search; `async`: averages interrupt its"
+    " history, it may diverge",
+)
 def lbfgs(elche: Any) -> Trained:
     """LBFGS with its closure."""
     model, loader, seen = network(), batches_of(batch_size=64), Seen()

@@ -13,8 +13,10 @@ epochs = 2
 train_set = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))
 x, y = train_set[:8]
 loader = DataLoader(train_set, batch_size=8, shuffle=True)
+test_loader = DataLoader(train_set, batch_size=8)
 model = nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
 batch = target = torch.randn(8, 16)
 layers = [nn.Linear(16, 16) for _ in range(4)]

@@ -29,7 +29,7 @@ BLOCK = re.compile(
     r"^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$",
     re.M,
 )
-LANGUAGES = {"python", "sh", "text", "toml"}
+LANGUAGES = {"python", "sh", "text", "toml", "diff"}
 """Output and drawings are ``text``."""
 
 
@@ -54,6 +54,8 @@ def examples() -> dict[str, str]:
     """Scripts by page and name."""
     scripts: dict[str, str] = {}
     for path in PAGES:
+        if path.stem == "frameworks":  # with the libraries: tests/integrations
+            continue
         for block in blocks(path, "python"):
             key = f"{path.stem}-{block.example}"
             scripts[key] = scripts.get(key, "") + block.text
@@ -80,7 +82,10 @@ def given_and(script: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_on_one_device(name: str) -> None:
+def test_an_example_runs_on_one_device(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     try:
         exec(compile(given_and(EXAMPLES[name]), name, "exec"), {"__name__": "__main__"})
     finally:

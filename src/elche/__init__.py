@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elche.coordination.accounts.metrics import WindowMetrics as WindowMetrics
     from elche.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from elche.errors import AbortedError as AbortedError
+    from elche.errors import CheckpointError as CheckpointError
     from elche.errors import CommunicationError as CommunicationError
     from elche.errors import ConfigError as ConfigError
     from elche.errors import ContributionError as ContributionError
@@ -100,6 +101,7 @@ _HOMES = {
     "elche.ddp.wrapper": ("DistributedDataParallel",),
     "elche.errors": (
         "AbortedError",
+        "CheckpointError",
         "CommunicationError",
         "ConfigError",
         "ContributionError",

@@ -45,7 +45,7 @@ def test_a_pipeline_that_saves_by_hand(tmp_path: Path) -> None:
         assert torch.equal(value, ends[1][key])
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_twenty_deaths_in_one_run(
     tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
@@ -56,7 +56,7 @@ def test_twenty_deaths_in_one_run(
         *("--nproc", "2", "--max-restarts", str(DEATHS)),
         *("--checkpoint-dir", str(checkpoints), "--checkpoint-every", "0.5"),
         *(str(CASES / "restarted_loop.py"), str(tmp_path), policy, str(DEATHS)),
-        timeout_s=2300,
+        timeout_s=7000,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("was killed by SIGKILL") == DEATHS

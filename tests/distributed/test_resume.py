@@ -159,12 +159,13 @@ def test_a_loop_may_break_off_while_its_epoch_is_cut(
 ) -> None:
     """Whichever comes first: the epoch ends, the others follow, nothing hangs."""
     draws = random.Random(f"{policy} {rank}")
-    for number in range(6):
+    for number in range(4):
         at, folder = draws.randrange(2, 8), tmp_path / str(number)
         ranks = ranks2.run(
             breaks,
             *(asking(policy), str(folder), rank, (at, at + draws.randrange(4))),
             case_setup=serve_in_thread,
         )
-        assert ranks == [[0, 1, 2], [0, 1, 2]]
-        assert CheckpointStore(folder).newest() is not None
+        assert [epochs for epochs, _ in ranks] == [[0, 1, 2], [0, 1, 2]]
+        _, has_asked = ranks[0]  # the other may have ended the epoch before
+        assert (CheckpointStore(folder).newest() is not None) == has_asked

@@ -123,13 +123,19 @@ def _world_size(folder: str) -> int:
     return found.manifest.world_size
 
 
-def breaks(task: Task, folder: str, rank: int, at: tuple[int, int]) -> list[int]:
-    """Rank 0 asks for a checkpoint after a batch, another breaks off after one."""
+def breaks(
+    task: Task, folder: str, rank: int, at: tuple[int, int]
+) -> tuple[list[int], bool]:
+    """Ranks ask for a checkpoint after a batch, one of them breaks off after one.
+
+    Returns:
+        Epochs, and whether this rank came to ask.
+    """
     model, optimizer, loader = build(task)
     model, optimizer, loader = elche.setup(
         model, optimizer, loader, **nested(task.options)
     )
-    epochs = []
+    epochs, has_asked = [], False
     for epoch in elche.epochs(3):
         epochs.append(epoch)
         for batch, (x, y, _, _) in enumerate(loader, 1):
@@ -138,7 +144,8 @@ def breaks(task: Task, folder: str, rank: int, at: tuple[int, int]) -> list[int]
             optimizer.zero_grad()
             if batch == at[0] and epoch == 0:
                 elche.save(folder)
+                has_asked = True
             if batch == at[1] and epoch == 0 and elche.rank() == rank:
                 break
     elche.shutdown()
-    return epochs
+    return epochs, has_asked

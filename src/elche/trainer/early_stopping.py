@@ -89,3 +89,16 @@ class BestEpoch:
             return False
         self._worse_epochs += 1
         return self._worse_epochs >= config.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "metric": self.metric,
+            "state": self.state,
+            "worse_epochs": self._worse_epochs,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self.metric, self.state = state["metric"], state["state"]
+        self._worse_epochs = state["worse_epochs"]

@@ -23,10 +23,10 @@ from elche.runtime.windows.micro_batches import (
     meets_in_batches,
 )
 from elche.session_gather import gather_rows
-from elche.trainer.early_stopping import BestEpoch
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.recipe import Recipe
 from elche.trainer.stopping import REASONS, StopRequest
+from elche.trainer.trained_epochs import TrainedEpochs
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Fitting:
     def __init__(self, recipe: Recipe, stops: StopRequest) -> None:
         self._recipe = recipe
         self._stops = stops
-        self._best = BestEpoch(recipe.config.early_stopping)
+        self._epochs = TrainedEpochs(recipe.config)
         self._config = recipe.config
         model, optimizer, loader = recipe.build()
         run = self._config.run
@@ -108,15 +108,16 @@ class Fitting:
                     worker.heeds_signals(False)
 
     def _run_epochs(self) -> TrainResult:
-        history: list[EpochRecord] = []
         stopped_by, epochs = "", self._config.epochs
-        for epoch in range(epochs):
+        best, numbers = self._epochs.best, self._epochs.numbers()
+        for epoch in numbers:
+            history = self._epochs.records
             started_s = time.monotonic()
             is_whole = self._train_epoch()
             record = self._record(epoch, time.monotonic() - started_s, is_whole)
             if is_whole or record.samples:
                 history.append(record)
-            is_enough = is_whole and self._best.take(record, self._state)
+            is_enough = is_whole and best.take(record, self._state)
             if is_whole and session.is_main_process():
                 if self._config.on_epoch_end is not None:
                     self._config.on_epoch_end(record)
@@ -127,11 +128,11 @@ class Fitting:
                 break
         return TrainResult(
             self._state(),
-            history,
-            self._report(history),
+            self._epochs.records,
+            self._report(self._epochs.records[self._epochs.resumed :]),
             stopped_by or None,
-            self._best.metric,
-            self._best.state,
+            best.metric,
+            best.state,
         )
 
     def _train_epoch(self) -> bool:

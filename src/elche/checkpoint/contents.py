@@ -125,17 +125,27 @@ class Contents:
         own = found.of_rank(self.rank if was_there else 0)
         with _fitting(found, "model"):
             self._load_model(found, shared["model"])
-        bound = shared["bound"] or own["bound"]
+        first = own if self.rank == 0 or not was_there else found.of_rank(0)
+        bound = shared["bound"] or self._bound(first["bound"], own["bound"])
         with _fitting(found, "optimizer"):
             self.parts.optimizers[0].load_state_dict(bound["optimizer"])
         self._load_registered(found, {**bound["registered"], **own["free"]})
         self._load_all(found, "schedulers", self.schedulers, shared)
         self._load_all(found, "copies", self.parts.copies, shared)
-        first = own if self.rank == 0 or not was_there else found.of_rank(0)
         averaging = _joined(first["averaging"], own["averaging"] if was_there else None)
         if was_there:
             restore_random(own["random"], self.parts.generators)
         return {**shared, "run": {**shared["run"], "averaging": averaging}}
+
+    def _bound(self, first: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """What windows have left on each rank: rank 0's where steps are common now."""
+        if not self.parts.is_common:
+            return own
+        named = self.registered
+        apart = {
+            n: r for n, r in own["registered"].items() if not _is_bound(named.get(n))
+        }
+        return {**first, "registered": {**first["registered"], **apart}}
 
     def _load_model(self, found: Checkpoint, more: Mapping[str, Any]) -> None:
         model, saved = self.parts.model, found.model()

@@ -95,7 +95,7 @@ class CheckpointKeeper(Pauses):
         self._due_at_s = math.inf
         self._epoch = self._passes = self._passes_done = 0
         self._counts_epochs = self._is_resumed = False
-        self._is_used = False
+        self._is_used = self._has_begun = False
 
     def begin_run(
         self, run: Run | SingleRun, schedulers: Sequence[LRScheduler]
@@ -176,8 +176,21 @@ class CheckpointKeeper(Pauses):
     def begin_pass(self) -> bool:
         """The loop goes over the loader; False for a pass that is done already."""
         self._passes += 1
+        if not self._has_begun:
+            self._begin()
         is_done = self._passes <= self._passes_done
         return not is_done
+
+    def _begin(self) -> None:
+        """The first loop; says where it begins anew and the launcher was to resume."""
+        self._has_begun = True
+        folder = os.environ.get("ELCHE_RESUME")
+        if folder and not self._is_resumed and self._current.rank == 0:
+            logger.warning(
+                "nothing is resumed from %s: this run begins anew; loop over "
+                "elche.epochs(), or call elche.resume() before the first epoch",
+                folder,
+            )
 
     def cut(self) -> None:
         """Makes what is asked for, inside an epoch."""

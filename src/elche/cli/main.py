@@ -214,14 +214,14 @@ def run(
             RestartConfig(**restarts),
             lambda line: click.echo(f"elche run: {line}", err=True),
         )
-    if result.exit_code:
-        failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+    failed = [rank for rank, code in enumerate(result.exit_codes) if code]
+    if failed:
         reason = result.reason.splitlines()[0] if result.reason else "see its output"
         codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True
         )
-    elif config.world_size > 1 and not result.have_met:
+    elif config.world_size > 1 and not (result.have_met or result.signal):
         click.echo(
             f"elche run: the script ran {config.world_size} times, and no rank met "
             "another: train through elche.setup, elche.Trainer, elche.init_group or "

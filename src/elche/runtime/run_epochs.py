@@ -516,6 +516,7 @@ class RunEpochs:
     def _switched(self, before: SyncEpoch, positions: EpochPositions) -> WindowEpoch:
         """Windows take over what is left of the epoch, in batches of their own."""
         assert before.switch is not None
+        assert self._course is not None
         step, whole = before.switch.step, positions.sizes
         positions = positions.cut_by(BatchCut(*before.switch.cut))
         self._worker.name_samples = partial(with_samples, positions=positions)
@@ -523,7 +524,9 @@ class RunEpochs:
         self._synchroniser.build(before.switch.policy)
         epoch = self._window_epoch(positions, before.switch.window)
         left = whole.samples_in(step, whole.num_batches)  # a tail is a step, too
-        self._copies.begin_epoch(self.steps.of_epoch - step, left)
+        sizes = self._course.sizes
+        done = sizes.batches_in(sizes.num_samples - left)  # in earlier parts as well
+        self._copies.begin_epoch(round(self.steps.of_epoch - done), left)
         for instruction in before.later:
             epoch.handle(instruction)
         return epoch

@@ -247,10 +247,10 @@ class SingleRun:
         Args:
             steps: of the epoch at most; -1 for all of it.
         """
-        number = self._begin_epoch()
         if not self._training.pauses.begin_pass():
-            self._end_epoch()
+            self._end_epoch()  # of an iterator that somebody still holds
             return
+        number = self._begin_epoch()
         most = None if steps < 0 else steps
         by_position = self._has_positions
         batches = self._by_position(most) if by_position else islice(self._loader, most)

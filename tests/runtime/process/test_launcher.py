@@ -181,6 +181,33 @@ def test_who_does_not_heed_the_signal_is_ended(tmp_path: Path) -> None:
         assert "codes [137 (SIGKILL), 137 (SIGKILL)]" in run.output
 
 
+LAST_WORDS = """
+import signal, sys, time
+
+def end(number, frame):
+    time.sleep(0.5)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+print("is ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_one_process_has_time_for_a_last_checkpoint(tmp_path: Path) -> None:
+    # Once: only ranks at the coordinator had, and one alone is not there.
+    script = tmp_path / "script.py"
+    script.write_text(LAST_WORDS)
+    brief = PATIENT.replace("1e4", "0.1")
+    words = ("--nproc", "1", "--checkpoint-dir", str(tmp_path / "c"), str(script))
+    with started(tmp_path, *words, entry=("-c", brief)) as run:
+        run.wait_for("is ready", 1)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 143
+        assert "ended with codes" not in run.output
+
+
 @pytest.mark.parametrize(("case", "code"), [("blamed", 7), ("earlier", 137)])
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     tmp_path: Path, case: str, code: int

@@ -105,7 +105,8 @@ class RankProcesses:
             self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
             heed_s = HEED_S
-            if heed and self._makes_checkpoints:
+            is_alone = ranks == range(1) and not self._server.is_connected(0)
+            if (heed or is_alone) and self._makes_checkpoints:
                 heed_s = LAST_CHECKPOINT_S
             for rank, process in enumerate(self._processes):
                 if heed or not self._server.is_connected(rank):

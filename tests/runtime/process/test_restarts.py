@@ -175,21 +175,26 @@ def test_a_device_that_is_not_there_does_not_open() -> None:
     assert not restarts._opens("cuda:97")
 
 
-def test_stories_of_earlier_starts_stay(
+def test_stories_and_timelines_of_earlier_starts_stay(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    story = tmp_path / "story.txt"
+    story, trace = tmp_path / "story.txt", tmp_path / "trace.json"
     results = iter([KILLED, KILLED, ENDED])
 
     def launch(config: LaunchConfig) -> LaunchResult:
         story.write_text("a start")
+        trace.write_text("a start")
         return next(results)
 
     monkeypatch.setattr(restarts, "launch", launch)
-    config = LaunchConfig(command=("x",), num_ranks=2, story_path=story)
+    config = LaunchConfig(
+        command=("x",), num_ranks=2, story_path=story, trace_path=trace
+    )
     launch_with_restarts(config, RestartConfig(max_restarts=3), lambda line: None)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["story.txt", "story.txt.0", "story.txt.1"]
+    assert names == [
+        f"{path.name}{start}" for path in (story, trace) for start in ("", ".0", ".1")
+    ]
 
 
 @pytest.mark.parametrize(

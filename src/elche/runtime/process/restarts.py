@@ -137,7 +137,7 @@ class _Restarts:
             if remaining is None:
                 break
             config = remaining
-            self._keep_story(number)
+            self._keep_files(number)
             nothing = "the beginning" if self._store else "what the script has saved"
             self._say(
                 f"{error}, after {lived_s:.1f} s; starting {_all(config.world_size)} "
@@ -183,12 +183,12 @@ class _Restarts:
                 "another run; go on from it with --resume, or name another folder"
             )
 
-    def _keep_story(self, number: int) -> None:
-        """That of the start that has ended, which the next would write over."""
-        path = self._config.story_path
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.replace(path.with_name(f"{path.name}.{number}"))
+    def _keep_files(self, number: int) -> None:
+        """Story and timeline of the start that has ended, not to be written over."""
+        for path in (self._config.story_path, self._config.trace_path):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.replace(path.with_name(f"{path.name}.{number}"))
 
     def _without_gone(
         self, config: LaunchConfig, result: LaunchResult

@@ -195,6 +195,15 @@ def test_every_command_is_on_its_page() -> None:
     assert [name for name in main.commands if f"\nelche {name} " not in text] == []
 
 
+def test_every_option_of_a_run_is_on_the_page_of_settings() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    options = {name for option in main.commands["run"].params for name in option.opts}
+    assert {name for name in options if f"`{name}`" not in text} == {
+        "script",
+        "arguments",
+    }
+
+
 def test_every_variable_is_on_the_page_of_settings() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     sources = (ROOT / "src" / "elche").rglob("*.py")

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.config import RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
@@ -182,7 +181,7 @@ def set_up(
         weights=weights,
         micro_batches=asked.micro_batches,
         copies=asked.copies,
-        is_default=asked.is_default and not sync_batchnorm_layers(model),
+        is_default=asked.is_default,
         epochs=asked.epochs,
         pauses=process.checkpoints,
     )

@@ -25,7 +25,8 @@ class Settings:
         epochs: epochs of the run if known.
         micro_batches: the loop runs a share above a rank's ``max_samples`` in several
             parts, so that shares need not keep within it.
-        is_default: the policy was not named by the user.
+        is_default: the policy was not named by the user, and windows could take its
+            place.
     """
 
     config: RunConfig

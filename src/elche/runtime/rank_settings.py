@@ -51,7 +51,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         min_share_samples=min_share_samples(training.model),
         epochs=epochs,
         micro_batches=training.micro_batches,
-        is_default=training.is_default,
+        is_default=training.is_default and not sync_batchnorm_layers(training.model),
     )
 
 

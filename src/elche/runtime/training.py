@@ -120,7 +120,7 @@ class Training:
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
             parts, as that of the `Trainer` does; one that the user owns must not.
         copies: of the model, which the loop updates (EMA).
-        is_default: the policy was not named, and windows could take its place.
+        is_default: the policy was not named.
         epochs: of the run, if the user has said so.
         pauses: when an epoch is to be cut, and what is done then.
     """

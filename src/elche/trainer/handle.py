@@ -78,7 +78,7 @@ class TrainingHandle:
         self._thread.start()
 
     def poll(self) -> TrainingPhase:
-        """How far it is; does not wait."""
+        """The phase that it is in; does not wait."""
         if not self._thread.is_alive():
             is_done = self._result is not None
             return TrainingPhase.FINISHED if is_done else TrainingPhase.FAILED

@@ -33,6 +33,7 @@ def write_part(timeline: Timeline) -> None:
         return
     path = Path(folder, f"spans-{timeline.rank}.jsonl")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(spans_to_jsonl(timeline.newest(MOST_WRITTEN)))
     except OSError as error:

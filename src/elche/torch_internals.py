@@ -582,3 +582,12 @@ Without it elche's wrapper goes on doing so. Since 2.0."""
 STEPPED_IN_BACKWARD = "_in_backward_optimizers"
 """What torch sets on a parameter that `_apply_optimizer_in_backward` steps, which elche
 refuses. Without it such a parameter would go unseen. Since 2.0."""
+
+COMPILED_MODULE = "_orig_mod"
+"""Where `torch.compile` puts the module that it was given, and so a part of the names
+in its state dict. Without it a checkpoint's model has the names as they come. Since
+2.0."""
+
+STATE_VERSIONS = "_metadata"
+"""On a module's state dict: versions of its layers' formats. Without it a checkpoint
+has none, and layers load as of their first version. Since 1.0."""

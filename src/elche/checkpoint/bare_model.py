@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import Tensor, nn
 
+from elche.torch_internals import COMPILED_MODULE as _INNER
 from elche.torch_internals import is_compiled
-
-_INNER: Final = "_orig_mod"
 
 
 def bare_state(model: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elche.errors import CheckpointError, ConfigError
+from elche.torch_internals import STATE_VERSIONS
 
 StateTree: TypeAlias = Any
 """Dicts, lists, tuples, numbers, strings, bytes, None, tensors, arrays; nested."""
@@ -175,13 +176,13 @@ class _Encoder:
             key: self.node(item, f"{path}.{key}", depth + 1)
             for key, item in value.items()
         }
-        about = getattr(value, "_metadata", None)  # of a module's state_dict
+        about = getattr(value, STATE_VERSIONS, None)  # of a module's state_dict
         if type(value) is dict and KIND not in items and _all_str(items):
             return items
         pairs = [[self.node(key, path, depth), item] for key, item in items.items()]
         node = _kind(_DICTS[type(value)], pairs)
         if about is not None:
-            node["about"] = self.node(about, f"{path}._metadata", depth + 1)
+            node["about"] = self.node(about, f"{path}.{STATE_VERSIONS}", depth + 1)
         return node
 
 
@@ -202,7 +203,7 @@ def _decode(node: Json, tensor: Callable[[str, bool], Tensor]) -> Any:
             for key, item in value:
                 whole[_decode(key, tensor)] = _decode(item, tensor)
             if "about" in node:
-                whole._metadata = _decode(node["about"], tensor)
+                setattr(whole, STATE_VERSIONS, _decode(node["about"], tensor))
             return whole
     if kind == "tensor":
         found = tensor(value, node.get("in") == MODEL)

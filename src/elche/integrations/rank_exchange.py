@@ -75,7 +75,7 @@ class RankExchange:
 
     def decide(self, decision: bool, needs_all: bool = True) -> bool:
         """Whether all ranks say so, or any."""
-        count = int(self.reduce(torch.tensor(int(decision)), "sum"))
+        count = int(self.reduce(torch.tensor(int(decision), device="cpu"), "sum"))
         return count == self._world_size if needs_all else count > 0
 
     def gather(
@@ -113,13 +113,13 @@ class RankExchange:
         """
         if self._world_size == 1:
             return value
-        packed = torch.empty(0, dtype=torch.uint8)
+        packed = torch.empty(0, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == source:
             packed = torch.frombuffer(bytearray(_pack(value)), dtype=torch.uint8)
-        size = torch.tensor([packed.numel()])
+        size = torch.tensor([packed.numel()], device="cpu")
         dist.broadcast(size, source, self._group)
         if dist.get_rank() != source:
-            packed = torch.empty(int(size), dtype=torch.uint8)
+            packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(packed, source, self._group)
         got: T = msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
         return got
@@ -137,9 +137,9 @@ def _form_of(tensor: torch.Tensor) -> torch.Tensor:
             f"expected a tensor of at most {MOST_DIMS} dimensions and a real dtype, "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
-    form = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)
+    form = torch.zeros(2 + MOST_DIMS, dtype=torch.int64, device="cpu")
     form[0], form[1] = DTYPES.index(tensor.dtype), tensor.dim()
-    form[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
+    form[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape, device="cpu")
     return form
 
 

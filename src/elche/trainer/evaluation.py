@@ -184,7 +184,9 @@ class _Part:
             multiprocessing_context=given.multiprocessing_context,
             generator=torch.Generator(),
         )
-        return zip(self.indices, loader, strict=True)
+        with torch.device("cpu"):  # whatever the script made torch's default device
+            loaded = iter(loader)
+        return zip(self.indices, loaded, strict=True)
 
     def done(self) -> None:
         """All ranks say how fast they were."""

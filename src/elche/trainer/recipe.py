@@ -125,7 +125,7 @@ class Recipe:
 
         def step(batch: Any, weight: float) -> torch.Tensor:
             if not weight:
-                return torch.zeros(())
+                return torch.zeros((), device=session.device())
             loss = self.loss(model, batch)
             return loss.double() / weight if is_sum else loss
 

@@ -48,7 +48,10 @@ def test_tensors_of_a_device_go_the_devices_way() -> None:
     host = SimpleNamespace(allreduce=lambda tensors: told.append(("host", *tensors)))
     group = Group(host, 0, 2, 1.0)
     device = SimpleNamespace(all_reduce_async=lambda t: told.append(("device", t)))
-    near, far = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
+    near, far = (
+        SimpleNamespace(is_cuda=is_cuda, view_as=lambda other: other)
+        for is_cuda in (False, True)
+    )
     group.all_reduce_async(cast("torch.Tensor", far))
     group.devices = cast("Any", device)
     group.all_reduce_async(cast("torch.Tensor", near))

@@ -89,9 +89,11 @@ def test_only_the_newest_batches_are_written(
 def test_what_cannot_be_written_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    no_folder = tmp_path / "a file"
+    no_folder.touch()
     with caplog.at_level(logging.WARNING):
-        leave(tmp_path / "no folder", monkeypatch, 0)
-        join_parts(tmp_path, tmp_path / "no folder" / "trace.json", {}, {})
+        leave(no_folder, monkeypatch, 0)
+        join_parts(tmp_path, no_folder / "trace.json", {}, {})
     assert caplog.text.count("cannot write the timeline to") == 2
 
 

@@ -84,7 +84,7 @@ def test_a_step_after_the_loop_is_refused_under_windows(
         ({"policy": "sync"}, "step"),
         ({"policy": "cadence", "update": "gradients"}, "step"),
         ({"policy": "cadence"}, "drop"),
-        ({"policy": "cadence"}, "anew"),
+        ({"policy": "cadence", "optimizer_state": "average"}, "anew"),
         ({"policy": "async"}, "drop"),
     ],
 )

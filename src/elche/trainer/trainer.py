@@ -68,7 +68,8 @@ class Trainer:
         result (``result.stopped_by``); a second one ends it as without elche. So it is
         where it is called in the main thread of a script without handlers of its own,
         and once all ranks have met. Under `elche run` what comes after it has 4 s then,
-        after Ctrl-C 10 s.
+        after Ctrl-C 10 s. Where checkpoints are made by time (``checkpoint_dir=``, or
+        the launcher's), the first one makes a last checkpoint instead, and SystemExit.
 
         Returns:
             The consensus and what happened, the same on every rank.

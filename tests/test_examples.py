@@ -27,7 +27,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         pytest.param("sync", marks=pytest.mark.slow),
         pytest.param("cadence", marks=pytest.mark.slow),
         pytest.param("async", marks=pytest.mark.slow),
-        "auto",
+        pytest.param("auto", marks=pytest.mark.slow),
     ],
 )
 def test_own_loop(policy: str) -> None:
@@ -72,7 +72,8 @@ def test_tokens(is_compared: bool) -> None:
         assert _run(sys.executable, "examples/tokens.py").stdout == ended.stdout
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # tests/scripts has one of its kind
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_gan(nproc: int) -> None:
     launcher = ("-m", "elche", "run", "--nproc", str(nproc))
     ended = _run(sys.executable, *(launcher if nproc > 1 else ()), "examples/gan.py")

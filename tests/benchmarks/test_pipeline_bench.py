@@ -163,6 +163,7 @@ def test_the_table_tells_each_contender_and_the_prediction() -> None:
 TOO_OLD = version("torch").startswith(("2.9.", "2.10."))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(TOO_OLD, reason="torch's own ZB-V does not run over gloo")
 def test_all_contenders_run(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     "launcher",
     [
         pytest.param(ELCHE, marks=pytest.mark.slow, id="elche"),
-        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_launchers(launcher: list[str]) -> None:

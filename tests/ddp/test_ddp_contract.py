@@ -275,7 +275,13 @@ TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
 ELCHE_RUN = "elche run --nproc 2"  # once: torch found no MASTER_ADDR
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ELCHE_RUN], ids=["torchrun", "elche"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(ELCHE_RUN, id="elche"),
+    ],
+)
 def test_replacing_the_import_is_enough(tmp_path: Path, launcher: str) -> None:
     script = Path(__file__).parent / "cases" / "ddp_script.py"
     done = subprocess.run(

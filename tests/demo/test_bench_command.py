@@ -236,6 +236,7 @@ def test_few_windows_and_overruns_are_said() -> None:
     assert "exceeded the emulated time by 10.0%" in said
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_short_run_prints_nothing_but_json() -> None:
     options = "--speeds 1,0.5 --seconds 0.3 --seeds 1 --contenders solo-0,elche-sync"

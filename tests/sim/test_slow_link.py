@@ -41,7 +41,8 @@ def run(
 
 @pytest.mark.parametrize("speeds", SPEEDS)
 @pytest.mark.parametrize(
-    ("batch_s", "reduction_s"), [(0.04, 4.0), (0.32, 0.6), (0.32, 12.0)]
+    ("batch_s", "reduction_s"),
+    [(0.04, 4.0), (0.32, 0.6), pytest.param(0.32, 12.0, marks=pytest.mark.slow)],
 )
 def test_only_the_last_reduction_is_waited_for(
     speeds: tuple[float, ...], batch_s: float, reduction_s: float

@@ -30,6 +30,7 @@ def run(folder: Path, only: str) -> dict[str, dict[str, Any]]:
     return jobs
 
 
+@pytest.mark.slow
 def test_a_part_is_compared_with_one_process(tmp_path: Path) -> None:
     found = run(tmp_path, "two ranks of one gpu: ddp")
     (part,) = found.values()

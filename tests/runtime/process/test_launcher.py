@@ -328,7 +328,9 @@ def test_nobody_outlives_launcher_and_rank_killed_at_any_moment(
     assert longest_s <= 10.0
 
 
-@pytest.mark.parametrize("case", ["idle", "by hand"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("idle", marks=pytest.mark.slow), "by hand"]
+)
 def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
     tmp_path: Path, case: str
 ) -> None:
@@ -343,7 +345,9 @@ def test_the_launchers_death_ends_ranks_that_look_at_no_connection(
         assert len(re.findall(ends, run.output)) == 2
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_hangs_costs_its_deadline_and_little_more(
     tmp_path: Path, policy: str
 ) -> None:

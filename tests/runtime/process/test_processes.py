@@ -75,7 +75,9 @@ def test_failures_end_every_rank_with_a_reason(
         assert ended.stderr.count("in _fail") == 2
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(
+    "policy", ["sync", pytest.param("cadence", marks=pytest.mark.slow)]
+)
 def test_sys_exit_in_the_loop_of_one_rank_ends_all_as_it_says(policy: str) -> None:
     # Once: under windows it passed for a break, and the other rank went on after it.
     ended = _run(*ELCHE, "run", "--nproc", "2", SCRIPT, "exit 0", policy)

@@ -70,6 +70,17 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, "the test left behind:\n" + "\n".join(left)
 
 
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One device, as no launcher is around; a run that the test begins is ended."""
+    from elche.session import shutdown  # pure tests import no torch
+
+    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    shutdown()
+
+
 @pytest.fixture(autouse=True)
 def all_states_reached(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test whose examples have not come to what its marker names."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ import elche
 from elche import session_state
 from elche.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 def sgd(lr: float | torch.Tensor = 0.5) -> torch.optim.SGD:

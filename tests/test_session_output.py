@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -17,18 +16,12 @@ from elche.monitor import progress as bars
 from elche.monitor.progress import LogProgress
 from tests.distributed.test_gather import fake_tqdm
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
 
 class Pair(NamedTuple):
     one: torch.Tensor
     other: torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
 
 
 def loader_of(batch_size: int = 4, *, drop_last: bool = False) -> DataLoader[object]:

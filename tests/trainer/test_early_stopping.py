@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +18,11 @@ from elche import EarlyStopping
 from elche.errors import ConfigError
 from elche.trainer.early_stopping import BestEpoch
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
 LOSSES = st.lists(
     st.floats(-4.0, 4.0) | st.sampled_from([math.nan, math.inf]), max_size=12
 )
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
 
 
 def record_of(value: float) -> Any:

@@ -20,18 +20,13 @@ from elche.trainer.evaluation import batches_of
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.usefixtures("plain_environment"),
+]
 
 X = torch.linspace(-3.0, 5.0, 23, dtype=torch.float64)[:, None]
 DATA = TensorDataset(X, X.square())
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
 
 
 def over(length: int, **options: Any) -> DataLoader[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ import elche
 from elche import TrainingPhase
 from elche.errors import AbortedError, ConfigError, DeadlineError
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
 WAIT_S = 60.0
 DATA = TensorDataset(torch.arange(40.0).reshape(40, 1), torch.ones(40, 1))
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
 
 
 class Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,9 @@ from elche.runtime.single import SingleRun
 from elche.trainer.trainer_config import EpochRecord, TrainerConfig, trainer_config
 from tests.harness.settings import nested
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
 DATA = TensorDataset(torch.arange(10.0).reshape(10, 1), torch.zeros(10, 1))
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
 
 
 def ones() -> nn.Module:

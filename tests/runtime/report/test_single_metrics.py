@@ -27,13 +27,7 @@ from elche.runtime.single import SingleRun
 from elche.runtime.training import Training
 from tests.harness.settings import nested
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "ELCHE_COORDINATOR", "ELCHE_SPEED"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    elche.shutdown()
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 def numbers(length: int) -> TensorDataset:

@@ -15,9 +15,8 @@ iterates over plain DataLoaders, and `fabric.to_device` moves their batches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
 from torch import nn
@@ -27,11 +26,11 @@ from typing_extensions import override
 
 from elche import session
 from elche.errors import ConfigError
-from elche.integrations.rank_exchange import RankExchange
+from elche.integrations.rank_strategy import RankStrategy
 from elche.integrations.sync_only import sync_config
 
 
-class ElcheFabricStrategy(SingleDeviceStrategy):
+class ElcheFabricStrategy(RankStrategy, SingleDeviceStrategy):
     """Trains what `Fabric.setup` is given with `elche.setup`.
 
     Args:
@@ -45,6 +44,8 @@ class ElcheFabricStrategy(SingleDeviceStrategy):
         ConfigError: an option is unknown or wrong, or the policy trains windows.
     """
 
+    accelerators: ClassVar = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
+
     def __init__(
         self,
         checkpoint_io: Any = None,
@@ -56,36 +57,16 @@ class ElcheFabricStrategy(SingleDeviceStrategy):
         super().__init__(
             device=session.device(), checkpoint_io=checkpoint_io, precision=precision
         )
-        self._config = sync_config(options, "Lightning Fabric")
-        self._weight_of = weight_of
-        self._samples_per_epoch = samples_per_epoch
+        config = sync_config(options, "Lightning Fabric")
+        self.take_rank(config, weight_of, samples_per_epoch)
         self._module: nn.Module | None = None
         self._first_optimizer: Optimizer | None = None
         self._has_loader = False
-        self._exchange: RankExchange | None = None
-        self.global_rank = self.local_rank = session.rank()
-        self.world_size = session.world_size()
-
-    @property
-    @override
-    def accelerator(self) -> Any:
-        """That of this rank's device, whatever devices other ranks have."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        is_cuda = self.root_device.type == "cuda"
-        self._accelerator = CUDAAccelerator() if is_cuda else CPUAccelerator()
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._ranks()
+        self.ranks()
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -117,44 +98,13 @@ class ElcheFabricStrategy(SingleDeviceStrategy):
                 "fabric.to_device(batch)"
             )
         self._has_loader = True
-        _, _, loader = session.setup(
-            self._module,
-            self._first_optimizer,
-            dataloader,
-            config=self._config,
-            weight_of=self._weight_of,
-            samples_per_epoch=self._samples_per_epoch,
-        )
-        return loader
+        return self.share(self._module, self._first_optimizer, dataloader)
 
     @override
     def all_reduce(
         self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
     ) -> Any:
-        return self._ranks().reduce(tensor, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._ranks().decide(decision, all)
-
-    @override
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        return self._ranks().gather(tensor, needs_gradient=sync_grads)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._ranks().barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._ranks().broadcast(obj, src)
-
-    def _ranks(self) -> RankExchange:
-        if self._exchange is None:
-            self._exchange = RankExchange(self.world_size, self._config.timeout_s)
-        return self._exchange
+        return self.ranks().reduce(tensor, reduce_op)
 
 
 STRATEGY_REGISTRY.register(

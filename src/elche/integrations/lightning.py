@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -27,11 +26,11 @@ from typing_extensions import override
 from elche import session
 from elche.comm.norm.sync_batch_norm import convert_sync_batchnorm
 from elche.errors import ConfigError
-from elche.integrations.rank_exchange import RankExchange
+from elche.integrations.rank_strategy import RankStrategy
 from elche.integrations.sync_only import sync_config
 
 
-class ElcheStrategy(SingleDeviceStrategy):
+class ElcheStrategy(RankStrategy, SingleDeviceStrategy):
     """Trains a LightningModule with `elche.setup`.
 
     Validation, test and prediction run over the whole of their loaders on every rank,
@@ -49,6 +48,7 @@ class ElcheStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "elche"
+    accelerators: ClassVar = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
 
     def __init__(
         self,
@@ -63,30 +63,10 @@ class ElcheStrategy(SingleDeviceStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._config = sync_config(options, "Lightning's Trainer")
-        self._weight_of = weight_of
-        self._samples_per_epoch = samples_per_epoch
+        config = sync_config(options, "Lightning's Trainer")
+        self.take_rank(config, weight_of, samples_per_epoch)
         self._layer_sync: Any = None  # Lightning's, with Trainer(sync_batchnorm=True)
-        self._exchange: RankExchange | None = None
         self._batches: TrainingBatches | None = None
-        self.global_rank = self.local_rank = session.rank()
-        self.world_size = session.world_size()
-
-    @property
-    @override
-    def accelerator(self) -> Any:
-        """That of this rank's device, whatever devices other ranks have."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        is_cuda = self.root_device.type == "cuda"
-        self._accelerator = CUDAAccelerator() if is_cuda else CPUAccelerator()
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     @property
     def is_distributed(self) -> bool:
@@ -96,7 +76,7 @@ class ElcheStrategy(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._ranks()
+        self.ranks()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -128,14 +108,7 @@ class ElcheStrategy(SingleDeviceStrategy):
             )
         if not self.optimizers:
             raise ConfigError("expected an optimizer from configure_optimizers()")
-        _, _, loader = session.setup(
-            self.lightning_module,
-            self.optimizers[0],
-            dataloader,
-            config=self._config,
-            weight_of=self._weight_of,
-            samples_per_epoch=self._samples_per_epoch,
-        )
+        loader = self.share(self.lightning_module, self.optimizers[0], dataloader)
         self._batches = TrainingBatches(loader)
         return self._batches
 
@@ -146,25 +119,7 @@ class ElcheStrategy(SingleDeviceStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._ranks().reduce(tensor, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._ranks().decide(decision, all)
-
-    @override
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        return self._ranks().gather(tensor, needs_gradient=sync_grads)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._ranks().barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._ranks().broadcast(obj, src)
+        return self.ranks().reduce(tensor, reduce_op)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -177,11 +132,6 @@ class ElcheStrategy(SingleDeviceStrategy):
         self._batches = None
         session.shutdown()
         super().teardown()
-
-    def _ranks(self) -> RankExchange:
-        if self._exchange is None:
-            self._exchange = RankExchange(self.world_size, self._config.timeout_s)
-        return self._exchange
 
 
 class TrainingBatches:

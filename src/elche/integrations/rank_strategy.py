@@ -1,0 +1,94 @@
+"""Common parts of the strategies for Lightning's Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from elche import session
+from elche.config import RunConfig
+from elche.integrations.rank_exchange import RankExchange
+
+
+class RankStrategy(ABC):
+    """One rank of a run under `sync`, before a strategy for a single device.
+
+    Attributes:
+        accelerators: the framework's class for each type of device.
+        global_rank: this rank.
+        local_rank: the same; frameworks name devices by it.
+        world_size: ranks of the run.
+    """
+
+    accelerators: ClassVar[dict[str, Callable[[], Any]]]
+    root_device: torch.device
+
+    def take_rank(
+        self,
+        config: RunConfig,
+        weight_of: Callable[[Any], Any] | None,
+        samples_per_epoch: int | None,
+    ) -> None:
+        """Takes this process's place in the run, and what `elche.setup` is to get."""
+        self._config = config
+        self._weight_of = weight_of
+        self._samples_per_epoch = samples_per_epoch
+        self._exchange: RankExchange | None = None
+        self.global_rank = self.local_rank = session.rank()
+        self.world_size = session.world_size()
+
+    def share(self, module: Any, optimizer: Optimizer, loader: DataLoader[Any]) -> Any:
+        """`elche.setup`; returns this rank's loader."""
+        _, _, own = session.setup(
+            module,
+            optimizer,
+            loader,
+            config=self._config,
+            weight_of=self._weight_of,
+            samples_per_epoch=self._samples_per_epoch,
+        )
+        return own
+
+    @property
+    def accelerator(self) -> Any:
+        """That of this rank's device, whatever devices other ranks have."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        is_cuda = self.root_device.type == "cuda"
+        self._accelerator = self.accelerators["cuda" if is_cuda else "cpu"]()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.global_rank == 0
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or any."""
+        return self.ranks().decide(decision, all)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """The tensors of all ranks, stacked."""
+        return self.ranks().gather(tensor, needs_gradient=sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        self.ranks().barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One rank's value of plain Python, on all ranks."""
+        return self.ranks().broadcast(obj, src)
+
+    def ranks(self) -> RankExchange:
+        """What ranks tell each other; at the first use all ranks form a group."""
+        if self._exchange is None:
+            self._exchange = RankExchange(self.world_size, self._config.timeout_s)
+        return self._exchange

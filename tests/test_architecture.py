@@ -10,8 +10,6 @@ SOURCES = ROOT / "src" / "elche"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 MOST_LINES = 200
 MOST_FILES = 15
-CROWDED = {"demo", "runtime"}
-"""Rooms that hold a few more than the others."""
 
 
 def test_every_room_stands_in_the_table() -> None:
@@ -39,5 +37,6 @@ def test_rooms_stay_rooms() -> None:
     assert len(TEXT.splitlines()) <= MOST_LINES
     for folder in {path.parent for path in SOURCES.rglob("*.py")}:
         files = [each for each in folder.glob("*.py") if each.name != "__init__.py"]
-        most = MOST_FILES + 5 if folder.name in CROWDED else MOST_FILES
-        assert len(files) <= most, f"{folder.relative_to(ROOT)} has {len(files)} files"
+        assert len(files) <= MOST_FILES, (
+            f"{folder.relative_to(ROOT)} has {len(files)} files"
+        )

@@ -33,7 +33,7 @@ ELSEWHERE = {
         "_loss_shifts_labels",
         "_tr_loss",
     },
-    "launching.py": {"_clear", "_run_exitfuncs"},  # of atexit
+    "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }
 

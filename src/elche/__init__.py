@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from elche.errors import ProtocolError as ProtocolError
     from elche.errors import RemoteRankError as RemoteRankError
     from elche.errors import TransitionError as TransitionError
-    from elche.launching import launch as launch
+    from elche.launching.launching import launch as launch
     from elche.learning_rate import ProgressLR as ProgressLR
     from elche.learning_rate import follow as follow
     from elche.pipeline.pipeline import Pipeline as Pipeline
@@ -117,7 +117,7 @@ _HOMES = {
     "elche.pipeline.pipeline_config": ("PipelineConfig",),
     "elche.pipeline.pipeline": ("Pipeline",),
     "elche.by_hand.replica": ("Replica", "init_group"),
-    "elche.launching": ("launch",),
+    "elche.launching.launching": ("launch",),
     "elche.session": (
         "barrier",
         "device",

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.runtime.emulation import EmulationHandle
-from elche.runtime.notifications import RunNotifications
 from elche.runtime.process.environment import Placement
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trackers import TrackedMetrics, Tracker

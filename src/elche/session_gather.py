@@ -1,4 +1,4 @@
-"""What all ranks bring together in a user's loop: rows, and yes or no."""
+"""Rows, and yes or no, of all ranks in a user's loop."""
 
 from __future__ import annotations
 

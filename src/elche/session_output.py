@@ -1,4 +1,4 @@
-"""What one rank shows for all: lines, and a bar."""
+"""Output of one rank for all: lines, and a bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: taken from a rank, and put into one."""
+"""Contents of a checkpoint: taken from a rank of a run, and put into one."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -127,17 +127,26 @@ def _display() -> Display | None:
     return open_display()
 
 
+def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of commands that start ranks: how many, and where."""
+    for option in (
+        click.option(
+            "--speeds",
+            callback=_numbers,
+            help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
+        ),
+        click.option(
+            "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
+        ),
+        click.option("--nproc", type=int, help="Ranks; default: one per CUDA device."),
+    ):
+        command = option(command)
+    return command
+
+
 # What follows SCRIPT is its own, options too.
 @main.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
-@click.option(
-    "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
-)
-@click.option(
-    "--speeds",
-    callback=_numbers,
-    help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
-)
+@_rank_options
 @click.option(
     "--ms-per-sample",
     type=float,
@@ -290,15 +299,7 @@ def simulate(**settings: Any) -> None:
 
 
 @main.command()
-@click.option("--nproc", type=int, help="Ranks; default: one per CUDA device.")
-@click.option(
-    "--devices", callback=_names, help="A device per rank, such as cuda:0,cpu."
-)
-@click.option(
-    "--speeds",
-    callback=_numbers,
-    help="Emulated CPU devices of these relative speeds, such as 1,0.25.",
-)
+@_rank_options
 @click.option(
     "--parameters",
     type=click.IntRange(1000, 1_000_000_000),

@@ -1,4 +1,4 @@
-"""Where a run stands: samples, rate, efficiency, time left, a line per rank. Pure.
+"""Standing of a run: samples, rate, efficiency, time left, a line per rank. Pure.
 
 Read from the messages between ranks and coordinator, in the launcher's process.
 """

@@ -24,7 +24,6 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.errors import ConfigError
 from elche.runtime.memory_limits import RankHost, check_caps
-from elche.runtime.notifications import RunNotifications
 from elche.runtime.plan_file import PlanFile
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
@@ -36,6 +35,7 @@ from elche.runtime.rank_settings import (
     min_share_samples,
     state_tensors,
 )
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.report.trace_parts import write_part
 from elche.runtime.run_epochs import RankWatch, RunEpochs

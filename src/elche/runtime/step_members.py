@@ -15,8 +15,8 @@ from elche.comm.gradients.reducer import GradientReducer
 from elche.comm.transport.process_group import gather_texts
 from elche.coordination.protocol.instructions import LeaveOut
 from elche.errors import ConfigError
-from elche.runtime.notifications import RunNotifications
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.resume_sync import (
     broadcast_from,
     take_gradients,

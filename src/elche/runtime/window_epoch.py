@@ -36,8 +36,8 @@ from elche.errors import ElcheError, ProtocolError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.notifications import warn_discarded
 from elche.runtime.process.worker import Worker
+from elche.runtime.report.notifications import warn_discarded
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph, fetched_too_early
 from elche.runtime.windows.model_copies import ModelCopies

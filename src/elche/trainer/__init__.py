@@ -1,1 +1,1 @@
-"""What `Trainer` does: its loop, evaluation, its handle, and when it stops."""
+"""The `Trainer`: its loop, evaluation, its handle, and its end."""

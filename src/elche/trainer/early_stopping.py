@@ -1,4 +1,4 @@
-"""When a Trainer stops by itself, and which model it keeps."""
+"""A Trainer's early end, and the model that it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Trainer` was given: how model, optimizer, loader and loss are made."""
+"""A `Trainer`'s recipe: how model, optimizer, loader and loss are made."""
 
 from __future__ import annotations
 

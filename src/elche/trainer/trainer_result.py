@@ -1,4 +1,4 @@
-"""What a training brought."""
+"""Result of a training."""
 
 from __future__ import annotations
 

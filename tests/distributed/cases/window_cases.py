@@ -14,7 +14,7 @@ import elche
 from elche import session
 from elche.comm.transport.process_group import Group
 from elche.runtime import run_epochs
-from elche.runtime.notifications import RunNotifications
+from elche.runtime.report.notifications import RunNotifications
 from tests.distributed.cases.tasks import Task, Trace, build, shared
 from tests.distributed.virtual_clock import virtual_clock
 from tests.harness.settings import nested

@@ -20,8 +20,8 @@ import elche
 from elche.config import RunConfig
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.runtime.notifications import RunNotifications
 from elche.runtime.report.metrics_view import MetricsView
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Training

@@ -1,4 +1,4 @@
-"""What ranks print: passed on as it is, read line by line, or shown beside a view."""
+"""Output of ranks: passed on as it is, read line by line, or shown beside a view."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from elche.coordination.accounts.metrics import (
     WindowMetrics,
 )
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.runtime.notifications import RunNotifications
+from elche.runtime.report.notifications import RunNotifications
 
 POLL_S = 0.02
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from elche.coordination.accounts.metrics import EpochMetrics, WindowMetrics
 from elche.monitor.rank_table import RankLine, rank_table, waiting_parts
-from elche.runtime.notifications import RunNotifications
+from elche.runtime.report.notifications import RunNotifications
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

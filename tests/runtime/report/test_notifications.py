@@ -11,7 +11,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.coordination.protocol.instructions import PolicyChosen
 from elche.runtime.data.positions import EpochPositions
-from elche.runtime.notifications import RunNotifications, warn_discarded
+from elche.runtime.report.notifications import RunNotifications, warn_discarded
 
 KEYS = [7, 3, 9, 1, 8, 2, 6]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import elche
-from elche import launching
+from elche.launching import function_rank, launching
 from tests.runtime.process.cases.functions import (
     fails_on_rank_1,
     returns_a_lambda,
@@ -23,7 +23,7 @@ from tests.runtime.process.cases.functions import (
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).parent / "runtime/process/cases/functions.py"
+SCRIPT = Path(__file__).parents[1] / "runtime/process/cases/functions.py"
 
 
 @pytest.fixture(scope="module")
@@ -139,4 +139,4 @@ def test_cuda_in_a_fork_of_a_notebook_that_used_it(
 
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(elche.ConfigError, match="CUDA was used in this notebook"):
-        launching._check_cuda()
+        function_rank.check_cuda()

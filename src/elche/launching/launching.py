@@ -9,31 +9,27 @@ therefore uses one.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from elche.errors import ConfigError, RemoteRankError
+from elche.launching.function_rank import run_rank
 from elche.runtime.process.launch import LaunchConfig, LaunchResult
 from elche.runtime.process.launch import launch as launch_ranks
-from elche.runtime.process.launcher_watch import PIPE
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
-from elche.session import shutdown
 
 OUTPUT_BYTES = 1 << 16
 PROCESS = "elche-rank-"
@@ -171,7 +167,7 @@ class FunctionRanks:
         writer = self._results[rank][1]
         output = None if self._output is None else self._output[1]
         process = self._context.Process(
-            target=_run_rank,
+            target=run_rank,
             args=(self._main, self._args, dict(environment), writer, output),
             name=f"{PROCESS}{rank}",
         )
@@ -300,83 +296,3 @@ def _is_defined_in_notebook(main: Callable[..., Any]) -> bool:
     return main.__module__ == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
     )
-
-
-def _run_rank(
-    main: Callable[..., Any],
-    args: tuple[Any, ...],
-    environment: Mapping[str, str],
-    results: Connection,
-    output: Connection | None,
-) -> NoReturn:
-    """In a rank's process: the call, and the hooks of a process that ends by itself."""
-    _begin_rank(environment, output)
-    code = 0
-    try:
-        if _is_fork() and _wants_cuda():
-            _check_cuda()
-        value = main(*args)
-        is_first = environment["RANK"] == "0"
-        message = pickle.dumps((value if is_first else None, "", ""))
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-        message = pickle.dumps((None, f"SystemExit: {ended.code}" if code else "", ""))
-    except BaseException as error:
-        code = 1
-        sys.excepthook(type(error), error, error.__traceback__)  # notifies the others
-        summary = traceback.format_exception_only(error)[-1].strip()
-        text = "".join(traceback.format_exception(error))
-        message = pickle.dumps((None, summary, text))
-    atexit._run_exitfuncs()  # which multiprocessing leaves out
-    results.send_bytes(message)
-    sys.exit(code)
-
-
-def _begin_rank(environment: Mapping[str, str], output: Connection | None) -> None:
-    """Makes a new process of multiprocessing what `elche run` starts."""
-    is_fork = _is_fork()
-    if is_fork:
-        atexit._clear()  # of the notebook
-        sys.excepthook = sys.__excepthook__
-        shutdown()  # the notebook's own run
-    if is_fork or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if is_fork else int(environment["OMP_NUM_THREADS"]))
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ[PIPE] = str(parent.sentinel)
-    if output is not None:
-        for number in (1, 2):
-            os.dup2(output.fileno(), number)
-        sys.stdout, sys.stderr = (
-            TextIOWrapper(FileIO(number, "w", closefd=False), line_buffering=True)
-            for number in (1, 2)
-        )
-
-
-def _is_fork() -> bool:
-    """Whether this process is the fork of a notebook."""
-    return multiprocessing.get_start_method() == "fork"
-
-
-def _wants_cuda() -> bool:
-    if "ELCHE_SPEED" in os.environ or os.environ.get("ELCHE_DEVICE") == "cpu":
-        return False
-    return torch.cuda.device_count() > 0
-
-
-def _check_cuda() -> None:
-    """Refuses CUDA in a fork whose parent has used it.
-
-    Raises:
-        ConfigError: says what to do instead.
-    """
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:
-        raise ConfigError(
-            "CUDA was used in this notebook before elche.launch, and its forks cannot "
-            "use it any more: restart the kernel and leave CUDA alone before, or write "
-            f"main to a file (%%writefile train.py) and import it ({error})"
-        ) from error

@@ -1,0 +1,1 @@
+"""A function run by every rank, from a script or a notebook."""

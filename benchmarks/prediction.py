@@ -68,6 +68,7 @@ def predicted(policy: str, found: dict[str, Any], link_s: float) -> float:
         link=Link(
             latency_s=CONTROL_LATENCY_S,
             bytes_per_s=sent / max(cost_s, 1e-6),
+            efficiency=1.0,  # measured with payload
         ),
     )
     simulation = Simulation(cluster)

@@ -61,7 +61,11 @@ def cluster_of(*speeds: float, sync_batches: float, **changes: Any) -> Cluster:
             )
             for speed in speeds
         ),
-        link=Link(latency_s=1e-5, bytes_per_s=sent / (sync_batches * FAST_BATCH_S)),
+        link=Link(
+            latency_s=1e-5,
+            bytes_per_s=sent / (sync_batches * FAST_BATCH_S),
+            efficiency=1.0,
+        ),
     )
 
 

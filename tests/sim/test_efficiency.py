@@ -87,7 +87,7 @@ def cluster_of(
             seed=1,
         ),
         devices=tuple(devices),
-        link=Link(latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S),
+        link=Link(latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S, efficiency=1.0),
     )
 
 

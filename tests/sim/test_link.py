@@ -36,7 +36,7 @@ def anchors(
         devices=(
             Device(seconds_per_sample=FAST_BATCH_S / BATCH, jitter=jitter, count=ranks),
         ),
-        link=Link(latency_s=1e-5, bytes_per_s=rate),
+        link=Link(latency_s=1e-5, bytes_per_s=rate, efficiency=1.0),
     )
     slower = LinkChange(at_s=SLOW_S, bytes_per_s=rate / 10)
     back = LinkChange(at_s=BACK_S, bytes_per_s=rate)

@@ -34,7 +34,7 @@ def run(
             Device(seconds_per_sample=batch_s / BATCH / speed, jitter=0.02)
             for speed in speeds
         ),
-        link=Link(bytes_per_s=sent / reduction_s),
+        link=Link(bytes_per_s=sent / reduction_s, efficiency=1.0),
     )
     return report_of(simulate(cluster))
 
@@ -109,7 +109,7 @@ def test_windows_are_short_again_after_one_reduction_that_hung() -> None:
             devices=tuple(
                 Device(seconds_per_sample=0.01 / BATCH / speed) for speed in (1.0, 0.25)
             ),
-            link=Link(bytes_per_s=bytes_per_s),
+            link=Link(bytes_per_s=bytes_per_s, efficiency=1.0),
             link_changes=changes,
         )
         return report_of(simulate(cluster))

@@ -82,6 +82,8 @@ def what_differs(joins: Sequence[Join]) -> str:
                 f"world size differs: rank 0 has {first.world_size}, rank "
                 f"{join.rank} has {join.world_size}"
             )
+        if join.settings == first.settings and join.tensors == first.tensors:
+            continue
         settings = _difference(dict(first.settings), dict(join.settings), join.rank)
         if settings:
             return (

@@ -9,7 +9,7 @@ from elche.coordination.accounts.batch_ranges import BatchSizes
 from elche.coordination.agreement import opened_differently
 from elche.coordination.gathering import EpochEnding
 from elche.coordination.membership import Membership, as_members
-from elche.coordination.policy import EpochTotals, Outcome, Policy
+from elche.coordination.policy import EpochTotals, Outcome, Policy, Steps
 from elche.coordination.protocol.events import (
     EpochCut,
     EpochLeft,
@@ -74,7 +74,7 @@ class Epochs:
         """Whether nothing is under way that a rank that joins would miss."""
         return self.is_under_way and self._policy.is_quiet
 
-    def open(self, event: EpochOpened, now_s: float) -> list[Instruction]:
+    def open(self, event: EpochOpened, now_s: float) -> Steps:
         """A rank asks for the next epoch; begins it if all have.
 
         Raises:
@@ -93,11 +93,11 @@ class Epochs:
         self._opened[event.rank] = event
         return self._begin_if_open(now_s)
 
-    def _begin_if_open(self, now_s: float) -> list[Instruction]:
+    def _begin_if_open(self, now_s: float) -> Steps:
         """Begins the epoch when all members have opened it."""
         ranks = self._membership.ranks
         if not self._opened.keys() >= ranks or self._membership.roster.pending:
-            return []
+            return
         if self.is_under_way:
             raise ProtocolError(f"epoch {self.number} has not ended on every rank")
         difference = opened_differently(self._opened)
@@ -106,7 +106,7 @@ class Epochs:
         speaker = self._opened[min(self._opened)]
         if not speaker.sizes:
             if self._membership.has_changed:
-                return []  # it opens the epoch again when it has regrouped
+                return  # it opens the epoch again when it has regrouped
             raise ProtocolError("rank 0 opened the epoch without batch sizes")
         self._policy.prepare_epoch(
             max(opened.probe_s for opened in self._opened.values()),
@@ -116,19 +116,19 @@ class Epochs:
         self.number = speaker.epoch
         self.is_under_way, self._is_cut = True, False
         self._sizes = BatchSizes(speaker.sizes)
-        begin: list[Instruction] = [
-            replace(self._begin_for(rank), state_from=self._policy.state_from)
-            for rank in sorted(ranks)
-        ]
+        yield None
+        for rank in sorted(ranks):
+            yield self._begin_for(rank, state_from=self._policy.state_from)
         outcome = self._policy.begin_epoch(
             self.number, self._sizes, now_s, speaker.plan
         )
         if self._before is not None and speaker.continues:
             self._policy.totals.follow(self._before)
         self._before = None
-        return begin + self._settle(outcome, now_s)
+        yield None
+        yield from self._settle(outcome, now_s)
 
-    def _begin_for(self, rank: int) -> BeginEpoch:
+    def _begin_for(self, rank: int, state_from: int | None = None) -> BeginEpoch:
         return BeginEpoch(
             rank=rank,
             epoch=self.number,
@@ -136,9 +136,10 @@ class Epochs:
             policy=self._policy.name,
             window=self._policy.first_window,
             cut=self._policy.cut.to_wire(),
+            state_from=state_from,
         )
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event, now_s: float) -> Steps:
         """Hands an event to the policy.
 
         Raises:
@@ -146,19 +147,20 @@ class Epochs:
         """
         if not self.is_under_way:
             if isinstance(event, (EpochLeft, EpochCut, PassBegun)):
-                return []
+                return iter(())
             if isinstance(event, WindowClosed) and event.epoch == self.number:
-                return []  # overlapped: an empty window begun before the last was over
+                # Overlapped: an empty window begun before the last was over.
+                return iter(())
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
         if isinstance(event, EpochCut):
             if event.epoch != self.number or self._is_cut:
                 raise ProtocolError(f"rank {event.rank} cuts epoch {event.epoch}")
             self._is_cut = True
             if any(map(self._policy.has_left, self._membership.ranks)):
-                return []  # it ends
+                return iter(())  # it ends
         return self._settle(self._policy.handle(event, now_s), now_s)
 
-    def _settle(self, outcome: Outcome, now_s: float) -> list[Instruction]:
+    def _settle(self, outcome: Outcome, now_s: float) -> Steps:
         for note in outcome.notes:
             self._story.decided(note, now_s)
         if outcome.epoch_over:
@@ -168,15 +170,23 @@ class Epochs:
             rest = () if left or not self._is_cut else self._policy.positions_left
             if rest:
                 self._before = self._policy.totals
-            told = [
-                replace(one, is_early=bool(left), left=rest)
-                if isinstance(one, EndEpoch)
-                else one
-                for one in outcome.instructions
-                if not (rest and isinstance(one, MetricsReported) and one.window < 0)
-            ]
-            return self._ending.end(told, left, ranks, now_s)
-        return outcome.instructions
+            if left or rest:
+                told = [
+                    replace(one, is_early=bool(left), left=rest)
+                    if isinstance(one, EndEpoch)
+                    else one
+                    for one in (*outcome.instructions, *outcome.later)
+                    if one is not None
+                    and not (
+                        rest and isinstance(one, MetricsReported) and one.window < 0
+                    )
+                ]
+                yield from self._ending.end(told, left, ranks, now_s)
+                return
+        yield from outcome.instructions
+        yield from outcome.later
+        if outcome.then is not None:
+            yield from self._settle(outcome.then(), now_s)
 
     def heard(self, event: Event) -> list[Instruction]:
         """What was held back until a rank's next message."""
@@ -198,7 +208,7 @@ class Epochs:
             self._policy.add(member)
         return [self._begin_for(join.rank) for join in joins]
 
-    def regrouped(self, now_s: float) -> list[Instruction]:
+    def regrouped(self, now_s: float) -> Steps:
         """All members have formed their group."""
         if not self.is_under_way:
             return self._begin_if_open(now_s)

@@ -28,4 +28,4 @@ def build_policy(members: Sequence[Member], settings: Settings) -> Policy:
     if config.policy == "auto":
         return AutoPolicy(members, settings)
     cut = local_cut(config.windows, len(members), settings.min_share_samples)
-    return WindowPolicy(config, members, settings.epochs, cut=cut)
+    return WindowPolicy(config, members, settings.epochs, cut=cut, may_defer=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes
 from elche.coordination.accounts.metrics import MetricsBook, RankReport
@@ -16,6 +17,11 @@ from elche.coordination.protocol.instructions import (
 )
 from elche.coordination.protocol.messages import Runs
 from elche.errors import TransitionError
+
+Steps: TypeAlias = Iterator[Instruction | None]
+"""Instructions, each decided on when it is asked for, and None where a slice may end. To
+be run to the end before anything else is decided.
+"""
 
 TABLE_RANKS = 64
 """In larger runs only the first rank receives each rank's figures, the others totals.
@@ -96,7 +102,7 @@ class EpochTotals:
         now_s: float,
         anchor: int,
         plan: str,
-    ) -> list[Instruction]:
+    ) -> Iterator[Instruction]:
         """What the epoch brought, to every rank; the plan to the first one only.
 
         The same to all, but in a run of more than `TABLE_RANKS` ranks what each of them
@@ -111,15 +117,11 @@ class EpochTotals:
             metrics = self._book.end_epoch(now_s)
         whole_json = metrics.to_json()
         small_json = metrics.totals().to_json() if is_large else whole_json
-        told: list[Instruction] = [
-            MetricsReported(
-                rank=rank,
-                epoch=self._epoch,
-                window=-1,
-                values=whole_json if rank == first else small_json,
+        for rank in ranks:
+            values = whole_json if rank == first else small_json
+            yield MetricsReported(
+                rank=rank, epoch=self._epoch, window=-1, values=values
             )
-            for rank in ranks
-        ]
         common = EndEpoch(
             rank=first,
             epoch=self._epoch,
@@ -140,9 +142,8 @@ class EpochTotals:
             shares=small.shares,
             plan="",
         )
-        return told + [
-            common if rank == first else replace(others, rank=rank) for rank in ranks
-        ]
+        for rank in ranks:
+            yield common if rank == first else replace(others, rank=rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +157,17 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy answers: instructions, whether the epoch is over, and why."""
+    """What a policy answers: instructions, whether the epoch is over, and why.
+
+    Instructions of `later` come after the others, and then those of what ``then``
+    answers.
+    """
 
     instructions: list[Instruction] = field(default_factory=list)
     epoch_over: bool = False
     notes: list[str] = field(default_factory=list)
+    later: Steps = field(default_factory=lambda: iter(()))
+    then: Callable[[], Outcome] | None = None
 
 
 class Policy(ABC):

@@ -5,12 +5,17 @@ Who takes part is in `elche.coordination.membership`, epochs in
 barriers, deadlines and how a run ends. The core never reads a clock and never does I/O:
 the shell (`elche.runtime.process.coordinator`) feeds it and carries out what it
 answers. Each decision leaves a line in the story, which every error prints.
+
+What is decided for each of many ranks because of one event is decided in slices, so
+that the shell is not held up: ``handle`` answers with the first slice, ``go_on`` with
+the others. No event is handled before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeAlias
 
 from elche.coordination.accounts.batch_ranges import Range
 from elche.coordination.agreement import disagreement, left_before, settings_of
@@ -18,6 +23,7 @@ from elche.coordination.epochs import Epochs
 from elche.coordination.gathering import Barriers
 from elche.coordination.membership import Membership, as_members
 from elche.coordination.policies import build_policy
+from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import (
     BarrierReached,
     Disconnected,
@@ -41,6 +47,11 @@ from elche.errors import (
     TransitionError,
 )
 
+SLICE_INSTRUCTIONS = 512
+"""Some 10 ms of work."""
+
+_Work: TypeAlias = tuple[Event, Steps] | None
+
 
 class Coordinator:
     """One run's decisions.
@@ -50,6 +61,8 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
+        slice_instructions: most instructions of a slice; runs of as many ranks or fewer
+            have no slices.
     """
 
     def __init__(
@@ -58,7 +71,9 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         elastic: bool = False,
+        slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
+        self._slice_instructions = slice_instructions
         self._is_elastic = elastic
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic)
@@ -67,7 +82,10 @@ class Coordinator:
         self._waiting_since_s: float | None = None
         self._story = Story()
         self.aborted: str | None = None
-        self._handlers: dict[type[Event], Callable[..., list[Instruction]]] = {
+        self._work: _Work = None
+        self._handlers: dict[
+            type[Event], Callable[..., Iterable[Instruction | None]]
+        ] = {
             Join: self._join,
             EpochOpened: self._open_epoch,
             BarrierReached: self._barrier,
@@ -89,24 +107,48 @@ class Coordinator:
         """Of each rank that has joined."""
         return self._membership.devices
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the last event's instructions are not complete."""
+        return self._work is not None
+
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Takes one event and answers what is to be done.
+        """Takes one event and answers what is to be done, or the first slice of it.
 
         Errors of a worker's making (a claim of work that it was not given, a message
         out of turn) end the run with an :class:`Abort` to every rank, as does a
         decision that cannot be made; nothing is raised at the shell.
+
+        Raises:
+            TransitionError: the last event's instructions are not complete.
         """
+        if self._work is not None:
+            raise TransitionError("an event comes before the last one's go_on", [])
         self._story.heard(event, now_s)
         if not self._membership.hears(event):
             self._story.decided("no such rank in this run", now_s, event.rank)
             return []
         if self.aborted is not None:
             return self._after_abort(event)
+        self._work = event, self._answer(event, now_s)
+        return self.go_on(now_s)
+
+    def go_on(self, now_s: float) -> list[Instruction]:
+        """The next slice of the last event's instructions.
+
+        Args:
+            now_s: the same as to ``handle``, or later.
+        """
+        if self._work is None:
+            return []
+        event, steps = self._work
         try:
-            instructions = self._answer(event, now_s)
+            instructions, self._work = self._slice(event, steps)
         except MismatchError as error:
+            self._work = None
             instructions = self._abort(str(error), kind="mismatch")
         except NonFiniteError as error:
+            self._work = None
             instructions = self._abort(
                 str(error),
                 error.rank,
@@ -115,6 +157,7 @@ class Coordinator:
                 part=error.part,
             )
         except Exception as error:
+            self._work = None
             what = str(error) if isinstance(error, ElcheError) else repr(error)
             wrapped = TransitionError(what, self.story(event.rank)[-12:])
             instructions = self._abort(str(wrapped), kind="protocol")
@@ -124,15 +167,26 @@ class Coordinator:
             self._story.told(instruction, now_s)
         return instructions
 
-    def _answer(self, event: Event, now_s: float) -> list[Instruction]:
+    def _slice(self, event: Event, steps: Steps) -> tuple[list[Instruction], _Work]:
+        """The next instructions, and the event with the rest; None if there is none."""
+        most, done = self._slice_instructions, list[Instruction]()
+        is_large = len(self._membership.ranks) > most
+        for step in steps:
+            if step is not None:
+                done.append(step)
+            if is_large and (step is None or len(done) == most):
+                return done, (event, steps)
+        return done, None
+
+    def _answer(self, event: Event, now_s: float) -> Steps:
         handler = self._handlers.get(type(event), self._in_epoch)
-        told = [] if self._epochs is None else self._epochs.heard(event)
-        told += handler(event, now_s)
-        told += self._make_room()
+        if self._epochs is not None:
+            yield from self._epochs.heard(event)
+        yield from handler(event, now_s)
+        yield from self._make_room()
         if self._membership.roster.newcomers:
-            told += self._admit(now_s)
-            told += self._make_room()
-        return told
+            yield from self._admit(now_s)
+            yield from self._make_room()
 
     def story(self, rank: int | None = None) -> list[str]:
         """Recent messages from and to a rank; of all ranks when None."""
@@ -184,13 +238,15 @@ class Coordinator:
                 told += self._join(join, now_s)
         return told
 
-    def _open_epoch(self, event: EpochOpened, now_s: float) -> list[Instruction]:
+    def _open_epoch(
+        self, event: EpochOpened, now_s: float
+    ) -> Iterable[Instruction | None]:
         epochs = self._running()
         if self._membership.left:
             return self._abort(left_before(event, self._membership.left))
         return epochs.open(event, now_s)
 
-    def _in_epoch(self, event: Event, now_s: float) -> list[Instruction]:
+    def _in_epoch(self, event: Event, now_s: float) -> Steps:
         return self._running().handle(event, now_s)
 
     def _barrier(self, event: BarrierReached, now_s: float) -> list[Instruction]:
@@ -274,14 +330,13 @@ class Coordinator:
             self._story.decided("joins", now_s, join.rank)
         return [*told, *epochs.add(joins)]
 
-    def _regrouped(self, event: Regrouped, now_s: float) -> list[Instruction]:
+    def _regrouped(self, event: Regrouped, now_s: float) -> Steps:
         if not self._membership.roster.take(event):
-            return []
+            return
         epochs = self._running()
-        if epochs.is_under_way:
-            return epochs.regrouped(now_s)
-        passed = self._barriers.passed(self._membership.ranks)
-        return [*passed, *epochs.regrouped(now_s)]
+        if not epochs.is_under_way:
+            yield from self._barriers.passed(self._membership.ranks)
+        yield from epochs.regrouped(now_s)
 
     def _tick(self, event: Tick, now_s: float) -> list[Instruction]:
         if self._waiting_since_s is None or not self._is_waiting():

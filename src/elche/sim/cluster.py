@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.schedule.link_efficiency import LINK_EFFICIENCY, check_efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +31,11 @@ class Device:
     """A kind of device; a rank each.
 
     Attributes:
-        seconds_per_sample: compute time per sample.
+        seconds_per_sample: compute time per sample; or ``curve``.
         count: so many of them.
         seconds_per_batch: fixed time of a batch beside that.
+        curve: instead of both, measured (samples, seconds) of batches: straight
+            between two points, and beyond the last as between the last two.
         jitter: coefficient of variation of a batch's time (log-normal).
         drift: changes of speed, by time.
         slower_from_s: short for one drift: from here on ...
@@ -44,9 +49,10 @@ class Device:
         name: for the report.
     """
 
-    seconds_per_sample: float
+    seconds_per_sample: float | None = None
     count: int = 1
     seconds_per_batch: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
     jitter: float = 0.0
     drift: tuple[Drift, ...] = ()
     slower_from_s: float | None = None
@@ -60,9 +66,14 @@ class Device:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_sample", "slower_by", "spike_factor"):
+        if (self.seconds_per_sample is None) == (not self.curve):
+            raise ConfigError("say one of seconds_per_sample and curve")
+        if self.curve:
+            self._check_curve()
+        else:
+            _positive(self, "seconds_per_sample")
+        for name in ("slower_by", "spike_factor", "copy_bytes_per_s"):
             _positive(self, name)
-        _positive(self, "copy_bytes_per_s")
         for name in ("seconds_per_batch", "jitter", "spike_probability"):
             _at_least_zero(self, name)
         for name in ("load_seconds_per_sample", "first_batch_s", "prefetch"):
@@ -75,6 +86,29 @@ class Device:
             )
         if self.slower_from_s is not None:
             _at_least_zero(self, "slower_from_s")
+
+    def _check_curve(self) -> None:
+        curve = self.curve
+        if self.seconds_per_batch:
+            raise ConfigError("a curve has the fixed time in it: no seconds_per_batch")
+        if len(curve) < 2:
+            raise ConfigError(f"curve needs at least two points, got {len(curve)}")
+        for samples, seconds in curve:
+            if not (0 < samples < math.inf and 0 < seconds < math.inf):
+                raise ConfigError(
+                    "points of curve must be [samples, seconds], finite and positive, "
+                    f"got {[samples, seconds]}"
+                )
+        for (fewer, _), (more, _) in pairwise(curve):
+            if fewer >= more:
+                raise ConfigError(
+                    f"curve must be sorted by samples, got {more} after {fewer}"
+                )
+        if curve[-1][1] < curve[-2][1]:
+            raise ConfigError(
+                "curve must not fall at its end, where it goes on as it ends: got "
+                f"{curve[-1][1]} s after {curve[-2][1]} s"
+            )
 
     @property
     def drifts(self) -> tuple[Drift, ...]:
@@ -89,9 +123,22 @@ class Device:
         """Batches that the loader draws ahead, as a rank says it when it joins."""
         return self.prefetch + 1
 
+    def compute_s(self, samples: int) -> float:
+        """Seconds that a batch computes, before drifts, jitter and spikes.
+
+        Before a curve's first point its first line goes on, and is never less than
+        proportional.
+        """
+        if self.seconds_per_sample is not None:
+            return self.seconds_per_batch + self.seconds_per_sample * samples
+        at = bisect.bisect_left(self.curve, (samples, 0.0), 1, len(self.curve) - 1)
+        (few, few_s), (many, many_s) = self.curve[at - 1], self.curve[at]
+        line_s = few_s + (samples - few) * (many_s - few_s) / (many - few)
+        return max(line_s, samples * few_s / few) if samples < few else line_s
+
     def mean_batch_s(self, samples: int) -> float:
         """Mean delivered seconds of a batch on this device alone, before drifts."""
-        compute_s = self.seconds_per_batch + self.seconds_per_sample * samples
+        compute_s = self.compute_s(samples)
         compute_s *= 1.0 + self.spike_probability * (self.spike_factor - 1.0)
         load_s = self.load_seconds_per_sample * samples
         return max(compute_s, load_s) if self.prefetch else compute_s + load_s
@@ -103,7 +150,9 @@ class Link:
 
     Attributes:
         latency_s: of any message.
-        bytes_per_s: of each rank's connection.
+        bytes_per_s: of each rank's connection, as it is sold.
+        efficiency: part of that which payload reaches; 1.0 where ``bytes_per_s`` was
+            measured with payload.
         spread_s: a control message takes up to so much longer, drawn for each one;
             messages of one channel keep their order.
     """
@@ -111,33 +160,37 @@ class Link:
     latency_s: float = 0.0005
     bytes_per_s: float = 1.25e9
     spread_s: float = 0.0
+    efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
         _at_least_zero(self, "latency_s")
         _at_least_zero(self, "spread_s")
         _positive(self, "bytes_per_s")
+        check_efficiency(self.efficiency)
+
+    def _send_s(self, num_bytes: float) -> float:
+        return num_bytes / (self.efficiency * self.bytes_per_s)
 
     def reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Seconds of one all-reduce: a ring's bytes, a tree's latencies.
 
-        ``2 * latency * ceil(log2 W) + 2 * (W - 1) / W * bytes / bandwidth``: what
-        bandwidth-optimal algorithms send, with the latency of halving and doubling (R.
-        Thakur et al., "Optimization of Collective Communication Operations in MPICH",
-        2005).
+        ``2 * latency * ceil(log2 W) + 2 * (W - 1) / W * bytes / (efficiency *
+        bandwidth)``: what bandwidth-optimal algorithms send, with the latency of
+        halving and doubling (R. Thakur et al., "Optimization of Collective
+        Communication Operations in MPICH", 2005).
         """
         if ranks < 2:
             return 0.0
         rounds = 2.0 * math.ceil(math.log2(ranks))
         sent = 2.0 * (ranks - 1) / ranks * num_bytes
-        return rounds * self.latency_s + sent / self.bytes_per_s
+        return rounds * self.latency_s + self._send_s(sent)
 
     def broadcast_s(self, num_bytes: float, ranks: int) -> float:
         """Seconds to bring one rank's model to all others, as a pipelined tree."""
         if ranks < 2:
             return 0.0
-        return math.ceil(math.log2(ranks)) * self.latency_s + (
-            num_bytes / self.bytes_per_s
-        )
+        rounds = math.ceil(math.log2(ranks))
+        return rounds * self.latency_s + self._send_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,10 +389,10 @@ class Cluster:
         link = self.link
         for change in self.link_changes:
             if change.at_s <= now_s:
-                link = Link(
+                link = replace(
+                    link,
                     latency_s=_or(change.latency_s, link.latency_s),
                     bytes_per_s=_or(change.bytes_per_s, link.bytes_per_s),
-                    spread_s=link.spread_s,
                 )
         return link
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from elche.config import RunConfig
 from elche.config_parts import FORMER_SETTINGS
 from elche.errors import ConfigError
-from elche.schedule.table_values import tables
+from elche.schedule.table_values import is_number, tables
 from elche.sim.cluster import (
     Cluster,
     Device,
@@ -35,6 +35,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int | Device | None": (int, Device),
     "tuple[Drift, ...]": (tuple,),
+    "tuple[tuple[float, float], ...]": (tuple,),
 }
 
 
@@ -98,7 +99,17 @@ def _read_device(where: str, raw: Mapping[str, Any]) -> Device:
     drifts = tuple(
         _read(Drift, f"{where}, drift {at}", entry) for at, entry in enumerate(drift)
     )
-    return _read(Device, where, {**raw, "drift": drifts})
+    curve = raw.get("curve", [])
+    if not isinstance(curve, list) or not all(map(_is_point, curve)):
+        raise ConfigError(
+            f"{where}: curve must be a list of [samples, seconds], got {curve!r}"
+        )
+    points = tuple((samples, seconds) for samples, seconds in curve)
+    return _read(Device, where, {**raw, "drift": drifts, "curve": points})
+
+
+def _is_point(raw: object) -> bool:
+    return isinstance(raw, list) and len(raw) == 2 and all(map(is_number, raw))
 
 
 def _read_join(where: str, raw: object) -> object:

@@ -140,8 +140,7 @@ class Rank:
         device, now_s = self.device, self.now_s
         while self._drifts and self._drifts[0].at_s <= now_s:
             self._factor = self._drifts.pop(0).factor
-        busy_s = device.seconds_per_batch + device.seconds_per_sample * samples
-        busy_s *= self._factor
+        busy_s = device.compute_s(samples) * self._factor
         sigma = self._sigma
         if sigma:
             busy_s *= math.exp(self._random.gauss(-0.5 * sigma * sigma, sigma))

@@ -366,7 +366,7 @@ def test_each_kind_gets_the_layers_it_is_good_at() -> None:
 def test_a_slow_link_is_not_crossed() -> None:
     profile = replace(
         equal_layers(8, (1, 1, 1)),
-        links={(0, 1): LinkProfile(bytes_per_s=1.0)},
+        links={(0, 1): LinkProfile(bytes_per_s=1.0, efficiency=1.0)},
     )
     table = ProfileTable(profile, 4)
     first = device_orders(table, held=1)[0]
@@ -406,7 +406,9 @@ def test_a_partition_is_timed_within_the_memory() -> None:
 
 
 def test_several_messages_share_a_link() -> None:
-    profile = replace(equal_layers(8, (1, 1)), link=LinkProfile(bytes_per_s=50.0))
+    profile = replace(
+        equal_layers(8, (1, 1)), link=LinkProfile(bytes_per_s=50.0, efficiency=1.0)
+    )
     table = ProfileTable(profile, 3)
     assert link_bound(table, Partition((0, 1), (4, 4))) == 4 + 3 * 2
     assert link_bound(table, Partition((0, 1, 1, 0), (2, 2, 2, 2))) == 2 + 2 * 3 * 2

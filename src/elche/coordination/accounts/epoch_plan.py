@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchSizes, Range
@@ -43,6 +43,10 @@ class WindowPlan:
         """Batches of a rank."""
         return sum(stop - start for start, stop in self.parts[rank])
 
+    def to_text(self) -> str:
+        """The window as JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__})
+
 
 @dataclass(slots=True, kw_only=True)
 class EpochPlan:
@@ -59,9 +63,15 @@ class EpochPlan:
     windows: list[WindowPlan] = field(default_factory=list)
     steps: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
-    def to_text(self) -> str:
-        """The plan as JSON."""
-        return json.dumps({"version": PLAN_VERSION, **asdict(self)})
+    def to_text(self, windows: Iterable[str] = ()) -> str:
+        """The plan as JSON, with these windows, of `WindowPlan.to_text`, after its own."""
+        texts = [*(window.to_text() for window in self.windows), *windows]
+        names = [name for name in self.__slots__ if name != "windows"]
+        plan = {
+            "version": PLAN_VERSION,
+            **{name: getattr(self, name) for name in names},
+        }
+        return f'{json.dumps(plan)[:-1]}, "windows": [{", ".join(texts)}]}}'
 
     @staticmethod
     def from_text(

@@ -26,13 +26,19 @@ from elche.errors import ProtocolError, TransitionError
 
 @dataclass(slots=True)
 class _Holding:
-    """What one holder has: batches leased, trained, and offered to a window."""
+    """What one holder has: batches leased, trained, and offered to a window.
+
+    The last three with their samples, so that these are counted once.
+    """
 
     leased: deque[Range] = field(default_factory=deque)
     trained: list[Range] = field(default_factory=list)
     closed: list[Range] = field(default_factory=list)
     staged: list[Range] = field(default_factory=list)
     leased_count: int = 0
+    trained_samples: int = 0
+    closed_samples: int = 0
+    staged_samples: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -85,15 +91,13 @@ class EpochLedger:
     @property
     def staged_samples(self) -> int:
         """Samples in the reduction under way."""
-        return sum(
-            self._samples_in(holding.staged) for holding in self._holdings.values()
-        )
+        return sum(holding.staged_samples for holding in self._holdings.values())
 
     @property
     def used_samples(self) -> int:
         """Samples that were trained on, and are committed or wait for it."""
         return self._committed_samples + sum(
-            self._samples_in([*holding.trained, *holding.closed, *holding.staged])
+            holding.trained_samples + holding.closed_samples + holding.staged_samples
             for holding in self._holdings.values()
         )
 
@@ -224,8 +228,8 @@ class EpochLedger:
         self._pooled -= count
         self._leased += count
 
-    def train(self, holder: int, start: int, stop: int) -> None:
-        """Moves the next leased batches of a holder to trained.
+    def train(self, holder: int, start: int, stop: int) -> int:
+        """Moves the next leased batches of a holder to trained; returns their samples.
 
         Raises:
             ProtocolError: they are not the next ones that it was given.
@@ -244,12 +248,17 @@ class EpochLedger:
         holding.leased_count -= stop - start
         self._leased -= stop - start
         append_range(holding.trained, (start, stop))
+        samples = self.sizes.samples_in(start, stop)
+        holding.trained_samples += samples
+        return samples
 
     def close(self, holder: int) -> None:
         """What a holder has trained on belongs to the window that it ends now."""
         holding = self._holdings[holder]
         holding.closed.extend(holding.trained)
         holding.trained.clear()
+        holding.closed_samples += holding.trained_samples
+        holding.trained_samples = 0
 
     def stage(self) -> int:
         """Puts everything closed into the reduction that begins; returns its samples.
@@ -261,6 +270,7 @@ class EpochLedger:
             raise TransitionError("a reduction begins before the last was committed")
         for holding in self._holdings.values():
             holding.staged, holding.closed = holding.closed, holding.staged
+            holding.staged_samples, holding.closed_samples = holding.closed_samples, 0
         return self.staged_samples
 
     def commit(self) -> int:
@@ -271,6 +281,7 @@ class EpochLedger:
         for holding in self._holdings.values():
             parts.extend(holding.staged)
             holding.staged.clear()
+            holding.staged_samples = 0
         self._committed = []
         for part in sorted(parts):
             append_range(self._committed, part)
@@ -289,9 +300,9 @@ class EpochLedger:
         """
         samples: dict[int, int] = {}
         for holder in self._gone:
-            parts = self._holdings.pop(holder).staged
-            samples[holder] = self._samples_in(parts)
-            self._return(parts)
+            holding = self._holdings.pop(holder)
+            samples[holder] = holding.staged_samples
+            self._return(holding.staged)
         self._gone.clear()
         return samples
 
@@ -309,6 +320,7 @@ class EpochLedger:
         """What a holder has closed is done, and in no model; returns its batches."""
         holding = self._holdings[holder]
         gone, holding.closed = tuple(holding.closed), []
+        holding.closed_samples = 0
         self._left_out.extend(gone)
         return gone
 
@@ -322,6 +334,7 @@ class EpochLedger:
         holding = self._holdings[holder]
         self._return([*holding.trained, *holding.closed])
         holding.trained, holding.closed = [], []
+        holding.trained_samples = holding.closed_samples = 0
         if holding.is_empty:
             del self._holdings[holder]
         else:
@@ -357,6 +370,9 @@ class EpochLedger:
                 holding.staged,
             ):
                 places.extend(part)
+            assert holding.trained_samples == self._samples_in(holding.trained)
+            assert holding.closed_samples == self._samples_in(holding.closed)
+            assert holding.staged_samples == self._samples_in(holding.staged)
         assert leased == self._leased, (leased, self._leased)
         assert count_batches(self._pool) == self._pooled
         at = 0

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from elche.coordination.accounts.ledger import EpochLedger
 from elche.coordination.protocol.instructions import GrantBatches
@@ -24,8 +25,13 @@ those are slow), and each batch that is held when a rank is suddenly slow waits 
 """
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
+SLICE_RANKS = 1024
+"""First leases are dealt out to so many ranks at once."""
 STALE_ENTRIES = 4
 """So many entries per rank may be kept, most of them out of date."""
+
+_Entry: TypeAlias = tuple[float, int, int]
+"""A time, a rank, and the version of its pace that it is of."""
 
 
 @dataclass(slots=True)
@@ -69,8 +75,8 @@ class Leasing:
         self._rate = 0.0
         self._begun_rate = self._begun_at = 0.0
         self._busy = 0
-        self._by_end: list[tuple[float, int, int]] = []
-        self._by_cost: list[tuple[float, int, int]] = []
+        self._by_end: list[_Entry] = []
+        self._by_cost: list[_Entry] = []
         self._is_timed = False
         self.hungry: set[int] = set()
 
@@ -94,11 +100,18 @@ class Leasing:
         known = [cost for cost in batch_s.values() if cost > 0]
         self._is_timed = bool(known)
         usual = sum(known) / len(known) if known else 0.0
-        self._rate = 0.0
+        self._rate = self._begun_rate = self._begun_at = 0.0
+        self._busy = 0
+        self._by_end.clear()
+        self._by_cost.clear()
         for rank, pace in self._paces.items():
             pace.batch_s = batch_s.get(rank, 0.0) or usual
             self._rate += 1.0 / (pace.batch_s or 1.0)
-            self._moved(rank)
+            pace.is_busy = False
+            heap, entry = self._place(rank, pace)
+            heap.append(entry)
+        heapq.heapify(self._by_end)
+        heapq.heapify(self._by_cost)
 
     def add(self, rank: int, horizon_batches: int) -> None:
         """A new rank, of usual speed until it is measured."""
@@ -125,15 +138,22 @@ class Leasing:
         if rank in self._paces:
             self._moved(rank)
 
-    def first(self, ranks: Sequence[int], now_s: float) -> list[GrantBatches]:
+    def first(
+        self, ranks: Sequence[int], now_s: float
+    ) -> Iterator[GrantBatches | None]:
         """The first leases of an epoch, dealt out one batch at a time in turn."""
         grants: list[GrantBatches] = []
         waiting = list(ranks)
         while waiting:
-            dealt = [(rank, self.top_up(rank, now_s, most=1)) for rank in waiting]
-            waiting = [rank for rank, given in dealt if given]
-            grants += [grant for _, given in dealt for grant in given]
-        return _joined(grants, self._lease_batches)
+            still = []
+            for at, rank in enumerate(waiting):
+                if given := self.top_up(rank, now_s, most=1):
+                    still.append(rank)
+                    grants += given
+                if at % SLICE_RANKS == SLICE_RANKS - 1:
+                    yield None
+            waiting = still
+        yield from _joined(grants, self._lease_batches)
 
     def top_up(
         self, rank: int, now_s: float, most: int = MAX_AHEAD
@@ -221,23 +241,21 @@ class Leasing:
             return None if best is None else best[1]
         return busy[1] if max(busy[0], now_s) <= now_s + idle[0] else idle[1]
 
-    def _top(self, heap: list[tuple[float, int, int]]) -> tuple[float, int, int] | None:
+    def _top(self, heap: list[_Entry]) -> _Entry | None:
         while heap:
             if self._is_current(heap[0]):
                 return heap[0]
             heapq.heappop(heap)
         return None
 
-    def _push(
-        self, heap: list[tuple[float, int, int]], entry: tuple[float, int, int]
-    ) -> None:
+    def _push(self, heap: list[_Entry], entry: _Entry) -> None:
         """Adds an entry; those that are out of date go when they are most."""
         heapq.heappush(heap, entry)
         if len(heap) > STALE_ENTRIES * (len(self._paces) + STALE_ENTRIES):
             heap[:] = [one for one in heap if self._is_current(one)]
             heapq.heapify(heap)
 
-    def _is_current(self, entry: tuple[float, int, int]) -> bool:
+    def _is_current(self, entry: _Entry) -> bool:
         pace = self._paces.get(entry[1])
         return pace is not None and pace.version == entry[2]
 
@@ -252,22 +270,25 @@ class Leasing:
         """Keeps the sums and the order as a rank's work or speed changes."""
         pace = self._paces[rank]
         self._forget(pace)
+        self._push(*self._place(rank, pace))
+        if not self._busy:
+            self._begun_rate = self._begun_at = 0.0
+
+    def _place(self, rank: int, pace: _Pace) -> tuple[list[_Entry], _Entry]:
+        """Adds a rank's work under way to the sums; returns its place in the order."""
         pace.version += 1
         batch_s = pace.batch_s or 1.0
         held = self._ledger.leased(rank)
-        if held:
-            pace.is_busy = True
-            pace.begun_rate = 1.0 / batch_s
-            pace.begun_at = pace.since_s / batch_s
-            self._busy += 1
-            self._begun_rate += pace.begun_rate
-            self._begun_at += pace.begun_at
-            ends_s = pace.since_s + (held + 1) * batch_s
-            self._push(self._by_end, (ends_s, rank, pace.version))
-        else:
-            self._push(self._by_cost, (batch_s, rank, pace.version))
-        if not self._busy:
-            self._begun_rate = self._begun_at = 0.0
+        if not held:
+            return self._by_cost, (batch_s, rank, pace.version)
+        pace.is_busy = True
+        pace.begun_rate = 1.0 / batch_s
+        pace.begun_at = pace.since_s / batch_s
+        self._busy += 1
+        self._begun_rate += pace.begun_rate
+        self._begun_at += pace.begun_at
+        ends_s = pace.since_s + (held + 1) * batch_s
+        return self._by_end, (ends_s, rank, pace.version)
 
 
 def _joined(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elche.config import RunConfig, default_outer_lr
@@ -292,7 +292,7 @@ class ReductionPlanner:
         settings: Mapping[str, Any],
         epoch: int,
         reduction: Reduction,
-    ) -> list[Reduce]:
+    ) -> Iterator[Reduce]:
         """The reduction's instructions, one for each rank.
 
         Args:
@@ -311,7 +311,7 @@ class ReductionPlanner:
         shared: dict[str, Any] = {**settings, "periods": common_periods(closed)}
         if self._config.averages_state:
             shared["state_apart"] = _apart(parts)
-        return [
+        return (
             Reduce(
                 rank=rank,
                 epoch=epoch,
@@ -323,7 +323,7 @@ class ReductionPlanner:
                 **shared,
             )
             for rank, weight in zip(parts, weights, strict=True)
-        ]
+        )
 
     def _outer_kind(self, epoch_batches: int, window_batches: int) -> str:
         """Nesterov, unless the run is known to be too short for its momentum.

@@ -16,6 +16,7 @@ from typing import Any
 
 from elche.coordination.accounts.batch_ranges import joined, named
 from elche.coordination.accounts.epoch_plan import WindowPlan
+from elche.coordination.policy import Steps
 from elche.coordination.protocol.events import WindowReduced
 from elche.coordination.protocol.instructions import Adopt, Instruction
 from elche.coordination.windows.reductions import ReductionPlanner
@@ -94,7 +95,7 @@ def end_plan(state: WindowState) -> None:
 
 def begin_reduction(
     state: WindowState, planner: ReductionPlanner, now_s: float
-) -> list[Instruction]:
+) -> Steps:
     """Plans the reduction with what the ranks really did, or as was recorded."""
     window, parts = state.book.window, state.book.parts
     planned = state.planned(window)
@@ -105,13 +106,15 @@ def begin_reduction(
         counts = zip(state.pacing.ranks, state.pacing.el_che.batch_counts, strict=True)
         batches = sum(count for rank, count in counts if rank not in state.idle)
         settings = planner.settings(parts, state.ledger.sizes.num_batches, batches)
+    yield None
     _record(state, settings)
+    yield None
     begun_s = now_s if state.is_overlapped else None
     reduction = state.reductions.begin(window, parts, settings, begun_s)
     copies = {r: part.closed.copies for r, part in parts.items() if part.closed}
     is_last = state.life.is_final
     reduction.copies = state.copies.closed(copies, state.idle, is_last=is_last)
-    return [*planner.plan(parts, settings, state.epoch, reduction)]
+    yield from planner.plan(parts, settings, state.epoch, reduction)
 
 
 def resume_reduction(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from elche.coordination.policy import Steps
 from elche.coordination.protocol.instructions import (
     CloseWindow,
     GrantBatches,
@@ -20,59 +21,57 @@ TRIAL_TAIL = 10.0
 """A batch on trial must be over when a tenth of what is left of the epoch is."""
 
 
-def open_windows(state: WindowState, ranks: Sequence[int]) -> list[Instruction]:
+def open_windows(state: WindowState, ranks: Sequence[int]) -> Iterator[Instruction]:
     """Opens for each of these ranks the window that it comes to."""
-    if not ranks:
-        return []
-    return [
-        *(() if state.life.is_draining else grant_planned(state)),
-        *(_open(state, rank) for rank in ranks),
-    ]
+    if ranks and not state.life.is_draining:
+        yield from grant_planned(state)
+    for rank in ranks:
+        yield _open(state, rank)
 
 
-def next_window(state: WindowState, now_s: float) -> list[Instruction]:
+def next_window(state: WindowState, now_s: float) -> Steps:
     """Opens the window for all who have none, with leases for who waits for some."""
     state.leasing.set_costs(state.pacing.batch_s())
-    told = open_windows(state, state.book.unopened())
-    told += permits(state)
-    told += lease(state, sorted(state.leasing.hungry), now_s)
-    return told + close_idle(state, state.members)
+    yield None
+    yield from open_windows(state, state.book.unopened())
+    yield from permits(state)
+    yield from lease(state, sorted(state.leasing.hungry), now_s)
+    yield None
+    yield from close_idle(state, state.members)
 
 
-def permits(state: WindowState) -> list[Instruction]:
+def permits(state: WindowState) -> Iterator[Instruction]:
     """How far each rank may go, now that the slowest has moved."""
-    told: list[Instruction] = []
     if state.throttle.limit is None:
-        return told
+        return
     for rank in state.members:
         part = state.book.part(rank)
         batches = _permit(state, rank)
         if part.is_open and batches is not None:
             part.permit(batches)
-            told.append(
-                Permit(
-                    rank=rank,
-                    epoch=state.epoch,
-                    window=state.book.window_of(rank),
-                    batches=batches,
-                )
+            yield Permit(
+                rank=rank,
+                epoch=state.epoch,
+                window=state.book.window_of(rank),
+                batches=batches,
             )
-    return told
 
 
-def lease(state: WindowState, ranks: Iterable[int], now_s: float) -> list[Instruction]:
+def lease(
+    state: WindowState, ranks: Sequence[int], now_s: float
+) -> Iterator[Instruction]:
     """Tops up these ranks; sends CloseWindow to those that get nothing more."""
-    told = list(ranks)
     if state.life.is_draining or state.plans.is_followed:
-        granted = [] if state.life.is_draining else grant_planned(state)
-        return [*granted, *close_idle(state, told)]
+        if not state.life.is_draining:
+            yield from grant_planned(state)
+        yield from close_idle(state, ranks)
+        return
     had = state.ledger.pooled
-    instructions: list[Instruction] = []
-    for rank in told:
-        instructions += state.leasing.top_up(rank, now_s)
-    instructions += state.leasing.feed_first(now_s)
+    for rank in ranks:
+        yield from state.leasing.top_up(rank, now_s)
+    yield from state.leasing.feed_first(now_s)
     ran_out = had and not state.ledger.pooled
-    return instructions + close_idle(state, state.members if ran_out else told)
+    yield from close_idle(state, state.members if ran_out else ranks)
 
 
 def try_out(state: WindowState, rank: int, batch_s: float) -> list[Instruction]:
@@ -121,18 +120,19 @@ def _is_owed(state: WindowState, rank: int) -> bool:
     return plan is not None and done < plan.batches(state.place(rank))
 
 
-def close_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+def close_idle(state: WindowState, ranks: Iterable[int]) -> Iterator[Instruction]:
     """Tells ranks that will get no more work in their window to close it."""
-    told = _tell_idle(state, ranks)
-    if told and state.throttle.is_final:  # those it held have nobody to wait for
-        told += _tell_idle(state, state.members)
-    return told
+    closes = False
+    for told in _tell_idle(state, ranks):
+        closes = True
+        yield told
+    if closes and state.throttle.is_final:  # those it held have nobody to wait for
+        yield from _tell_idle(state, state.members)
 
 
-def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
+def _tell_idle(state: WindowState, ranks: Iterable[int]) -> Iterator[Instruction]:
     others_wait = state.book.any_closed
     nothing_left = state.ledger.pooled == 0
-    told: list[Instruction] = []
     for rank in ranks:
         if state.book.part(rank).phase is not PartPhase.OPEN:
             continue
@@ -142,8 +142,7 @@ def _tell_idle(state: WindowState, ranks: Iterable[int]) -> list[Instruction]:
         is_held = state.throttle.holds(state.book.batches_since(rank))
         if state.life.is_draining or is_idle or is_held:
             state.throttle.stop(rank)
-            told.append(_close_window(state, rank))
-    return told
+            yield _close_window(state, rank)
 
 
 def _close_window(state: WindowState, rank: int) -> CloseWindow:
@@ -156,29 +155,25 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
     )
 
 
-def calibrate(state: WindowState, rank: int) -> list[Instruction]:
+def calibrate(state: WindowState, rank: int) -> Iterator[Instruction]:
     """A rank's speed is known, or will not be: when that is true of all, go by it.
 
     The first window of a run has no length. It ends when every rank has been measured,
     so that no rank waits for the slowest one to run a whole anchor of batches.
     """
     if not state.calibrated(rank):
-        return []
+        return
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
     state.leasing.set_costs(state.pacing.batch_s())
-    return [
-        _close_window(state, other)
-        for other in state.members
-        if state.book.part(other).phase is PartPhase.OPEN
-    ]
+    for other in state.members:
+        if state.book.part(other).phase is PartPhase.OPEN:
+            yield _close_window(state, other)
 
 
 def _open(state: WindowState, rank: int) -> OpenWindow:
     window = state.book.window_of(rank)
-    pace, sizes = state.pace(window), state.ledger.sizes
-    planned = sum(n for other, n in pace.batches.items() if other not in state.idle)
-    batches = min(planned, sizes.num_batches)
-    planned_samples = sizes.samples_in(0, batches)
+    pace = state.pace(window)
+    planned_samples = state.samples_of(pace)
     committed = state.plan_samples(window, planned_samples)
     plan = state.planned(window)
     is_diverged = plan is None and rank in state.diverged

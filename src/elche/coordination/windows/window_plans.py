@@ -24,6 +24,7 @@ class WindowPlans:
     ) -> None:
         self._first_window = self.unleased = first_window
         self._source: WindowSource | None = None
+        self._recorded: list[str] = []
         self._record = EpochPlan(
             policy=policy,
             world_size=world_size,
@@ -54,8 +55,8 @@ class WindowPlans:
 
     def record(self, plan: WindowPlan) -> None:
         """Keeps what a window did."""
-        self._record.windows.append(plan)
+        self._recorded.append(plan.to_text())
 
     def to_text(self) -> str:
         """What the windows did, as JSON."""
-        return self._record.to_text()
+        return self._record.to_text(self._recorded)

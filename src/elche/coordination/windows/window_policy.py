@@ -10,13 +10,14 @@ adopted, so at most one reduction is under way. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elche.config import RunConfig
 from elche.coordination.accounts.batch_ranges import WHOLE_BATCHES, BatchCut, BatchSizes
 from elche.coordination.accounts.metrics import RankReport
-from elche.coordination.policy import EpochTotals, Member, Outcome, Policy
+from elche.coordination.policy import EpochTotals, Member, Outcome, Policy, Steps
 from elche.coordination.protocol.events import (
     BatchesDone,
     EpochCut,
@@ -27,7 +28,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import Instruction
 from elche.coordination.protocol.messages import Runs
-from elche.coordination.windows.reductions import ReductionPlanner
+from elche.coordination.windows.reductions import Reduction, ReductionPlanner
 from elche.coordination.windows.window_book import check_claim
 from elche.coordination.windows.window_closing import (
     begin_reduction,
@@ -74,6 +75,7 @@ class WindowPolicy(Policy):
         idle: ranks that are given no work: they cost more than they bring.
         first_window: number of the first window; ranks know what they hold by it.
         cut: how it cuts global batches into the local ones that ranks train on.
+        may_defer: instructions to all ranks may be those of `Outcome.later`.
     """
 
     def __init__(
@@ -84,7 +86,10 @@ class WindowPolicy(Policy):
         idle: frozenset[int] = frozenset(),
         first_window: int = 0,
         cut: BatchCut = WHOLE_BATCHES,
+        *,
+        may_defer: bool = False,
     ) -> None:
+        self._may_defer = may_defer
         self.cut = cut
         self.name = config.policy
         self._state = WindowState(config, members, idle, first_window)
@@ -110,10 +115,14 @@ class WindowPolicy(Policy):
         state.reset(sizes, epoch, now_s)
         state.take_plan(sizes, plan)
         ranks = list(state.members)
-        instructions = open_windows(state, ranks)
+        return self._outcome([], self._begin(ranks, now_s))
+
+    def _begin(self, ranks: Sequence[int], now_s: float) -> Steps:
+        state = self._state
+        yield from open_windows(state, ranks)
         if not state.plans.is_followed:
-            instructions += state.leasing.first(ranks, now_s)
-        return self._outcome(instructions + close_idle(state, ranks))
+            yield from state.leasing.first(ranks, now_s)
+        yield from close_idle(state, ranks)
 
     def start_from(self, progress_samples: int) -> None:
         """So many samples of the run were trained on under another policy."""
@@ -128,9 +137,7 @@ class WindowPolicy(Policy):
         state.take_over(sizes.first_of(done.batches), done.totals)
         done.totals.first_window = done.batches
         state.start_from(done.progress_samples)
-        ranks = list(state.members)
-        told = open_windows(state, ranks) + state.leasing.first(ranks, now_s)
-        return self._outcome(told + close_idle(state, ranks))
+        return self._outcome([], self._begin(list(state.members), now_s))
 
     def try_out(self, rank: int, batch_s: float) -> list[Instruction]:
         """Leases a batch to an idle rank, so that it is timed again.
@@ -150,11 +157,11 @@ class WindowPolicy(Policy):
         if isinstance(event, WindowReduced):
             return self._reduced(event, now_s)
         if isinstance(event, EpochLeft):
-            return self._outcome(self._leave(event))
+            return self._outcome([], self._leave(event))
         if isinstance(event, EpochCut):
             self._state.life.cut()
             self._state.book.tell_again()
-            return self._outcome(close_idle(self._state, self._state.members))
+            return self._outcome([], close_idle(self._state, self._state.members))
         raise ProtocolError(
             f"{self._state.config.policy}: unexpected {type(event).__name__}"
         )
@@ -214,15 +221,24 @@ class WindowPolicy(Policy):
             return self._end_window(again, now_s)
         if state.life.is_final and state.has_work:
             state.life.go_on()
-            again += next_window(state, now_s)
+            again += (one for one in next_window(state, now_s) if one is not None)
         again += permits(state)  # the slowest rank may be gone
         hungry = sorted(state.leasing.hungry)
         return self._outcome([*again, *lease(state, hungry, now_s)])
 
     def _outcome(
-        self, instructions: list[Instruction], *, epoch_over: bool = False
+        self,
+        instructions: list[Instruction],
+        later: Steps | None = None,
+        *,
+        epoch_over: bool = False,
     ) -> Outcome:
-        return Outcome(instructions, epoch_over, self._state.take_notes())
+        """All instructions at once, unless they may come later."""
+        if later is not None and not self._may_defer:
+            instructions += (one for one in later if one is not None)
+            later = None
+        notes = self._state.take_notes()
+        return Outcome(instructions, epoch_over, notes, later or iter(()))
 
     def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
         state, rank = self._state, event.rank
@@ -231,8 +247,7 @@ class WindowPolicy(Policy):
                 f"rank {rank} reports batches of epoch {event.epoch}, under way is "
                 f"{state.epoch}"
             )
-        state.ledger.train(rank, event.start, event.stop)
-        check_claim(event, state.ledger.sizes.samples_in(event.start, event.stop))
+        check_claim(event, state.ledger.train(rank, event.start, event.stop))
         state.book.trained(event)
         state.totals.add(
             event.window,
@@ -250,7 +265,8 @@ class WindowPolicy(Policy):
             told += permits(state)
         if event.timed:
             told += calibrate(state, rank)
-        return told + lease(state, [rank], now_s)
+        told += lease(state, [rank], now_s)
+        return told
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
         state, rank = self._state, event.rank
@@ -274,7 +290,8 @@ class WindowPolicy(Policy):
         touched = set(state.leasing.hungry) if was_first else set()
         if state.throttle.is_final:
             touched.update(state.members)
-        return self._outcome(told + close_idle(state, sorted({*touched, rank})))
+        told += close_idle(state, sorted({*touched, rank}))
+        return self._outcome(told)
 
     def _end_window(self, told: list[Instruction], now_s: float) -> Outcome:
         """All ranks have closed it: measure, reduce, and go on to the next."""
@@ -290,8 +307,8 @@ class WindowPolicy(Policy):
         if not touched and (state.life.is_final or not state.is_overlapped):
             state.advance()
             if state.life.is_final:
-                return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
-            return self._outcome(told + next_window(state, now_s))
+                return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(told, next_window(state, now_s))
         is_tail = state.life.is_final or state.ledger.pooled == 0
         if not state.plans.is_followed:  # a plan does not depend on measurements
             state.note(
@@ -302,12 +319,18 @@ class WindowPolicy(Policy):
                     idle=state.idle,
                 )
             )
-        told += begin_reduction(state, self._planner, now_s)
+        return self._outcome(told, self._reduce(now_s))
+
+    def _reduce(self, now_s: float) -> Steps:
+        """Begins the reduction, and the next window."""
+        state = self._state
+        yield None
+        yield from begin_reduction(state, self._planner, now_s)
         state.stage()
         state.advance()
+        yield None
         if not state.life.is_final:
-            told += next_window(state, now_s)
-        return self._outcome(told)
+            yield from next_window(state, now_s)
 
     def _reduced(self, event: WindowReduced, now_s: float) -> Outcome:
         """A rank has the result; when all have, the window is committed."""
@@ -336,10 +359,20 @@ class WindowPolicy(Policy):
             return self._outcome([])
         done = state.reductions.commit()
         state.ledger.commit()
+        if not self._may_defer:
+            return self._committed(done, now_s)
+        outcome = self._outcome([], iter((None,)))
+        outcome.then = partial(self._committed, done, now_s)
+        return outcome
+
+    def _committed(self, done: Reduction, now_s: float) -> Outcome:
+        """A window is committed: what it brought, and what waited for that."""
+        state = self._state
         if done.is_handover:
             state.count_anew()
-            opened = open_windows(state, state.reductions.take_joined())
-            return self._outcome(opened + lease(state, sorted(state.members), now_s))
+            opened = [*open_windows(state, state.reductions.take_joined())]
+            opened += lease(state, sorted(state.members), now_s)
+            return self._outcome(opened)
         reader = min(state.members)
         told: list[Instruction] = [
             state.totals.close_window(done.window, now_s, reader, done.sync_s)
@@ -349,12 +382,12 @@ class WindowPolicy(Policy):
         if not state.plans.is_followed:
             state.note(state.pacing.watch(done, min(active, default=0)))
         if state.life.is_final:
-            return self._outcome(told + self._end_epoch(now_s), epoch_over=True)
+            return self._outcome(told, self._end_epoch(now_s), epoch_over=True)
         if state.may_end_window:  # closed before a result was taken over
             return self._end_window(told, now_s)
         return self._outcome(told)
 
-    def _leave(self, event: EpochLeft) -> list[Instruction]:
+    def _leave(self, event: EpochLeft) -> Iterator[Instruction]:
         """A loop left early: the epoch ends for all, with a draining commit."""
         state = self._state
         if event.epoch != state.epoch:
@@ -369,7 +402,7 @@ class WindowPolicy(Policy):
         state.book.tell_again()
         return close_idle(state, state.members)
 
-    def _end_epoch(self, now_s: float) -> list[Instruction]:
+    def _end_epoch(self, now_s: float) -> Iterator[Instruction]:
         state = self._state
         return state.totals.end_epoch(
             sorted(state.members),

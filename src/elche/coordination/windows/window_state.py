@@ -71,6 +71,7 @@ class WindowState:
         self.is_paused = False
         self.reductions = Reductions()
         self._last_pace: tuple[int, Pace | None] = (-1, None)
+        self._paced: tuple[Pace | None, int] = (None, 0)
         self.diverged.begin_epoch()
         self._uncalibrated = set(self.members) if self.pacing.must_calibrate else set()
         policy, window = self.config.policy, self.book.window
@@ -231,6 +232,14 @@ class WindowState:
             left_s = self.leasing.work_s
             self._last_pace = window, self.pacing.last_pace(left_s) if is_free else None
         return self._last_pace[1] or self.pacing.pace()
+
+    def samples_of(self, pace: Pace) -> int:
+        """Samples of a window of this pace; summed once, it is the same for all."""
+        if self._paced[0] is not pace:
+            batches = (n for r, n in pace.batches.items() if r not in self.idle)
+            planned = min(sum(batches), self.ledger.sizes.num_batches)
+            self._paced = pace, self.ledger.sizes.samples_in(0, planned)
+        return self._paced[1]
 
     @property
     def has_work(self) -> bool:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +68,7 @@ class CoordinatorServer:
         self._strangers: dict[_Connection, float] = {}
         self._key = key
         self._connections: dict[int, _Connection] = {}
+        self._events: deque[Event] = deque()
         self._store: dict[str, bytes] = {}
         self._waiting: dict[str, set[_Connection]] = defaultdict(set)
         self._server: asyncio.Server | None = None
@@ -114,24 +115,44 @@ class CoordinatorServer:
 
         The instructions to one rank are sent in one piece: it wakes up for them once.
         """
-        now_s = asyncio.get_running_loop().time()
+        self._events.extend(events)
+        if not self.core.has_more:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Sends the next slice of instructions, or handles events until one has more.
+
+        Connections are served between slices; what they bring waits for the last one.
+        """
+        loop, core = asyncio.get_running_loop(), self.core
+        now_s = loop.time()
         told: dict[int, list[Instruction]] = defaultdict(list)
-        for event in events:
+        self._sort(core.go_on(now_s), told)
+        while self._events and not core.has_more:
+            event = self._events.popleft()
             if self.on_first_batch and isinstance(event, StepsDone | BatchesDone):
                 self.on_first_batch()
                 self.on_first_batch = None
-            answers = self.core.handle(event, now_s)
             if self.on_message is not None:
-                for message in (event, *answers):
-                    self.on_message(message)
-            for instruction in answers:
-                if isinstance(instruction, Abort) and self.core.aborted is not None:
-                    if self._end is None:
-                        self.on_end(instruction.kind)
-                    self._end = instruction
-                told[instruction.rank].append(instruction)
+                self.on_message(event)
+            self._sort(core.handle(event, now_s), told)
         for rank, instructions in told.items():
             self._deliver(rank, instructions)
+        if core.has_more:
+            loop.call_soon(self._go_on)
+
+    def _sort(
+        self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
+    ) -> None:
+        """Sorts instructions by rank; notes one that ends the run."""
+        for instruction in answers:
+            if self.on_message is not None:
+                self.on_message(instruction)
+            if isinstance(instruction, Abort) and self.core.aborted is not None:
+                if self._end is None:
+                    self.on_end(instruction.kind)
+                self._end = instruction
+            told[instruction.rank].append(instruction)
 
     def meet(self, connection: _Connection) -> None:
         """A connection was made; its Hello is due within a few seconds."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elche.errors import ConfigError
+from elche.schedule.link_efficiency import LINK_EFFICIENCY
 from elche.schedule.planning.gpt_profile import GptSize, gpt_layers
 from elche.schedule.planning.profile import (
     ADAM_STATE_FACTOR,
@@ -46,6 +47,7 @@ The file; times and bytes are those of one microbatch:
   [link]                          # between all devices; optional
   latency_s = 20e-6
   bytes_per_s = 10e9
+  efficiency = 0.8                # part of it that payload reaches; 1 if measured so
   [[link_between]]                # two devices that differ; optional
   devices = ["a", "b"]
   bytes_per_s = 1e9
@@ -73,7 +75,7 @@ _LAYER_BYTES = (
 )
 _LAYER_KEYS = {"name", "count", "times_s", "backward_s", *_LAYER_BYTES}
 _DEVICE_KEYS = {"name", "count", "kind", "speed", "memory_bytes", "flops_per_s"}
-_LINK_KEYS = {"latency_s", "bytes_per_s"}
+_LINK_KEYS = {"latency_s", "bytes_per_s", "efficiency"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,7 @@ def _link(table: object, where: str, known: set[str]) -> LinkProfile:
         return LinkProfile(
             latency_s=number(table, "latency_s", where, 0.0),
             bytes_per_s=number(table, "bytes_per_s", where, math.inf),
+            efficiency=number(table, "efficiency", where, LINK_EFFICIENCY),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

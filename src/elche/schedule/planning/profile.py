@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elche.errors import ConfigError
+from elche.schedule.link_efficiency import LINK_EFFICIENCY, check_efficiency
 
 ANY_KIND = ""
 ADAM_STATE_FACTOR = 4.0  # parameter, gradient and Adam's two moments, of one dtype
@@ -128,20 +129,24 @@ class LinkProfile:
 
     Attributes:
         latency_s: of a message, whatever its size.
-        bytes_per_s: in each direction.
+        bytes_per_s: in each direction, as the link is sold.
+        efficiency: part of that which payload reaches; 1.0 where ``bytes_per_s`` was
+            measured with payload.
     """
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
+    efficiency: float = LINK_EFFICIENCY
 
     def __post_init__(self) -> None:
         _check_amount("latency_s", self.latency_s)
         if not self.bytes_per_s > 0:
             raise ConfigError(f"expected bytes_per_s above 0, got {self.bytes_per_s}")
+        check_efficiency(self.efficiency)
 
     def transfer_s(self, message_bytes: float) -> float:
         """Time for which a message occupies the link."""
-        return message_bytes / self.bytes_per_s
+        return message_bytes / (self.efficiency * self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

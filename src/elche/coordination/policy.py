@@ -19,8 +19,8 @@ from elche.coordination.protocol.messages import Runs
 from elche.errors import TransitionError
 
 Steps: TypeAlias = Iterator[Instruction | None]
-"""Instructions, each decided on when it is asked for, and None where a slice may end. To
-be run to the end before anything else is decided.
+"""Instructions, each decided on when it is asked for; None where a slice may end. To be
+run to the end before anything else is decided.
 """
 
 TABLE_RANKS = 64

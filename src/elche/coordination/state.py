@@ -204,7 +204,7 @@ class Coordinator:
             self._membership.check()
             self._epochs.check()
 
-    def _join(self, event: Join, now_s: float) -> list[Instruction]:
+    def _join(self, event: Join, now_s: float) -> Iterable[Instruction | None]:
         if event.version != PROTOCOL_VERSION:
             return self._abort(
                 f"rank {event.rank} uses protocol version {event.version}, expected "
@@ -217,17 +217,20 @@ class Coordinator:
             return self._abort(difference, kind="mismatch")
         return self._begin_run() if self._membership.is_complete else []
 
-    def _begin_run(self) -> list[Instruction]:
+    def _begin_run(self) -> Steps:
         """All ranks have joined."""
         joins = self._membership.joined()
         difference = disagreement(joins)
         if difference:
-            return self._abort(difference, kind="mismatch")
+            yield from self._abort(difference, kind="mismatch")
+            return
+        yield None
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
-        return [*self._membership.begin()]
+        yield None
+        yield from self._membership.begin()
 
     def _go_on_after_end(self, now_s: float) -> list[Instruction]:
         """Every rank has left: the same processes may begin another run."""
@@ -235,7 +238,7 @@ class Coordinator:
         if self._membership.is_awaited:
             self._epochs = None
             for join in self._membership.begin_again():
-                told += self._join(join, now_s)
+                told += (one for one in self._join(join, now_s) if one is not None)
         return told
 
     def _open_epoch(

@@ -64,13 +64,11 @@ class EpochPlan:
     steps: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
     def to_text(self, windows: Iterable[str] = ()) -> str:
-        """The plan as JSON, with these windows, of `WindowPlan.to_text`, after its own."""
+        """The plan as JSON; these windows, of `WindowPlan.to_text`, come last."""
         texts = [*(window.to_text() for window in self.windows), *windows]
         names = [name for name in self.__slots__ if name != "windows"]
-        plan = {
-            "version": PLAN_VERSION,
-            **{name: getattr(self, name) for name in names},
-        }
+        plan = {name: getattr(self, name) for name in names}
+        plan["version"] = PLAN_VERSION
         return f'{json.dumps(plan)[:-1]}, "windows": [{", ".join(texts)}]}}'
 
     @staticmethod

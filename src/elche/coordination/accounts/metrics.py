@@ -20,6 +20,7 @@ WINDOWS_KEPT = EPOCHS_KEPT = 1000
 """How far a reader may fall behind before the oldest metrics are forgotten."""
 
 Kind = TypeVar("Kind", bound="Metrics")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,13 +370,10 @@ class _Account:
 
     def merge(self, later: _Account) -> None:
         """Adds the account of a later time."""
-        for rank, samples in enumerate(later.samples):
-            self.samples[rank] += samples
-            self.discarded[rank] += later.discarded[rank]
-            self.late[rank] += later.late[rank]
-        for mine_s, theirs_s in zip(self.times_s, later.times_s, strict=True):
-            for rank, time_s in enumerate(theirs_s):
-                mine_s[rank] += time_s
+        self.samples = _sums(self.samples, later.samples)
+        self.discarded = _sums(self.discarded, later.discarded)
+        self.late = _sums(self.late, later.late)
+        self.times_s = [*map(_sums, self.times_s, later.times_s)]
         for rank, divergence in later.divergence.items():
             self._diverged(rank, divergence)
         self.norm = later.norm or self.norm
@@ -426,6 +424,12 @@ class _Account:
         if mean is None:
             mean = self.means[name] = WeightedMean()
         return mean
+
+
+def _sums(mine: list[Number], theirs: list[Number]) -> list[Number]:
+    """Sums by rank; theirs may be of fewer ranks."""
+    sums = [one + other for one, other in zip(mine, theirs, strict=False)]
+    return sums + mine[len(theirs) :]
 
 
 def _no_nan(value: float) -> float:

@@ -153,6 +153,7 @@ class Leasing:
                 if at % SLICE_RANKS == SLICE_RANKS - 1:
                     yield None
             waiting = still
+            yield None
         yield from _joined(grants, self._lease_batches)
 
     def top_up(

@@ -155,7 +155,7 @@ def _close_window(state: WindowState, rank: int) -> CloseWindow:
     )
 
 
-def calibrate(state: WindowState, rank: int) -> Iterator[Instruction]:
+def calibrate(state: WindowState, rank: int) -> Steps:
     """A rank's speed is known, or will not be: when that is true of all, go by it.
 
     The first window of a run has no length. It ends when every rank has been measured,
@@ -164,6 +164,7 @@ def calibrate(state: WindowState, rank: int) -> Iterator[Instruction]:
     if not state.calibrated(rank):
         return
     state.note(state.pacing.measure(state.book.parts, None, is_tail=True))
+    yield None
     state.leasing.set_costs(state.pacing.batch_s())
     for other in state.members:
         if state.book.part(other).phase is PartPhase.OPEN:

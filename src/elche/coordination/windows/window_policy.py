@@ -151,7 +151,7 @@ class WindowPolicy(Policy):
     def handle(self, event: Event, now_s: float) -> Outcome:
         """Takes an event of the epoch under way."""
         if isinstance(event, BatchesDone):
-            return self._outcome(self._batches_done(event, now_s))
+            return self._outcome([], self._batches_done(event, now_s))
         if isinstance(event, WindowClosed):
             return self._closed(event, now_s)
         if isinstance(event, WindowReduced):
@@ -240,7 +240,7 @@ class WindowPolicy(Policy):
         notes = self._state.take_notes()
         return Outcome(instructions, epoch_over, notes, later or iter(()))
 
-    def _batches_done(self, event: BatchesDone, now_s: float) -> list[Instruction]:
+    def _batches_done(self, event: BatchesDone, now_s: float) -> Steps:
         state, rank = self._state, event.rank
         if event.epoch != state.epoch:
             raise ProtocolError(
@@ -260,13 +260,11 @@ class WindowPolicy(Policy):
             ),
         )
         state.leasing.trained(rank, now_s)
-        told: list[Instruction] = []
         if state.throttle.done(rank, state.book.batches_since(rank)):
-            told += permits(state)
+            yield from permits(state)
         if event.timed:
-            told += calibrate(state, rank)
-        told += lease(state, [rank], now_s)
-        return told
+            yield from calibrate(state, rank)
+        yield from lease(state, [rank], now_s)
 
     def _closed(self, event: WindowClosed, now_s: float) -> Outcome:
         state, rank = self._state, event.rank
@@ -282,7 +280,7 @@ class WindowPolicy(Policy):
         told: list[Instruction] = []
         if not state.goes_on(rank):
             state.throttle.stop(rank)
-        told += calibrate(state, rank)
+        told += (one for one in calibrate(state, rank) if one is not None)
         if state.may_end_window:
             return self._end_window(told, now_s)
         if state.opens_early:
@@ -402,11 +400,11 @@ class WindowPolicy(Policy):
         state.book.tell_again()
         return close_idle(state, state.members)
 
-    def _end_epoch(self, now_s: float) -> Iterator[Instruction]:
+    def _end_epoch(self, now_s: float) -> Steps:
         state = self._state
-        return state.totals.end_epoch(
-            sorted(state.members),
-            now_s,
-            anchor=state.pacing.el_che.anchor,
-            plan=state.plans.to_text(),
+        plan = state.plans.to_text()
+        yield None
+        anchor = state.pacing.el_che.anchor
+        yield from state.totals.end_epoch(
+            sorted(state.members), now_s, anchor=anchor, plan=plan
         )

@@ -354,7 +354,7 @@ def test_a_state_of_another_run_is_refused() -> None:
         ({"models": None}, "cannot be read"),
         ({"models": state["models"][:1]}, "does not describe 2 ranks"),
         ({"kept": [[1, 2, 3]]}, "does not describe 2 ranks"),
-        ({"models": [broken, broken]}, "state holds 19 shapes"),
+        ({"models": [broken, broken]}, "state holds 28 shapes"),
     ]:
         fresh = balancer(2)
         with pytest.raises(ConfigError, match=message):

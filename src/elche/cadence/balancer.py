@@ -346,7 +346,11 @@ class Balancer:
         )
 
     def _times(self) -> _Times:
-        """Cost per sample relative to the cheapest, and fixed cost in samples."""
+        """Cost per sample relative to the cheapest, and fixed cost in samples.
+
+        Without knees the split is the same: below its knee a rank that has a part
+        takes as long as at it, whoever has the rest.
+        """
         costs = complete_costs([model.cost for model in self._models], self._speeds)
         cheapest = min(costs)
         relative = [min(cost / cheapest, MAX_SPEED_RATIO) for cost in costs]
@@ -355,10 +359,12 @@ class Balancer:
     def _end_of(self, times: _Times) -> Callable[[int, int], float]:
         """When a rank is through with a part; 0.0 without one."""
         costs, fixed = times
+        knees = [model.knee_samples for model in self._models]
 
         def end(rank: int, part: int) -> float:
             passes = self._passes(rank, part) if self._is_capped else 1
-            return costs[rank] * (fixed[rank] * passes + part) if part else 0.0
+            full = max(part, passes * knees[rank])
+            return costs[rank] * (fixed[rank] * passes + full) if part else 0.0
 
         return end
 

@@ -14,12 +14,20 @@ from elche.cadence.throughput import (
 )
 from elche.errors import ConfigError
 
-SHAPES = (0.0, *(2.0**power for power in range(-1, 17)))
-"""Fixed costs of a step, counted in samples, among which is chosen."""
+SHAPES: tuple[tuple[float, float], ...] = (
+    (0.0, 0.0),
+    *((2.0**power, 0.0) for power in range(-1, 17)),
+    *((0.0, 2.0**power) for power in range(2, 11)),
+)
+"""Fixed costs and knees among which is chosen, counted in samples: lines, and devices
+that are full from the knee on. Both at once are not told apart from either.
+"""
 MOST_FIXED = 9.0
 """Largest fixed cost that is believed, in samples of the largest step that was seen."""
 CLEAR = 3.5
 """Evidence against a shape that is believed, as a difference of log likelihoods."""
+KNEE_PENALTY = 3.5
+"""Evidence that a knee must have beyond any line's."""
 MOST_EVIDENCE = 20.0
 """Evidence is kept up to this, so that a shape that has changed is found again."""
 FADING = 0.998
@@ -46,11 +54,12 @@ LIKE_SIZE = 0.20
 
 @final
 class TimeModel:
-    """Time of a step of n samples: ``cost_s * (fixed_samples + n)``.
+    """Time of a step: ``cost_s * (fixed_samples + max(samples, knee_samples))``.
 
-    The shape (``fixed_samples``: the fixed cost, counted in samples) and the
-    level (``cost_s``: seconds per sample) are learned apart, since what slows a device
-    down scales both. For each of some shapes the level follows every report by the
+    The shape (``fixed_samples``: the fixed cost, counted in samples; or
+    ``knee_samples``: a smaller step takes as long as one of these) and the level
+    (``cost_s``: seconds per sample) are learned apart, since what slows a device down
+    scales both. For each of some shapes the level follows every report by the
     error-adaptive average. A step of another size than those before is predicted
     well by some shapes and badly by others: that is the evidence. Steps of one size
     and a changed speed are none, and what was learned before stays. The shape
@@ -92,7 +101,12 @@ class TimeModel:
     @property
     def fixed_samples(self) -> float:
         """Fixed cost of a step, in samples that take as long; at least 0."""
-        return SHAPES[self._shape]
+        return SHAPES[self._shape][0]
+
+    @property
+    def knee_samples(self) -> float:
+        """Samples below which a step takes no less time; 0 for a line."""
+        return SHAPES[self._shape][1]
 
     def most_samples(self, samples: int, factor: float) -> float:
         """Of a step that may be done in so many times the time, as far as was shown.
@@ -101,8 +115,8 @@ class TimeModel:
             samples: of a step as it was seen.
             factor: by what the larger step may take longer.
         """
-        most = max(SHAPES[index] for index in self._believed(CLEAR))
-        return (most + samples) * factor - most
+        shapes = [SHAPES[index] for index in self._believed(CLEAR)]
+        return max(_load(shape, samples) * factor - shape[0] for shape in shapes)
 
     def observe(self, samples: int, busy_s: float) -> None:
         """Takes in one step.
@@ -113,7 +127,7 @@ class TimeModel:
         """
         samples, busy_s = self._typical(samples, busy_s)
         self._largest = max(self._largest, samples)
-        costs = [busy_s / (shape + samples) for shape in SHAPES]
+        costs = [busy_s / _load(shape, samples) for shape in SHAPES]
         if not self._levels[0]:
             self._levels = costs
             return
@@ -142,22 +156,30 @@ class TimeModel:
         least = min(against)
         self._against = [min(each - least, MOST_EVIDENCE) for each in against]
         believed = self._believed(math.inf)
-        best = min(believed, key=self._against.__getitem__)
-        if self._against[self._shape] > self._against[best] + CLEAR:
+        weighed = [
+            against + (KNEE_PENALTY if knee else 0.0)
+            for against, (_, knee) in zip(self._against, SHAPES, strict=True)
+        ]
+        best = min(believed, key=weighed.__getitem__)
+        if weighed[self._shape] > weighed[best] + CLEAR:
             self._shape = best
         squared = (1.0 - NOISE_WEIGHT) * self._noise**2
         squared += NOISE_WEIGHT * min(errors[best], most) ** 2
         self._noise = max(LEAST_NOISE, math.sqrt(squared))
 
     def _believed(self, evidence: float) -> list[int]:
-        """Shapes that are possible, with less evidence against them than this."""
+        """Shapes that are possible, with less evidence against them than this.
+
+        A knee is where larger steps were seen: before it no cost shows.
+        """
         most = MOST_FIXED * self._largest
         return [
             index
-            for index, (shape, against) in enumerate(
+            for index, ((fixed, knee), against) in enumerate(
                 zip(SHAPES, self._against, strict=True)
             )
-            if shape <= most and (against < evidence or index == self._shape)
+            if (fixed <= most and knee < self._largest)
+            and (against < evidence or index == self._shape)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,5 +223,12 @@ class TimeModel:
         """The step of median cost among the last ones of about this size."""
         self._recent = [*self._recent, (samples, busy_s)][-RECENT_STEPS:]
         alike = [s for s in self._recent if abs(s[0] - samples) <= LIKE_SIZE * samples]
-        alike.sort(key=lambda step: step[1] / (self.fixed_samples + step[0]))
+        shape = SHAPES[self._shape]
+        alike.sort(key=lambda step: step[1] / _load(shape, step[0]))
         return alike[(len(alike) - 1) // 2]
+
+
+def _load(shape: tuple[float, float], samples: int) -> float:
+    """A step's time, in samples."""
+    fixed, knee = shape
+    return fixed + (samples if samples > knee else knee)

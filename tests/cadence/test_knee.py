@@ -86,7 +86,7 @@ def best_s(total: int, curves: list[Curve]) -> float:
 @given(data=st.data(), seed=st.integers(0, 9999))
 @settings(max_examples=25, deadline=None)
 def test_a_split_is_near_the_best(kind: str, data: st.DataObject, seed: int) -> None:
-    """Within 8 % in the mean, whatever the curve; 3 % are no reason for another split."""
+    """Within 8 % in the mean; 3 % are no reason for another split."""
     world_size, rng = data.draw(st.integers(2, 4)), random.Random(seed)
     total = data.draw(st.sampled_from([32, 64, 128]))
     curves: list[Curve] = []

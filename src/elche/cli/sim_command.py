@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -73,14 +74,17 @@ def run_simulate(config: SimulateConfig) -> int:
     for path in (config.json_path, config.trace_path):
         if path is not None and str(path) != "-":
             check_writable(Path(path))
-    watch = Watch(timer=time.perf_counter, spans=config.trace_path is not None)
+    watch = Watch(timer=time.thread_time, spans=config.trace_path is not None)
     sim = Simulation(cluster, watch)
     began_s = time.perf_counter()
     reason = ""
+    gc.disable()  # it would look through simulated ranks, which no coordinator holds
     try:
         history = sim.run()
     except DeadlockError as error:
         history, reason = sim.history, str(error).splitlines()[0]
+    finally:
+        gc.enable()
     took_s = time.perf_counter() - began_s
     for rank, abort in sorted(history.aborts.items()):
         if not sim.is_turned_away(rank):

@@ -356,12 +356,17 @@ class WindowPolicy(Policy):
         if not running.is_done or state.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
-        state.ledger.commit()
         if not self._may_defer:
+            state.ledger.commit()
             return self._committed(done, now_s)
-        outcome = self._outcome([], iter((None,)))
+        outcome = self._outcome([], self._commit())
         outcome.then = partial(self._committed, done, now_s)
         return outcome
+
+    def _commit(self) -> Steps:
+        yield None
+        self._state.ledger.commit()
+        yield None
 
     def _committed(self, done: Reduction, now_s: float) -> Outcome:
         """A window is committed: what it brought, and what waited for that."""
@@ -401,6 +406,7 @@ class WindowPolicy(Policy):
         return close_idle(state, state.members)
 
     def _end_epoch(self, now_s: float) -> Steps:
+        yield None
         state = self._state
         plan = state.plans.to_text()
         yield None

@@ -58,7 +58,7 @@ class WindowState:
         self.progress_samples = 0
         self._planned_samples = 0
         self.copies = CopySamples()
-        self.book = WindowBook(self.members, first_window)
+        self.book = WindowBook((), first_window)
         self._notes: list[str] = []
         self.reset(BatchSizes(()), 0, 0.0)
 

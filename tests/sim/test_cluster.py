@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elche.errors import ConfigError
-from elche.sim.cluster import Device, Link, LinkChange
+from elche.schedule.link_efficiency import LINK_EFFICIENCY
+from elche.schedule.planning.profile import LinkProfile
+from elche.sim.cluster import Cluster, Device, Link, LinkChange, SimulatedRun
 from elche.sim.cluster_file import read_cluster
+from elche.sim.simulation import Simulation
 
 GOOD: dict[str, Any] = {
     "run": {
@@ -97,11 +101,20 @@ def test_a_file_is_read_with_its_defaults() -> None:
             r"\[\[device\]\] 0: spike_probability must be at most 1",
         ),
         ("link", None, "bytes_per_s", 0, r"\[link\]: bytes_per_s must be finite and"),
+        ("link", None, "efficiency", 1.3, r"\[link\]: efficiency must be above 0 and"),
+        ("link", None, "efficiency", 0, r"\[link\]: efficiency must be above 0 and"),
+        (
+            "device",
+            0,
+            "curve",
+            [[1, 0.1], [2, 0.2]],
+            r"0: say one of seconds_per_sample",
+        ),
         ("link_change", 0, "bytes_per_s", "x", r"\[\[link_change\]\] 0: bytes_per_s"),
         ("fault", 0, "kill_rank", 9, r"\[\[fault\]\] 0: there is no rank 9"),
         ("fault", 0, "join", 0, r"\[\[fault\]\] 0: say exactly one of"),
         ("fault", 1, "join", 2, r"\[\[fault\]\] 1: join = 2 names no"),
-        ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: the key 'seconds"),
+        ("fault", 2, "join", {"count": 1}, r"\[\[fault\]\] 2, join: say one of"),
         ("fault", 0, "at_s", float("nan"), r"\[\[fault\]\] 0: at_s must be finite"),
     ],
 )
@@ -121,7 +134,10 @@ def test_a_mistake_is_named_with_its_table(
         ({**GOOD, "devices": []}, r"unknown table 'devices'"),
         ({**GOOD, "run": {"epochs": 1}}, r"\[run\]: the key 'samples' is missing"),
         ({**GOOD, "link": 3}, r"\[link\]: expected a table, got 3"),
-        ({**GOOD, "device": [{"count": 2}]}, r"\[\[device\]\] 0: the key 'seconds_per"),
+        (
+            {**GOOD, "device": [{"count": 2}]},
+            r"\[\[device\]\] 0: say one of seconds_per",
+        ),
     ],
 )
 def test_a_file_without_the_needed_tables_is_refused(
@@ -137,8 +153,71 @@ def test_a_changed_link_must_say_what_changes() -> None:
 
 
 def test_what_a_reduction_costs() -> None:
-    link = Link(latency_s=0.001, bytes_per_s=1e6)
+    link = Link(latency_s=0.001, bytes_per_s=2e6, efficiency=0.5)
     assert link.reduce_s(1e6, 1) == 0.0
     assert link.reduce_s(1e6, 2) == pytest.approx(0.002 + 1.0)
     assert link.reduce_s(1e6, 5) == pytest.approx(0.006 + 1.6)
     assert link.broadcast_s(1e6, 5) == pytest.approx(0.003 + 1.0)
+
+
+def test_the_efficiency_of_links_is_the_same_everywhere() -> None:
+    assert Link().efficiency == LinkProfile().efficiency == LINK_EFFICIENCY
+    sold = Link(latency_s=0.0, bytes_per_s=1e6)
+    measured = Link(latency_s=0.0, bytes_per_s=1e6 * LINK_EFFICIENCY, efficiency=1.0)
+    assert sold.reduce_s(1e6, 3) == pytest.approx(measured.reduce_s(1e6, 3))
+    changed = Cluster(
+        run=SimulatedRun(samples=1),
+        devices=(Device(seconds_per_sample=1.0),),
+        link=replace(sold, efficiency=0.9),
+        link_changes=(LinkChange(at_s=1.0, bytes_per_s=5e5),),
+    )
+    assert changed.link_at(2.0).efficiency == 0.9
+
+
+def with_curve(curve: Any, **more: Any) -> dict[str, Any]:
+    return {"run": {"samples": 8}, "device": [{"curve": curve, **more}]}
+
+
+def test_a_curve_is_straight_between_its_points_and_goes_on_at_its_end() -> None:
+    raw = with_curve([[2, 0.1], [4, 0.1], [8, 0.3]])
+    [device] = read_cluster(raw).devices
+    times_s = [device.compute_s(samples) for samples in (1, 2, 3, 4, 6, 8, 16)]
+    assert times_s == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.2, 0.3, 0.7])
+    assert device.mean_batch_s(6) == pytest.approx(0.2)
+    steep = Device(curve=((4, 0.1), (8, 0.4)))  # its line is negative at 1
+    assert steep.compute_s(1) == pytest.approx(0.025)
+
+
+def test_a_run_takes_as_long_as_its_curve_says() -> None:
+    cluster = read_cluster(
+        {
+            "run": {"samples": 80, "batch_size": 8, "policy": "sync"},
+            "device": [{"curve": [[1, 0.01], [4, 0.05], [16, 0.29]]}],
+        }
+    )
+    history = Simulation(cluster).run()
+    assert history.ranks[0].compute_s == pytest.approx(10 * 0.13)
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        (3, "curve must be a list of .samples, seconds., got 3"),
+        ([[1, 0.1], [2]], "curve must be a list of .samples, seconds."),
+        ([[1, 0.1], [2, "x"]], "curve must be a list of .samples, seconds."),
+        ([[1, 0.1]], "curve needs at least two points, got 1"),
+        ([[1, 0.1], [2, 0.0]], r"finite and positive, got \[2, 0.0\]"),
+        ([[1, 0.1], [2, float("inf")]], r"finite and positive, got \[2, inf\]"),
+        ([[4, 0.1], [2, 0.2]], "curve must be sorted by samples, got 2 after 4"),
+        ([[2, 0.1], [2, 0.2]], "curve must be sorted by samples, got 2 after 2"),
+        ([[1, 0.2], [2, 0.1]], "curve must not fall at its end"),
+    ],
+)
+def test_a_wrong_curve_is_named(curve: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[\[device\]\] 0: .*{said}"):
+        read_cluster(with_curve(curve))
+
+
+def test_a_curve_holds_the_fixed_time() -> None:
+    with pytest.raises(ConfigError, match="no seconds_per_batch"):
+        read_cluster(with_curve([[1, 0.1], [2, 0.2]], seconds_per_batch=0.1))

@@ -10,8 +10,8 @@ from elche.errors import ConfigError
 
 LINK_EFFICIENCY = 0.8
 """Default where a rate is declared: reductions behind links shaped to 10 and 100 Mbit/s
-take 1.1 to 1.6 times what their bytes ask for (docs/benchmarks.md, "Behind a slow
-link").
+take 1.1 to 1.4 times what their bytes ask for, if the cores keep up
+(docs/benchmarks.md, "Behind a slow link").
 """
 
 

@@ -321,7 +321,7 @@ def told_of_an_epoch(world_size: int) -> tuple[list[MetricsReported], list[EndEp
         )
         totals.add(0, report)
     totals.close_window(0, 10.0, reader=0, sync_s=0.5)
-    told = totals.end_epoch(range(world_size), 20.0, anchor=3, plan="a plan")
+    told = [*totals.end_epoch(range(world_size), 20.0, anchor=3, plan="a plan")]
     metrics = [one for one in told if isinstance(one, MetricsReported)]
     ends = [one for one in told if isinstance(one, EndEpoch)]
     assert [one.rank for one in metrics] == [one.rank for one in ends]

@@ -65,7 +65,7 @@ def test_drifts_weigh_what_ranks_say(said: list[tuple[int, float]], kind: str) -
     windows = WindowConfig(drift_weights=kind)
     planner = ReductionPlanner(RunConfig(policy="cadence", windows=windows), None)
     settings = planner.settings(parts, 1000, 10)
-    plans = planner.plan(parts, settings, 0, Reduction(0, parts))
+    plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
     assert [plan.weight > 0.0 for plan in plans] == [count > 0.0 for count in counts]
     assert {plan.active_ranks for plan in plans} == {sum(c > 0.0 for c in counts)}
     assert (settings["outer"] == "average") == (not any(counts))
@@ -175,6 +175,6 @@ def test_who_holds_other_optimizer_state_is_told_where_it_is_averaged(
         part.closed = dataclasses.replace(part.closed, state=layout)
     planner = ReductionPlanner(RunConfig(policy="cadence", **nested(options)), None)
     settings = planner.settings(parts, 1000, 10)
-    plans = planner.plan(parts, settings, 0, Reduction(0, parts))
+    plans = [*planner.plan(parts, settings, 0, Reduction(0, parts))]
     assert {plan.state_apart for plan in plans} == {apart}
     assert settings["include_state"] == (layouts == ("a", "a", "a"))

@@ -170,7 +170,7 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out(
     )
     options = {"windows": {"local_batch_size": local}}
     cluster = cluster_of(1.0, sync_batches=1.0, epochs=4, options=options)
-    link = Link(latency_s=1e-4, bytes_per_s=2e9)
+    link = Link(latency_s=1e-4, bytes_per_s=2e9, efficiency=1.0)
     report = run(replace(cluster, devices=(device,), link=link))
     assert policies(report)[-1] == policy
     assert policy == "sync" or report.phases[0].seconds < 1.5

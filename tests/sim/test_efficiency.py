@@ -204,7 +204,7 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     policy: str,
 ) -> None:
     """Neither a rank out of leases nor one left out waits at the windows' cost."""
-    link = Link(latency_s=0.002, bytes_per_s=125e6)
+    link = Link(latency_s=0.002, bytes_per_s=125e6, efficiency=1.0)
     slow = Device(seconds_per_sample=0.0119)
     cluster = Cluster(
         run=SimulatedRun(

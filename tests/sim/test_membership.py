@@ -49,7 +49,7 @@ def cluster_of(policy: str, *faults: Fault, **changes: object) -> Cluster:
     return Cluster(
         run=replace(run, **changes),  # type: ignore[arg-type]
         devices=(DEVICE,),
-        link=Link(latency_s=0.001, bytes_per_s=1e8),
+        link=Link(latency_s=0.001, bytes_per_s=1e8, efficiency=1.0),
         faults=faults,
     )
 
@@ -265,6 +265,6 @@ def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
         Fault(at_s=at_s, join=0),
         options={"windows": {"anchor": 5, "local_batch_size": 8}},
     )
-    slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7))
+    slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7, efficiency=1.0))
     sim = simulate(slow)
     assert not sim.history.aborts

@@ -192,9 +192,13 @@ def append_range(ranges: deque[Range] | list[Range], part: Range) -> None:
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same batches as few ranges, in order."""
     parts: list[Range] = []
-    for part in sorted(ranges):
-        append_range(parts, part)
-    return parts
+    first = last = -1
+    for start, stop in sorted(ranges):
+        if start != last:
+            parts.append((first, last))
+            first = start
+        last = stop
+    return [*parts[1:], (first, last)] if parts else []
 
 
 def named(ranges: Iterable[Range]) -> str:

@@ -282,9 +282,7 @@ class EpochLedger:
             parts.extend(holding.staged)
             holding.staged.clear()
             holding.staged_samples = 0
-        self._committed = []
-        for part in sorted(parts):
-            append_range(self._committed, part)
+        self._committed = joined(parts)
         for holder in self._gone:
             del self._holdings[holder]
         self._gone.clear()

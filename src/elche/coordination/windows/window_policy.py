@@ -356,30 +356,35 @@ class WindowPolicy(Policy):
         if not running.is_done or state.is_paused:
             return self._outcome([])
         done = state.reductions.commit()
-        if not self._may_defer:
-            state.ledger.commit()
-            return self._committed(done, now_s)
-        outcome = self._outcome([], self._commit())
-        outcome.then = partial(self._committed, done, now_s)
-        return outcome
+        outcome = self._outcome([], self._commit(done, now_s))
+        if self._may_defer:
+            outcome.then = partial(self._committed, done, now_s)
+            return outcome
+        more = self._committed(done, now_s)
+        more.instructions[:0] = outcome.instructions
+        more.notes[:0] = outcome.notes
+        return more
 
-    def _commit(self) -> Steps:
+    def _commit(self, done: Reduction, now_s: float) -> Steps:
+        """All ranks hold the result: its batches are committed; what it brought."""
+        state = self._state
         yield None
-        self._state.ledger.commit()
+        state.ledger.commit()
         yield None
+        if not done.is_handover:
+            reader = min(state.members)
+            yield state.totals.close_window(done.window, now_s, reader, done.sync_s)
+            yield None
 
     def _committed(self, done: Reduction, now_s: float) -> Outcome:
-        """A window is committed: what it brought, and what waited for that."""
+        """What waited for a window to be committed."""
         state = self._state
         if done.is_handover:
             state.count_anew()
             opened = [*open_windows(state, state.reductions.take_joined())]
             opened += lease(state, sorted(state.members), now_s)
             return self._outcome(opened)
-        reader = min(state.members)
-        told: list[Instruction] = [
-            state.totals.close_window(done.window, now_s, reader, done.sync_s)
-        ]
+        told: list[Instruction] = []
         parts, unpaced = state.reductions.parts.items(), state.idle | done.diverged
         active = [p.batches for r, p in parts if p.batches and r not in unpaced]
         if not state.plans.is_followed:

@@ -26,7 +26,7 @@ those are slow), and each batch that is held when a rank is suddenly slow waits 
 LOOKAHEAD_PER_RANK_S = 1e-3
 MAX_AHEAD = 64
 SLICE_RANKS = 1024
-"""First leases are dealt out to so many ranks at once."""
+"""Leases for many ranks are granted to so many at once."""
 STALE_ENTRIES = 4
 """So many entries per rank may be kept, most of them out of date."""
 

@@ -12,6 +12,7 @@ from elche.coordination.protocol.instructions import (
     OpenWindow,
     Permit,
 )
+from elche.coordination.windows.leasing import SLICE_RANKS
 from elche.coordination.windows.window_book import PartPhase
 from elche.coordination.windows.window_state import WindowState
 
@@ -35,7 +36,10 @@ def next_window(state: WindowState, now_s: float) -> Steps:
     yield None
     yield from open_windows(state, state.book.unopened())
     yield from permits(state)
-    yield from lease(state, sorted(state.leasing.hungry), now_s)
+    hungry = sorted(state.leasing.hungry)
+    for at in range(0, max(1, len(hungry)), SLICE_RANKS):
+        yield None
+        yield from lease(state, hungry[at : at + SLICE_RANKS], now_s)
     yield None
     yield from close_idle(state, state.members)
 

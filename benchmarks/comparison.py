@@ -93,14 +93,14 @@ def random_cluster(seed: int, most_batches: int = 6000) -> Cluster:
     speeds = [1.0, *(_log_uniform(draw, 0.1, 1.0) for _ in others)]
     draw.shuffle(speeds)
     batches = round(_log_uniform(draw, 200, most_batches))
-    epochs = draw.randint(1, 10)
+    epochs = draw.randint(1, 3)
     return Cluster(
         run=SimulatedRun(
             policy="auto",
             samples=math.ceil(batches / epochs) * batch_size,
             epochs=epochs,
             batch_size=batch_size,
-            model_bytes=_log_uniform(draw, 4e5, 4e8),
+            model_bytes=_log_uniform(draw, 4e5, 4e7),
             seed=seed,
         ),
         devices=tuple(
@@ -108,7 +108,7 @@ def random_cluster(seed: int, most_batches: int = 6000) -> Cluster:
                 seconds_per_sample=(1.0 - fixed) * fast_s / speed / batch_size,
                 seconds_per_batch=fixed * fast_s / speed,
                 jitter=jitter,
-                first_batch_s=first_batches * fast_s / speed,
+                first_batch_s=first_batches * fast_s,
             )
             for speed in speeds
         ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.goodput import predict
 from elche.coordination.auto.auto_gauge import Gauge
 
 USUAL_EPOCHS = 10
@@ -24,15 +25,18 @@ class MeasuredChoice:
     Attributes:
         gauge: what measures.
         now: the choice as it is now.
+        gain: the first choice's predicted goodput over that of ``sync`` of all ranks.
         averages_gradients: the update rule, which the first choice fixes: gradients of
-            every step, or parameters after windows.
+            every step, or parameters after windows. One device alone takes steps.
     """
 
     def __init__(self, gauge: Gauge, chooser: Chooser, batch_size: int) -> None:
         self.gauge = gauge
         self._chooser = chooser
-        self.now: Choice = chooser.observe(gauge.cluster(batch_size))
-        self.averages_gradients = not self.wants_windows
+        cluster = gauge.cluster(batch_size)
+        self.now: Choice = chooser.observe(cluster)
+        self.gain = self.now.prediction.goodput / predict("sync", cluster).goodput
+        self.averages_gradients = self.now.is_alone or not self.wants_windows
 
     @property
     def wants_windows(self) -> bool:

@@ -26,6 +26,9 @@ SPREAD = 1.25
 MAX_EXPLORING_COST = 3.0
 """How much longer than another step one may take in which half of the ranks rest."""
 KEPT_REPORTS = 64
+FIXED_PRIOR = 0.5
+"""Part of a step of an equal share that counts as fixed where no rank has run two
+sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 LEAST_S = 1e-9
@@ -46,26 +49,44 @@ class _Costs:
         """Expected when the costs were learned."""
         return self.fixed_s + samples * self.sample_s
 
-    def learn(self) -> None:
-        """Medians of the small and of the large steps show both costs.
+    @property
+    def has_spread(self) -> bool:
+        """Whether steps of different sizes were run."""
+        sizes = [samples for samples, _, _ in self.steps]
+        return bool(sizes) and max(sizes) >= SPREAD * min(sizes)
 
-        Without steps of different sizes all of a step counts as that of its samples.
+    def learn(self) -> None:
+        """Fits both costs by least squares of relative errors.
+
+        So one slow step (compilation, a spike) weighs little. Without steps of
+        different sizes all of a step counts as that of its samples.
         """
         if not self.steps:
             return
-        sizes = [samples for samples, _, _ in self.steps]
-        middle = math.sqrt(min(sizes) * max(sizes))
-        small = [step for step in self.steps if step[0] <= middle]
-        large = [step for step in self.steps if step[0] > middle]
-        samples, step_s = _typical(large or small)
+        weights = [steps / step_s**2 for _, step_s, steps in self.steps]
+        total = sum(weights)
+        parts = [weight / total for weight in weights]
+        samples = sum(w * s[0] for w, s in zip(parts, self.steps, strict=True))
+        step_s = sum(w * s[1] for w, s in zip(parts, self.steps, strict=True))
         self.sample_s, self.fixed_s = step_s / samples, 0.0
-        if large and max(sizes) >= SPREAD * min(sizes):
-            fewer, less_s = _typical(small)
-            slope_s = (step_s - less_s) / (samples - fewer)
+        if self.has_spread:
+            pairs = [
+                (w, n - samples, s)
+                for w, (n, s, _) in zip(parts, self.steps, strict=True)
+            ]
+            slope_s = sum(w * more * s for w, more, s in pairs)
+            slope_s /= sum(w * more * more for w, more, _ in pairs)
             slope_s = min(max(slope_s, LEAST_S * step_s), self.sample_s)
             # Rounding must not leave less than nothing.
             self.sample_s, self.fixed_s = slope_s, max(0.0, step_s - samples * slope_s)
         self.factor = 1.0
+
+    def assume(self, fixed_samples: float) -> None:
+        """Of each step so many samples' time is fixed, as on other ranks."""
+        if self.steps and not self.has_spread:
+            samples = self.steps[0][0]
+            self.sample_s *= samples / (samples + fixed_samples)
+            self.fixed_s = fixed_samples * self.sample_s
 
     def deviations(self) -> list[float]:
         """Of single steps from what steps of their size take, relative to that."""
@@ -243,6 +264,7 @@ class Gauge:
         for costs in self._ranks:
             costs.learn()
             costs.spent_s = costs.expected_s = 0.0
+        self._assume_fixed()
         deviations = [d for costs in self._ranks for d in costs.deviations()]
         if deviations:
             self._jitter = MAD_TO_SIGMA * median(deviations)
@@ -252,6 +274,14 @@ class Gauge:
             self.sync_s = max(probe_s, shown_s, LEAST_S)
             self._hidden = min(1.0 - shown_s / self.sync_s, MOST_HIDDEN)
         self._exposed_s.clear()
+
+    def _assume_fixed(self) -> None:
+        """What is fixed of steps of ranks that have run one size: as of the others."""
+        known = [c.fixed_s / c.sample_s for c in self._ranks if c.has_spread]
+        sizes = [step[0] for costs in self._ranks for step in costs.steps]
+        prior = FIXED_PRIOR / (1.0 - FIXED_PRIOR) * median(sizes) if sizes else 0.0
+        for costs in self._ranks:
+            costs.assume(median(known) if known else prior)
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
@@ -297,9 +327,3 @@ class Gauge:
             min_share_samples=self._few,
             run_batches=self._run_batches,
         )
-
-
-def _typical(steps: Sequence[tuple[int, float, int]]) -> tuple[float, float]:
-    """The median size, and the median time of a step."""
-    samples = float(median(samples for samples, _, _ in steps))
-    return samples, median(step_s for _, step_s, _ in steps)

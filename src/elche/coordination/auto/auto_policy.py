@@ -93,7 +93,7 @@ class AutoPolicy(Policy):
         self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._calibration = Calibration(
-            self._gauge, self._switch.sync, self._new_chooser, self._ahead_steps
+            self._gauge, self._switch.sync, self._new_chooser
         )
         self._choice: MeasuredChoice | None = None
         self._trials = Trials()
@@ -261,11 +261,13 @@ class AutoPolicy(Policy):
         if not reports:
             return
         if self._phase is _Phase.CALIBRATING:
-            self._choice = self._calibration.take(reports, self._batch_size)
+            self._choice = self._calibration.take(
+                reports, self._batch_size, self._length.batches
+            )
             if self._choice is not None:
                 self._gauge = self._choice.gauge
                 self._choice.begin()
-                self._switch.sync.spare(())
+                self._calibration.break_off()
                 self._announce(notice)
                 self._stay_or_leave()
             return
@@ -303,12 +305,17 @@ class AutoPolicy(Policy):
             self._stay_or_leave()
 
     def _stay_or_leave(self) -> None:
-        """Steps go on if they are the choice, else no more are granted."""
-        if self._chosen.wants_windows:
+        """Steps go on if they are the choice, else no more are granted.
+
+        Ranks that ``sync`` leaves out do not hold the model that windows begin with.
+        """
+        sync = self._switch.sync
+        if self._chosen.wants_windows and not sync.leaves_out:
             self._phase = _Phase.LEAVING
-            self._switch.sync.stop_granting()
-        else:
+            sync.stop_granting()
+        elif self._phase is not _Phase.STEPS:
             self._phase = _Phase.STEPS
+            sync.leave_out()
 
     def _announce(self, notice: Outcome) -> None:
         """Reports the choice; windows pay less in short runs."""

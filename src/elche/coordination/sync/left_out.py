@@ -111,8 +111,11 @@ class LeftOutRanks:
         self._shares = shares
         is_fixed = debug.is_planned or debug.record is not None
         is_fixed |= config.shares == "fixed"  # columns stay on their rank
-        is_on = config.leave_out and config.policy == "sync" and len(members) > 1
-        self._phase = _Phase.MEASURING if is_on and not is_fixed else _Phase.OFF
+        is_on = config.leave_out and len(members) > 1
+        self._is_allowed = is_on and not is_fixed
+        self._phase = _Phase.OFF
+        if self._is_allowed and config.policy == "sync":
+            self._phase = _Phase.MEASURING
         self._unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
         self._chosen: _Exclusion | None = None
@@ -123,6 +126,11 @@ class LeftOutRanks:
         self._all_s = self._tried_at_s = self._trial_cost_s = 0.0
         self._announced: tuple[int, ...] = ()
         self._has_said_why = self._is_suspected = self._decides = False
+
+    def allow(self) -> None:
+        """Steps are the choice of ``auto``: from now on ranks may be left out."""
+        if self._is_allowed:
+            self._enter(_Phase.MEASURING)
 
     @property
     def is_leaving(self) -> bool:

@@ -220,6 +220,15 @@ class SyncPolicy(Policy):
         """
         self._is_single = wanted
 
+    def leave_out(self) -> None:
+        """Ranks without which steps are shorter may be left out from now on."""
+        self._left_out.allow()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some ranks are left out of steps, or about to be."""
+        return bool(self._left_out.ranks) or self._left_out.is_leaving
+
     def make_room(self, wanted: bool) -> list[Instruction]:
         """No steps are granted while somebody wants the ranks quiet."""
         was_wanted, self._makes_room = self._makes_room, wanted

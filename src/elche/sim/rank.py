@@ -31,7 +31,7 @@ LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 PROBES = 3
 FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
-PROBE_GROWTH = 4
+PROBE_GROWTH = 8
 LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
 """How a rank measures a reduction (`elche.comm.transport.probe`)."""
 
@@ -259,9 +259,11 @@ class Rank:
         self._probe_s = link.reduce_s(run.model_bytes, ranks)
         longest = min(run.model_bytes, MOST_PROBED_BYTES)
         probed = min(longest, FIRST_PROBED_BYTES)
-        while True:
+        while probed < longest:
             took_s = link.reduce_s(probed, ranks)
-            yield min(PROBES * took_s, max(took_s, MOST_PROBE_S))
-            if probed >= longest or took_s >= LONG_PROBE_S:
-                return
+            yield took_s
+            if took_s >= LONG_PROBE_S:
+                break
             probed = min(longest, PROBE_GROWTH * probed)
+        took_s = link.reduce_s(probed, ranks)
+        yield min(PROBES * took_s, max(took_s, MOST_PROBE_S))

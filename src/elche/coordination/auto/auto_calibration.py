@@ -4,7 +4,7 @@ Steps are granted one by one until the choice is made. The first one is not warm
 orders the ranks. Then either half of the ranks gets the least part in turn, so that all
 run small and large parts: equal ranks do not show what a batch costs however small.
 What these steps take longer than the fastest device alone is bounded by a part of the
-run; where the first one was that long already, on a slow link, it decides. Pure.
+run; where the first reduction was that long, on a slow link, it decides. Pure.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 
 MEASURING_COST = 0.01
 """Part of the run that measuring may take, beyond what one device would need for it."""
-EARLY_GAIN = 1.5
-"""What is better by this factor once all have run two sizes is chosen at once."""
-ROUNDS = 3
-"""Grants of the least part to either half of the ranks, before the choice at latest."""
+MOST_STEPS = 8
+"""Warm steps before the choice, at most."""
 
 
 @final
@@ -43,8 +41,6 @@ class Calibration:
         self._gauge = gauge
         self._sync = sync
         self._new_chooser = new_chooser
-        self._sparing: list[tuple[int, ...]] = []
-        self._left: list[tuple[int, ...]] = []
         self._probe_s = 0.0
         self._lost_s = 0.0
 
@@ -54,7 +50,7 @@ class Calibration:
         self._sync.grant_singly(True)
 
     def break_off(self) -> None:
-        """No choice will be made, or it is made: steps are shared among all again."""
+        """The choice is made, or none will be: steps are shared among all again."""
         self._sync.grant_again()
         self._sync.grant_singly(False)
         self._sync.spare(())
@@ -70,25 +66,31 @@ class Calibration:
             run_steps: global batches of the whole run.
         """
         gauge = self._gauge
-        is_warm = gauge.took_steps(reports)
-        known = gauge if is_warm else gauge.quick_gauge(reports, self._probe_s)
-        if not self._sparing:
-            known.learn(self._probe_s)
-            halves = known.halves(range(len(reports)), batch_size)
-            self._sparing = halves if len(halves) > 1 else [(), *halves]
-            self._left = self._sparing * ROUNDS
-        rounds = ROUNDS - len(self._left) / len(self._sparing)
+        gauge.took_steps(reports)
+        steps = gauge.measurements
+        known = gauge if steps else gauge.quick_gauge(reports, self._probe_s)
         known.learn(self._probe_s)
-        cluster = known.cluster(batch_size)
-        alone_s = Fleet(cluster).predict("sync", 1).window_s
-        step_s = max(report.busy_s + report.sync_wait_s for report in reports)
-        shown_s = min(report.sync_wait_s for report in reports)
-        self._lost_s += step_s - alone_s if is_warm else shown_s
+        alone_s = Fleet(known.cluster(batch_size)).predict("sync", 1).window_s
         most_s = MEASURING_COST * run_steps * alone_s
-        is_over = self._lost_s + max(0.0, step_s - alone_s) > most_s
-        if is_over or rounds >= 1.0 or not self._left:
-            found = MeasuredChoice(known, self._new_chooser(), batch_size)
-            if is_over or not self._left or found.gain >= EARLY_GAIN:
-                return found
-        self._sync.spare(self._left.pop(0))
+        shown_s = min(report.sync_wait_s for report in reports)
+        busy_s = [report.busy_s for report in reports]
+        # What is compiled in the first step, one device would compile as well.
+        usual_s = alone_s if steps else min(busy_s)
+        self._lost_s += max(busy_s) + shown_s - usual_s
+        spared = self._affordable(known, batch_size, most_s + alone_s - shown_s)
+        if steps == 0 and shown_s <= most_s:
+            spared = spared or known.halves(batch_size)[0]
+        if spared is None or steps >= MOST_STEPS:
+            return MeasuredChoice(known, self._new_chooser(), batch_size)
+        self._sync.spare(spared)
+        return None
+
+    def _affordable(
+        self, known: Gauge, batch_size: int, most_s: float
+    ) -> tuple[int, ...] | None:
+        """Ranks that get the least part of the next step; None: it would be too long."""
+        halves = known.halves(batch_size)
+        for spared in (halves[self._gauge.measurements % 2], ()):
+            if self._lost_s + known.step_s(batch_size, spared) <= most_s:
+                return spared
         return None

@@ -23,12 +23,11 @@ MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be distinguished from the rest of a step."""
 SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
-MAX_EXPLORING_COST = 3.0
-"""How much longer than another step one may take in which half of the ranks rest."""
+ALIKE = 0.25
+"""Relative deviation up to which steps show no other fixed part than other ranks'."""
 KEPT_REPORTS = 64
-FIXED_PRIOR = 0.5
-"""Part of a step of an equal share that counts as fixed where no rank has run two
-sizes."""
+FIXED_PRIOR = 0.75
+"""Part of a rank's steps that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 LEAST_S = 1e-9
@@ -82,11 +81,17 @@ class _Costs:
         self.factor = 1.0
 
     def assume(self, fixed_samples: float) -> None:
-        """Of each step so many samples' time is fixed, as on other ranks."""
-        if self.steps and not self.has_spread:
-            samples = self.steps[0][0]
-            self.sample_s *= samples / (samples + fixed_samples)
-            self.fixed_s = fixed_samples * self.sample_s
+        """So many samples' time of each step is fixed, as on other ranks.
+
+        Unless steps of this rank show that it is not: few that jitter show nothing.
+        """
+        if not self.steps:
+            return
+        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
+        if self.has_spread and max(costs) > (1.0 + ALIKE) * min(costs):
+            return
+        self.sample_s = median(costs)
+        self.fixed_s = fixed_samples * self.sample_s
 
     def deviations(self) -> list[float]:
         """Of single steps from what steps of their size take, relative to that."""
@@ -244,16 +249,18 @@ class Gauge:
         other.learn(probe_s)
         return other
 
-    def halves(self, ranks: Iterable[int], samples: int) -> list[tuple[int, ...]]:
-        """Either half of the ranks, if the other can do the steps without it."""
-        ordered = sorted(ranks, key=lambda rank: self.batch_s(rank, samples))
-        speed = {rank: 1.0 / self.batch_s(rank, samples) for rank in ordered}
-        found: list[tuple[int, ...]] = []
-        for half in (ordered[1::2], ordered[0::2]):
-            rest = sum(speed[rank] for rank in ordered if rank not in half)
-            if rest * MAX_EXPLORING_COST >= sum(speed.values()):
-                found.append(tuple(half))
-        return found
+    def halves(self, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The slower half of the ranks, and the faster one."""
+        ranks = range(len(self._ranks))
+        ordered = sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))
+        middle = len(ordered) // 2
+        return tuple(ordered[:middle]), tuple(ordered[middle:])
+
+    def step_s(self, samples: int, spared: Collection[int]) -> float:
+        """About what a step takes in which these ranks get the least part."""
+        ranks = range(len(self._ranks))
+        rates = [1.0 / self.batch_s(r, samples) for r in ranks if r not in spared]
+        return max(1.0 / sum(rates), *(self.batch_s(r, self._few) for r in ranks))
 
     def learn(self, probe_s: float) -> None:
         """Learns the ranks' costs, and how much of a reduction hides under backward.
@@ -276,12 +283,17 @@ class Gauge:
         self._exposed_s.clear()
 
     def _assume_fixed(self) -> None:
-        """What is fixed of steps of ranks that have run one size: as of the others."""
+        """What is fixed of steps of ranks that have run one size: as of the others.
+
+        Where nobody has, much of each step: then no few samples make a rank look fast,
+        and many do not make one device look slow beside all of them.
+        """
         known = [c.fixed_s / c.sample_s for c in self._ranks if c.has_spread]
-        sizes = [step[0] for costs in self._ranks for step in costs.steps]
-        prior = FIXED_PRIOR / (1.0 - FIXED_PRIOR) * median(sizes) if sizes else 0.0
         for costs in self._ranks:
-            costs.assume(median(known) if known else prior)
+            if known:
+                costs.assume(median(known))
+            elif costs.steps:
+                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""

@@ -396,7 +396,7 @@ class SyncPolicy(Policy):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         left_out = self._left_out
         is_single = self._is_single or self._guesses or left_out.is_trying
-        steps = 1 if left_out.is_trying else steps
+        steps = 1 if left_out.is_trying or self._is_single else steps
         holds = self._is_stopping or self._makes_room or self._is_paused
         holds |= self._is_cut
         while self._ledger.pooled and not (holds or left_out.is_leaving):

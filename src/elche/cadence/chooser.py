@@ -34,7 +34,7 @@ JITTER = 1.1 / 0.9
 BELOW_ONE_GAIN = 0.02
 """Gain for which a run leaves a choice that is slower than the fastest device, if it
 can come back."""
-OTHER_DEVICE_GAIN = 0.5
+OTHER_DEVICE_GAIN = 0.25
 """The same for another device alone: what a whole batch takes it was extrapolated."""
 ROUNDING = 1e-9
 NAMED_RANKS = 4

@@ -147,11 +147,16 @@ class Gauge:
         self._run_batches = run_batches
         self._grants.clear()
 
-    def reported(self, event: StepsDone) -> list[StepsDone]:
-        """A rank has run a grant; the last one of them gets the reports of all."""
+    def reported(self, event: StepsDone, left_out: int = 0) -> list[StepsDone]:
+        """A rank has run a grant; the last one of them gets the reports of all.
+
+        Args:
+            event: a rank's report.
+            left_out: so many ranks take no part in steps.
+        """
         reports = self._grants.setdefault(event.start, {})
         reports[event.rank] = event
-        if len(reports) < len(self._ranks):
+        if len(reports) < len(self._ranks) - left_out:
             return []
         del self._grants[event.start]
         return [reports[rank] for rank in sorted(reports)]
@@ -168,8 +173,9 @@ class Gauge:
         if not all(report.warm for report in reports):
             return False
         steps = reports[0].stop - reports[0].start
-        for rank, report in enumerate(reports):
-            samples, costs = report.samples // steps or self._few, self._ranks[rank]
+        for report in reports:
+            costs = self._ranks[report.rank]
+            samples = report.samples // steps or self._few
             if not self._is_learned:
                 costs.steps.append((samples, report.busy_s / steps, steps))
             costs.spent_s += report.busy_s

@@ -56,6 +56,8 @@ class _Phase(Enum):
     the choice is, or is still, ``sync``          CALIBRATING, TRIAL      STEPS
     the choice is windows                         CALIBRATING             LEAVING
     the choice is one rank alone                  STEPS, TRIAL            LEAVING
+    that, and some are left out of the steps:
+    an epoch begins                               STEPS                   ALONE
     granted steps are done, or an epoch begins:
     parameters are averaged                       LEAVING                 WINDOWS
     one rank trains in place of ``sync``          LEAVING                 ALONE
@@ -174,7 +176,11 @@ class AutoPolicy(Policy):
         is_outdated = windows is not None and windows.is_outdated_by(self._chosen.now)
         if phase is _Phase.CALIBRATING:
             self._calibration.prepare(sync_s)
-        elif phase is _Phase.LEAVING or (phase is _Phase.WINDOWS and is_outdated):
+        elif (
+            phase is _Phase.LEAVING
+            or (phase is _Phase.WINDOWS and is_outdated)
+            or (phase is _Phase.STEPS and self._chosen.wants_windows)
+        ):
             self._begin_windows()
         # In steps ranks must do the same, so their optimizers must be the same.
         elif phase is _Phase.ALONE and alike and (is_outdated or self._is_trial_due):
@@ -257,7 +263,8 @@ class AutoPolicy(Policy):
         """Measures steps before ``sync`` grants more of them."""
         if self._phase not in (_Phase.CALIBRATING, _Phase.STEPS, _Phase.TRIAL):
             return
-        reports = self._gauge.reported(event)
+        left_out = len(self._switch.sync.left_out)
+        reports = self._gauge.reported(event, left_out)
         if not reports:
             return
         if self._phase is _Phase.CALIBRATING:

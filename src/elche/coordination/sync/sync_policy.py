@@ -227,7 +227,12 @@ class SyncPolicy(Policy):
     @property
     def leaves_out(self) -> bool:
         """Whether some ranks are left out of steps, or about to be."""
-        return bool(self._left_out.ranks) or self._left_out.is_leaving
+        return bool(self.left_out) or self._left_out.is_leaving
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks that take no part in steps now."""
+        return self._left_out.ranks
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """No steps are granted while somebody wants the ranks quiet."""

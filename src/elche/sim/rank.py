@@ -118,6 +118,8 @@ class Rank:
                 begin = yield from self._begin(epoch)
                 self.history.wait(self.rank, START, began_s, self.now_s)
                 epoch = begin.epoch
+                if begin.policy != "sync":
+                    self.left_out = frozenset()
                 self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
                 yield from self._epoch_of(self, begin)
                 epoch += 1

@@ -1,8 +1,9 @@
 """``auto``: calibration, from a run's first steps to its first choice.
 
-Steps are granted one by one until the choice is made. The first one is not warm: it only
-orders the ranks. Then either half of the ranks gets the least part in turn, so that all
-run small and large parts: equal ranks do not show what a batch costs however small.
+Steps are granted one by one until the choice is made. The first one is not warm, and tells
+little; one of equal parts follows. Then the slower and the faster half of the ranks get
+the least part in turn, so that all run small and large parts: equal ones do not show what
+a batch costs however small.
 What these steps take longer than the fastest device alone is bounded by a part of the
 run; where the first reduction was that long, on a slow link, it decides. Pure.
 """
@@ -21,6 +22,8 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 
 MEASURING_COST = 0.01
 """Part of the run that measuring may take, beyond what one device would need for it."""
+LEAST_STEPS = 2
+"""Warm steps that a choice needs, if their reductions are no longer than that."""
 MOST_STEPS = 8
 """Warm steps before the choice, at most."""
 
@@ -78,19 +81,23 @@ class Calibration:
         usual_s = alone_s if steps else min(busy_s)
         self._lost_s += max(busy_s) + shown_s - usual_s
         spared = self._affordable(known, batch_size, most_s + alone_s - shown_s)
-        if steps == 0 and shown_s <= most_s:
-            spared = spared or known.halves(batch_size)[0]
+        if spared is None and steps < LEAST_STEPS and shown_s <= most_s:
+            spared = known.halves(batch_size)[0] if steps else ()
         if spared is None or steps >= MOST_STEPS:
-            return MeasuredChoice(known, self._new_chooser(), batch_size)
-        self._sync.spare(spared)
+            found = MeasuredChoice(known, self._new_chooser(), batch_size)
+            if found.wants_windows or steps >= MOST_STEPS:
+                return found
+        # Steps that are the choice by what is known cost nothing.
+        self._sync.spare(spared or ())
         return None
 
     def _affordable(
         self, known: Gauge, batch_size: int, most_s: float
     ) -> tuple[int, ...] | None:
         """Ranks that get the least part of the next step; None: it would be too long."""
-        halves = known.halves(batch_size)
-        for spared in (halves[self._gauge.measurements % 2], ()):
+        steps, halves = self._gauge.measurements, known.halves(batch_size)
+        first = halves[(steps - 1) % 2] if steps else ()
+        for spared in (first, ()):
             if self._lost_s + known.step_s(batch_size, spared) <= most_s:
                 return spared
         return None

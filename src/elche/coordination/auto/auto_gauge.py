@@ -25,6 +25,8 @@ SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
 ALIKE = 0.25
 """Relative deviation up to which steps show no other fixed part than other ranks'."""
+LEAST_SPREAD = 0.25
+"""And by this part of an equal share."""
 KEPT_REPORTS = 64
 FIXED_PRIOR = 0.75
 """Part of a rank's steps that counts as fixed where no rank has run two sizes."""
@@ -43,6 +45,7 @@ class _Costs:
     steps: list[tuple[int, float, int]] = field(default_factory=list)
     spent_s: float = 0.0
     expected_s: float = 0.0
+    equal: float = 0.0
 
     def step_s(self, samples: float) -> float:
         """Expected when the costs were learned."""
@@ -50,9 +53,11 @@ class _Costs:
 
     @property
     def has_spread(self) -> bool:
-        """Whether steps of different sizes were run."""
+        """Whether steps of sizes were run that differ enough to tell, in any jitter."""
         sizes = [samples for samples, _, _ in self.steps]
-        return bool(sizes) and max(sizes) >= SPREAD * min(sizes)
+        more = (SPREAD - 1.0) * min(sizes, default=0)
+        least = max(more, LEAST_SPREAD * self.equal)
+        return bool(sizes) and max(sizes) - min(sizes) >= least
 
     def learn(self) -> None:
         """Fits both costs by least squares of relative errors.
@@ -176,6 +181,7 @@ class Gauge:
         for report in reports:
             costs = self._ranks[report.rank]
             samples = report.samples // steps or self._few
+            costs.equal = sum(each.samples for each in reports) / steps / len(reports)
             if not self._is_learned:
                 costs.steps.append((samples, report.busy_s / steps, steps))
             costs.spent_s += report.busy_s

@@ -322,7 +322,7 @@ class AutoPolicy(Policy):
             sync.stop_granting()
         elif self._phase is not _Phase.STEPS:
             self._phase = _Phase.STEPS
-            sync.leave_out()
+            sync.leave_out(True)
 
     def _announce(self, notice: Outcome) -> None:
         """Reports the choice; windows pay less in short runs."""

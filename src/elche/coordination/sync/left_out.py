@@ -127,9 +127,12 @@ class LeftOutRanks:
         self._announced: tuple[int, ...] = ()
         self._has_said_why = self._is_suspected = self._decides = False
 
-    def allow(self) -> None:
-        """Steps are the choice of ``auto``: from now on ranks may be left out."""
-        if self._is_allowed:
+    def allow(self, wanted: bool) -> None:
+        """``auto`` chose steps, or left them; then all ranks take part in the next."""
+        if not wanted:
+            self.reset(self._members)
+            self._phase = _Phase.OFF
+        elif self._is_allowed and self._phase is _Phase.OFF:
             self._enter(_Phase.MEASURING)
 
     @property

@@ -161,7 +161,8 @@ class SyncPolicy(Policy):
             outcome.instructions += self._complete(self._grants.pop(), now_s)
         if self._left:
             return self._end_early(outcome, now_s)
-        if self._left_out.is_leaving and self.is_drained and self._ledger.pooled:
+        may_leave = self._left_out.is_leaving and not self._is_stopping
+        if may_leave and self.is_drained and self._ledger.pooled:
             outcome.instructions += self._left_out.leave(now_s)
             self._is_carried = False
         outcome.instructions += self._top_up()
@@ -220,9 +221,9 @@ class SyncPolicy(Policy):
         """
         self._is_single = wanted
 
-    def leave_out(self) -> None:
-        """Ranks without which steps are shorter may be left out from now on."""
-        self._left_out.allow()
+    def leave_out(self, wanted: bool) -> None:
+        """Whether ranks without which steps are shorter may be left out."""
+        self._left_out.allow(wanted)
 
     @property
     def leaves_out(self) -> bool:

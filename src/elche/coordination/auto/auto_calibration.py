@@ -85,7 +85,7 @@ class Calibration:
             spared = known.halves(batch_size)[0] if steps else ()
         if spared is None or steps >= MOST_STEPS:
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
-            if found.wants_windows or steps >= MOST_STEPS:
+            if found.wants_windows or steps >= LEAST_STEPS:
                 return found
         # Steps that are the choice by what is known cost nothing.
         self._sync.spare(spared or ())

@@ -21,6 +21,7 @@ from dataclasses import replace
 from enum import Enum
 
 from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.goodput import predict
 from elche.coordination.accounts.batch_ranges import (
     WHOLE_BATCHES,
     BatchCut,
@@ -276,7 +277,7 @@ class AutoPolicy(Policy):
                 self._choice.begin()
                 self._calibration.break_off()
                 self._announce(notice)
-                self._stay_or_leave()
+                self._stay_or_leave(notice)
             return
         is_due = self._gauge.took_steps(reports)
         if self._phase is _Phase.TRIAL:
@@ -309,9 +310,9 @@ class AutoPolicy(Policy):
             self._announce(notice)
         is_trial_over = self._phase is _Phase.TRIAL and not self._grants_left
         if self._phase is _Phase.STEPS or is_trial_over:
-            self._stay_or_leave()
+            self._stay_or_leave(notice)
 
-    def _stay_or_leave(self) -> None:
+    def _stay_or_leave(self, notice: Outcome) -> None:
         """Steps go on if they are the choice, else no more are granted.
 
         Ranks that ``sync`` leaves out do not hold the model that windows begin with.
@@ -322,7 +323,10 @@ class AutoPolicy(Policy):
             sync.stop_granting()
         elif self._phase is not _Phase.STEPS:
             self._phase = _Phase.STEPS
-            sync.leave_out(True)
+            choice, cluster = self._chosen.now, self._gauge.cluster(self._batch_size)
+            with_s = predict("sync", cluster).window_s
+            without_s = choice.prediction.window_s
+            notice.instructions += sync.leave_out(choice.left_out, with_s, without_s)
 
     def _announce(self, notice: Outcome) -> None:
         """Reports the choice; windows pay less in short runs."""

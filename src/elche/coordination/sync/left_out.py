@@ -127,13 +127,25 @@ class LeftOutRanks:
         self._announced: tuple[int, ...] = ()
         self._has_said_why = self._is_suspected = self._decides = False
 
-    def allow(self, wanted: bool) -> None:
-        """``auto`` chose steps, or left them; then all ranks take part in the next."""
-        if not wanted:
-            self.reset(self._members)
-            self._phase = _Phase.OFF
-        elif self._is_allowed and self._phase is _Phase.OFF:
-            self._enter(_Phase.MEASURING)
+    def allow(
+        self, ranks: tuple[int, ...], with_s: float, without_s: float
+    ) -> list[LeaveOut]:
+        """``auto`` chose steps, by what it has measured without these ranks.
+
+        Args:
+            ranks: none, if all bring something.
+            with_s: seconds of a step with them.
+            without_s: and without them.
+        """
+        if not self._is_allowed or self._phase is not _Phase.OFF:
+            return []
+        self._enter(_Phase.MEASURING)
+        return self._choose(_Exclusion(ranks, with_s, without_s)) if ranks else []
+
+    def stop(self) -> None:
+        """``auto`` left the steps: all ranks take part in the next ones."""
+        self.reset(self._members)
+        self._phase = _Phase.OFF
 
     @property
     def is_leaving(self) -> bool:

@@ -221,9 +221,15 @@ class SyncPolicy(Policy):
         """
         self._is_single = wanted
 
-    def leave_out(self, wanted: bool) -> None:
-        """Whether ranks without which steps are shorter may be left out."""
-        self._left_out.allow(wanted)
+    def leave_out(
+        self, ranks: tuple[int, ...], with_s: float, without_s: float
+    ) -> Sequence[Instruction]:
+        """Steps are the choice; of seconds as in :meth:`LeftOutRanks.allow`."""
+        return self._left_out.allow(ranks, with_s, without_s)
+
+    def keep_all(self) -> None:
+        """Windows take the place of steps: later ones are of all ranks again."""
+        self._left_out.stop()
 
     @property
     def leaves_out(self) -> bool:

@@ -24,7 +24,7 @@ MEASURING_COST = 0.01
 """Part of the run that measuring may take, beyond what one device would need for it."""
 LEAST_STEPS = 2
 """Warm steps that a choice needs, if their reductions are no longer than that."""
-MOST_STEPS = 8
+MOST_STEPS = 6
 """Warm steps before the choice, at most."""
 
 
@@ -81,7 +81,9 @@ class Calibration:
         usual_s = alone_s if steps else min(busy_s)
         self._lost_s += max(busy_s) + shown_s - usual_s
         spared = self._affordable(known, batch_size, most_s + alone_s - shown_s)
-        if spared is None and steps < LEAST_STEPS and shown_s <= most_s:
+        # Were nothing fixed, one device would need so much longer for all parts.
+        longest_s = MEASURING_COST * run_steps * len(busy_s) * min(busy_s)
+        if spared is None and steps < LEAST_STEPS and shown_s <= longest_s:
             spared = known.halves(batch_size)[0] if steps else ()
         if spared is None or steps >= MOST_STEPS:
             found = MeasuredChoice(known, self._new_chooser(), batch_size)

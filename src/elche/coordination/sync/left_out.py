@@ -145,6 +145,7 @@ class LeftOutRanks:
     def stop(self) -> None:
         """``auto`` left the steps: all ranks take part in the next ones."""
         self.reset(self._members)
+        self._shares.leave_out(())
         self._phase = _Phase.OFF
 
     @property

@@ -1,10 +1,9 @@
 """``auto``: calibration, from a run's first steps to its first choice.
 
-Steps are granted one by one until the choice is made. The first one is not warm, and tells
-little; one of equal parts follows. Then the slower and the faster half of the ranks get
-the least part in turn, so that all run small and large parts: equal ones do not show what
-a batch costs however small.
-What these steps take longer than the fastest device alone is bounded by a part of the
+Steps are granted one by one until the choice is made. The first one is not warm, and
+tells little; one of equal parts follows. Then the slower and the faster half of the ranks
+get the least part in turn, so that all run small and large parts: equal ones do not show
+what a batch costs however small. What these steps take longer than the fastest device alone is bounded by a part of the
 run; where the first reduction was that long, on a slow link, it decides. Pure.
 """
 
@@ -96,7 +95,7 @@ class Calibration:
     def _affordable(
         self, known: Gauge, batch_size: int, most_s: float
     ) -> tuple[int, ...] | None:
-        """Ranks that get the least part of the next step; None: it would be too long."""
+        """Ranks that get the least part of the next step; None: it is too long."""
         steps, halves = self._gauge.measurements, known.halves(batch_size)
         first = halves[(steps - 1) % 2] if steps else ()
         for spared in (first, ()):

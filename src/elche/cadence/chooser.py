@@ -136,6 +136,7 @@ class Chooser:
     __slots__ = (
         "_age",
         "_current",
+        "_doubt",
         "_fixed_s",
         "_leaves_out",
         "_most",
@@ -151,6 +152,7 @@ class Chooser:
         self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
         self._current: _Option | None = None
+        self._doubt = 0.0
         self._promised: dict[str, float] = {}
         self._most: dict[str, float] = {}
         self._rival = ""
@@ -190,6 +192,7 @@ class Chooser:
             only as the class says.
         """
         cluster = self._smoothed(cluster)
+        self._doubt = cluster.doubt
         fleet = Fleet(cluster, drops=self._leaves_out)
         options = [self._sized(fleet, policy) for policy in self._policies]
         before = self._present(cluster, options)
@@ -245,11 +248,15 @@ class Chooser:
         return best
 
     def _clearly(self, option: _Option, other: _Option) -> bool:
-        """Better by the margin, and than steps of several ranks even at worst."""
+        """Better by the margin, and than steps of several ranks even at worst.
+
+        Than one device by more than what its measured times may be wrong by.
+        """
         is_shared = other.policy == "sync" and len(other.ranks) > 1
         if is_shared and option.goodput_at_worst < other.goodput:
             return False
-        return option.goodput >= (1.0 + MARGIN) * other.goodput
+        margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, self._doubt)
+        return option.goodput >= (1.0 + margin) * other.goodput
 
     def _beats(self, option: _Option, present: _Option) -> bool:
         """Whether to leave the present choice for this option, if that lasts."""

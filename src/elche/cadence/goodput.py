@@ -77,6 +77,7 @@ class MeasuredCluster:
             device alone train on; None if local steps have as many.
         run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
             in samples weighs less in a longer one.
+        doubt: relative error that gains predicted from these times may have.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -94,6 +95,7 @@ class MeasuredCluster:
     min_share_samples: int = 1
     sync_batch_size: int | None = None
     run_batches: float = REFERENCE_BATCHES
+    doubt: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
@@ -124,6 +126,7 @@ class MeasuredCluster:
         _check_range("hidden", self.hidden, 0.0, 1.0)
         check_measure("copy_batches", self.copy_batches)
         check_measure("jitter", self.jitter)
+        check_measure("doubt", self.doubt)
         check_run_batches(self.run_batches)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)

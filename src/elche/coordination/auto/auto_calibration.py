@@ -1,10 +1,11 @@
 """``auto``: calibration, from a run's first steps to its first choice.
 
 Steps are granted one by one until the choice is made. The first one is not warm, and
-tells little; one of equal parts follows. Then the slower and the faster half of the ranks
-get the least part in turn, so that all run small and large parts: equal ones do not show
-what a batch costs however small. What these steps take longer than the fastest device alone is bounded by a part of the
-run; where the first reduction was that long, on a slow link, it decides. Pure.
+tells little; one of equal parts follows. Then the slower and the faster half of the
+ranks get the least part in turn, so that all run small and large parts: equal ones do
+not show what a batch costs however small. What these steps take longer than the fastest
+device alone is bounded by a part of the run; where the first reduction was that long,
+on a slow link, it decides. Pure.
 """
 
 from __future__ import annotations

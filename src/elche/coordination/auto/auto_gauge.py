@@ -23,6 +23,10 @@ MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be distinguished from the rest of a step."""
 SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
+LEAST_JITTER = 0.05
+"""Of steps, as long as few have been measured."""
+DOUBT = 2.0
+"""So many standard errors of the ranks' times may be wrong in what is predicted."""
 ALIKE = 0.25
 """Relative deviation up to which steps show no other fixed part than other ranks'."""
 LEAST_SPREAD = 0.25
@@ -329,6 +333,14 @@ class Gauge:
         self._syncs_s.clear()
         self._exposed_s.clear()
 
+    @property
+    def _doubt(self) -> float:
+        """Of a first choice, by few steps."""
+        if self._is_learned or not self.measurements:
+            return 0.0
+        jitter = max(LEAST_JITTER, self._jitter)
+        return DOUBT * jitter / math.sqrt(self.measurements)
+
     def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.
 
@@ -350,4 +362,5 @@ class Gauge:
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self._run_batches,
+            doubt=self._doubt,
         )

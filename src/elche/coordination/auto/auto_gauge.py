@@ -27,7 +27,7 @@ LEAST_JITTER = 0.05
 """Of steps, as long as few have been measured."""
 DOUBT = 2.0
 """So many standard errors of the ranks' times may be wrong in what is predicted."""
-ALIKE = 0.25
+ALIKE = 0.5
 """Relative deviation up to which steps show no other fixed part than other ranks'."""
 LEAST_SPREAD = 0.25
 """And by this part of an equal share."""

@@ -28,7 +28,8 @@ LEAST_JITTER = 0.05
 DOUBT = 2.0
 """So many standard errors of the ranks' times may be wrong in what is predicted."""
 ALIKE = 0.5
-"""Relative deviation up to which steps show no other fixed part than other ranks'."""
+"""Relative deviation up to which two steps show no other fixed part than the other
+ranks'; of more it is less."""
 LEAST_SPREAD = 0.25
 """And by this part of an equal share."""
 KEPT_REPORTS = 64
@@ -97,7 +98,8 @@ class _Costs:
         if not self.steps:
             return
         costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
-        if self.has_spread and max(costs) > (1.0 + ALIKE) * min(costs):
+        alike = ALIKE * math.sqrt(2.0 / len(costs))
+        if self.has_spread and max(costs) > (1.0 + alike) * min(costs):
             return
         self.sample_s = median(costs)
         self.fixed_s = fixed_samples * self.sample_s

@@ -1,36 +1,77 @@
 """Goodput of ``auto`` beside that of every fixed policy, on simulated clusters.
 
     python benchmarks/auto_goodput.py examples/clusters/*.toml
+    python benchmarks/auto_goodput.py --random 40 --json build/auto.json
 
 Goodput is what a run learns per second over what the fastest device would alone: hours
 are simulated with the real coordinator, start-up included; what a sample is worth comes
-from the convergence table (`elche.cadence.convergence`).
+from the convergence table (`elche.cadence.convergence`). "alone" is the fastest device
+in a run of its own, which counts as a fixed policy.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from comparison import compare, table
+from comparison import FIXED_POLICIES, Comparison, compare, random_cluster, table
 
 from elche.cli.sim_command import load_cluster
 
 
-def main(paths: list[str]) -> int:
-    """Compares the clusters that these files describe."""
-    if not paths:
-        print(__doc__, file=sys.stderr)
-        return 2
-    found = []
-    for path in map(Path, paths):
-        found.append(compare(load_cluster(path), path.stem))
+def summary(found: list[Comparison]) -> str:
+    """How near to the best policies, and to one device, ``auto`` comes."""
+    ratios = [one.ratio for one in found]
+    alone = [one.over_alone for one in found]
+    return (
+        f"of the best fixed policy: median {median(ratios):.3f}, worst "
+        f"{min(ratios):.3f}; of one device: worst {min(alone):.3f}, below 0.99 in "
+        f"{sum(ratio < 0.99 for ratio in alone)} of {len(alone)}"
+    )
+
+
+def record(one: Comparison) -> dict[str, Any]:
+    """A comparison as JSON has it."""
+    reports = (*one.fixed, one.alone, one.auto)
+    names = (*FIXED_POLICIES, "alone", "auto")
+    return {
+        "name": one.name,
+        "goodput": {n: r.goodput for n, r in zip(names, reports, strict=True)},
+        "of_best": one.ratio,
+        "of_alone": one.over_alone,
+        "seconds": one.auto.seconds,
+        "choices": [[c.at_s, c.policy, c.reason] for c in one.auto.choices],
+    }
+
+
+def main() -> int:
+    """Compares the given clusters, or random ones."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("clusters", nargs="*", type=Path)
+    parser.add_argument("--random", type=int, default=0, help="so many, drawn")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    named = [(path.stem, load_cluster(path)) for path in args.clusters]
+    drawn = range(args.first, args.first + args.random)
+    named += [(f"random {seed}", random_cluster(seed)) for seed in drawn]
+    if not named:
+        parser.error("expected files of clusters, or --random N")
+    found = [compare(cluster, name) for name, cluster in named]
     print(table(found))
     for one in found:
         for choice in one.auto.choices:
             print(f"{one.name}, at {choice.at_s:.2f} s: {choice.reason}")
+    print(summary(found))
+    if args.json is not None:
+        text = json.dumps([record(one) for one in found], indent=2) + "\n"
+        args.json.write_text(text)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

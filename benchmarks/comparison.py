@@ -1,12 +1,14 @@
-"""Policies compared on one simulated cluster, by goodput."""
+"""Policies compared on simulated clusters, by goodput; clusters drawn at random."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elche.errors import ElcheError
-from elche.sim.cluster import Cluster
+from elche.sim.cluster import Cluster, Device, Link, SimulatedRun
 from elche.sim.report import Report, report_of
 from elche.sim.simulation import Simulation
 
@@ -20,22 +22,29 @@ class Comparison:
     Attributes:
         name: of the cluster.
         fixed: a report for each fixed policy.
+        alone: of the fastest device in a run of its own.
         auto: of ``auto``.
     """
 
     name: str
     fixed: tuple[Report, ...]
+    alone: Report
     auto: Report
 
     @property
     def best(self) -> Report:
-        """The fixed policy of the highest goodput."""
-        return max(self.fixed, key=lambda report: report.goodput)
+        """The fixed policy of the highest goodput, one device alone among them."""
+        return max(*self.fixed, self.alone, key=lambda report: report.goodput)
 
     @property
     def ratio(self) -> float:
         """Goodput of ``auto`` over that of the best fixed policy."""
         return self.auto.goodput / self.best.goodput
+
+    @property
+    def over_alone(self) -> float:
+        """Goodput of ``auto`` over that of the fastest device in a run of its own."""
+        return self.auto.goodput / self.alone.goodput
 
 
 def compare(cluster: Cluster, name: str = "") -> Comparison:
@@ -52,16 +61,76 @@ def compare(cluster: Cluster, name: str = "") -> Comparison:
         ElcheError: a run was aborted.
     """
     *fixed, auto = (_report(cluster, policy) for policy in (*FIXED_POLICIES, "auto"))
-    return Comparison(name=name, fixed=tuple(fixed), auto=auto)
+    alone = _report(fastest_of(cluster), "sync")
+    return Comparison(name=name, fixed=tuple(fixed), alone=alone, auto=auto)
+
+
+def over_alone(cluster: Cluster) -> float:
+    """Goodput of ``auto`` over that of the fastest device in a run of its own."""
+    alone = _report(fastest_of(cluster), "sync").goodput
+    return _report(cluster, "auto").goodput / alone
+
+
+def fastest_of(cluster: Cluster) -> Cluster:
+    """The fastest device of a cluster, alone."""
+    samples = cluster.run.batch_size
+    fastest = min(cluster.devices, key=lambda device: device.mean_batch_s(samples))
+    return replace(cluster, devices=(replace(fastest, count=1),))
+
+
+def random_cluster(seed: int, most_batches: int = 6000) -> Cluster:
+    """Draws a cluster and a run of 200 or more batches.
+
+    Two to eight ranks in any order of speed, down to a tenth of the fastest; up to half
+    of a batch's time is fixed; links of 10 to 10 000 Mbit/s.
+    """
+    draw = random.Random(f"cluster {seed}")
+    batch_size = draw.choice((32, 64, 128, 256))
+    fast_s = _log_uniform(draw, 0.01, 0.5)
+    fixed, jitter = draw.uniform(0.0, 0.5), draw.uniform(0.0, 0.2)
+    first_batches = draw.choice((0.0, draw.uniform(1.0, 10.0)))  # compilation
+    others = range(draw.randint(1, 7))
+    speeds = [1.0, *(_log_uniform(draw, 0.1, 1.0) for _ in others)]
+    draw.shuffle(speeds)
+    batches = round(_log_uniform(draw, 200, most_batches))
+    epochs = draw.randint(1, 3)
+    return Cluster(
+        run=SimulatedRun(
+            policy="auto",
+            samples=math.ceil(batches / epochs) * batch_size,
+            epochs=epochs,
+            batch_size=batch_size,
+            model_bytes=_log_uniform(draw, 4e5, 4e7),
+            seed=seed,
+        ),
+        devices=tuple(
+            Device(
+                seconds_per_sample=(1.0 - fixed) * fast_s / speed / batch_size,
+                seconds_per_batch=fixed * fast_s / speed,
+                jitter=jitter,
+                first_batch_s=first_batches * fast_s,
+            )
+            for speed in speeds
+        ),
+        link=Link(
+            latency_s=_log_uniform(draw, 1e-4, 5e-3),
+            bytes_per_s=_log_uniform(draw, 10e6, 10e9) / 8.0,
+        ),
+    )
+
+
+def _log_uniform(draw: random.Random, least: float, most: float) -> float:
+    return math.exp(draw.uniform(math.log(least), math.log(most)))
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """Goodput of every policy, a line for each cluster."""
     wide = max((len(one.name) for one in comparisons), default=0)
     head = "".join(f"{policy:>9}" for policy in FIXED_POLICIES)
-    lines = [f"{'':{wide}}{head}     auto  of best  began under sync, then"]
+    lines = [f"{'':{wide}}{head}    alone     auto  of best  began under sync, then"]
     for one in comparisons:
-        figures = "".join(f"{report.goodput:9.3f}" for report in one.fixed)
+        reports = (*one.fixed, one.alone)
+        figures = "".join(f"{report.goodput:9.3f}" for report in reports)
         chosen = ", ".join(
             f"{phase.policy} on {phase.ranks} from {phase.began_s:.1f} s"
             for phase in one.auto.phases[1:]

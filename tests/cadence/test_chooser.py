@@ -135,7 +135,8 @@ def test_the_first_choice_is_near_the_best_and_above_one_device(
     least = best.goodput if found.policy != "sync" else at_worst(best)
     assert found.goodput * (1.0 + MARGIN) ** 2 >= least
     kept = [r for r in range(measured.world_size) if r not in choice.left_out]
-    assert found == predict(choice.policy, measured, kept)
+    fleet = Fleet(measured, kept, drops=True)
+    assert found == fleet.predict(choice.policy, len(kept))
     slowest_kept = max(measured.batch_s(rank) for rank in kept)
     assert all(measured.batch_s(rank) >= slowest_kept for rank in choice.left_out)
 

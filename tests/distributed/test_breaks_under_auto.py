@@ -106,7 +106,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Windows are chosen when the first steps are measured."""
     monkeypatch.setattr(Windows, "policy", request.param)
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
     return str(request.param)
 

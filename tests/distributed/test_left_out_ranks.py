@@ -15,6 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elche
 from elche import session
+from elche.cadence.chooser import Choice
+from elche.cadence.goodput import MeasuredCluster, predict
+from elche.coordination.auto import auto_policy
+from elche.coordination.auto.auto_calibration import MOST_STEPS
 from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync import left_out, step_gauge, sync_policy
 from elche.coordination.sync.sync_policy import SyncPolicy
@@ -183,6 +187,39 @@ def test_a_slow_rank_is_left_out_and_comes_back(
     said = [line.partition(":")[2] for line in ranks[0].lines]
     assert said[0].startswith(" rank 1 left out: steps of")
     assert said[1].startswith(" rank 1 takes part again")
+
+
+class StepsWithoutOne:
+    """In place of a chooser: steps of all but the slow rank."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def fix_update(self, update: str) -> None:
+        assert update == "gradients"
+
+    def observe(self, cluster: MeasuredCluster) -> Choice:
+        kept = [rank for rank in range(cluster.world_size) if rank != SLOW]
+        return Choice(
+            policy="sync",
+            anchor=1,
+            left_out=(SLOW,),
+            prediction=predict("sync", cluster, kept),
+            alternatives=(),
+            changed=False,
+            reason="as the test wants",
+        )
+
+
+def test_auto_leaves_out_at_once_whom_its_choice_does_without(
+    ranks3: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_policy, "Chooser", StepsWithoutOne)
+    task = task_of(options={"policy": "auto"})
+    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    check(ranks, task)
+    assert sizes(ranks[0]) == sizes(ranks[2]) == [STEPS] * EPOCHS
+    assert sizes(ranks[SLOW])[0] <= MOST_STEPS + 2
+    assert sizes(ranks[SLOW])[-1] == STEPS
 
 
 def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None:

@@ -117,7 +117,7 @@ def test_windows_take_the_samples_of_as_many_steps(
 ) -> None:
     """Each once, those of the last epoch's first steps as well; all ranks end equal."""
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
     task = dataclasses.replace(TASK, options={"policy": policy})
     ranks = ranks2.run(
@@ -214,7 +214,7 @@ def test_an_average_is_updated_as_often_as_steps_are_taken(
     """Also in the last epoch, of which there are only the first steps."""
     # Once it lacked one where windows took over in an epoch with a short last batch.
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
     found = ranks2.run(_averaged, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE)
     assert found == [STEPS, STEPS]

@@ -70,7 +70,7 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(auto_policy, "Chooser", Scripted)
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 2)
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     returned: list[int] = []
     go_back = auto_policy.AutoPolicy._return_to_steps
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from benchmarks.comparison import compare, table
 from elche.cli.sim_command import load_cluster
+from elche.coordination.auto.auto_calibration import MOST_STEPS
 from elche.coordination.auto.auto_policy import OBSERVED_WINDOWS
 from elche.coordination.auto.auto_windows import ALONE_ANCHOR
 from elche.coordination.protocol.events import EpochOpened, Event
@@ -125,7 +126,7 @@ def test_a_change_of_the_membership_ends_nothing(
     [
         (cluster_of(1.0, 1.0, sync_batches=0.02), ["sync"]),
         (cluster_of(1.0, 0.25, sync_batches=8.0, epochs=4), ["sync", "async"]),
-        (cluster_of(1.0, 0.9, 0.01, sync_batches=0.2), ["sync", "async"]),
+        (cluster_of(1.0, 0.9, 0.01, sync_batches=0.2), ["sync"]),
         (cluster_of(1.0, sync_batches=1.0), ["sync"]),
     ],
 )
@@ -142,16 +143,13 @@ def test_it_begins_under_sync_and_says_what_it_picks(
         assert "times the fastest device alone" in said[0]
     if ranks == 3:
         assert "left out: rank 2" in said[0]
-        assert report.phases[-1].ranks == 2
 
 
-def test_a_rank_that_costs_more_than_it_brings_trains_on_nothing_more() -> None:
+def test_a_rank_that_costs_more_than_it_brings_is_left_out_of_steps_at_once() -> None:
+    """By the first choice; that takes two sizes, and what was granted before it."""
     report = run(cluster_of(1.0, 0.9, 0.01, sync_batches=0.2))
-    begun = report.phases[0].samples
-    assert begun == 5 * BATCH_SAMPLES  # what was granted before the first report
-    assert report.ranks[2].samples <= begun
-    after = report.phases[-1]
-    assert after.samples / after.seconds > 1.8 * BATCH_SAMPLES / FAST_BATCH_S
+    assert report.ranks[2].batches <= 12
+    assert report.goodput > 1.6
 
 
 @pytest.mark.parametrize(
@@ -180,11 +178,18 @@ def test_what_a_batch_costs_beside_its_samples_is_found_out(
 
 
 def test_a_bad_link_is_left_after_the_first_step() -> None:
-    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, epochs=4))
+    """Of one step nobody knows what is fixed: windows must be better at the worst."""
+    report = run(cluster_of(1.0, 0.5, sync_batches=60.0, epochs=4))
     assert report.phases[0].samples == BATCH_SAMPLES
+    assert report.choices[0].reason.startswith("training on one device alone")
+    assert report.choices[0].reason.endswith("; in a run of 4000 batches")
+
+
+def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:
+    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, epochs=16))
+    assert report.phases[0].samples <= (MOST_STEPS + 1) * BATCH_SAMPLES
     assert report.choices[0].reason.startswith("async on 2 ranks")
-    ends = "; in a run of 4000 batches; steps of 16 samples"
-    assert report.choices[0].reason.endswith(ends)
+    assert report.choices[0].reason.endswith("steps of 16 samples")
 
 
 def test_a_short_run_pays_no_price_that_it_cannot_win_back() -> None:
@@ -274,7 +279,8 @@ def test_sync_comes_back_when_the_other_device_does() -> None:
     assert policies(report)[-1] == "sync"
     alone = [phase for phase in report.phases if phase.policy == "async"]
     assert sum(phase.seconds for phase in alone) < 150.0 + 40.0
-    assert report.phases[-1].samples > 7 * 32_000
+    assert report.phases[-1].samples >= 7 * 32_000
+    assert report.phases[-1].ranks == 2
 
 
 def begun(cluster: Cluster, rates: str) -> tuple[Simulation, list[BeginEpoch]]:
@@ -384,13 +390,13 @@ def test_who_was_left_out_goes_on_when_the_others_are_gone(killed: int) -> None:
 def test_an_epoch_that_was_broken_off_counts_for_what_was_trained() -> None:
     """Once: it counted whole, and schedulers of later windows ran ahead."""
     cluster = cluster_of(1.0, 0.5, sync_batches=2.4, samples=3_200, epochs=2)
-    breaks = tuple(Break(rank=rank, epoch=0, batches=3) for rank in range(2))
+    breaks = tuple(Break(rank=rank, epoch=0, batches=2) for rank in range(2))
     sim = simulate(replace(cluster, breaks=breaks))
     assert not sim.history.aborts
     first = planned(sim)[0]
     assert sim.history.phases[1].policy == "async"
-    # Three steps of the first epoch, and none of the second, which begins with windows.
-    assert first.committed_samples == 3 * BATCH_SAMPLES
+    # Two steps of the first epoch, and the last one measured, of the second.
+    assert (first.epoch, first.committed_samples) == (1, 3 * BATCH_SAMPLES)
 
 
 def test_progress_goes_on_where_the_epoch_before_ended() -> None:
@@ -448,7 +454,7 @@ def test_it_is_never_slower_than_the_fastest_device(name: str, seed: int) -> Non
 def test_a_table_names_what_was_picked() -> None:
     text = table([compare(cluster_of(1.0, 0.5, sync_batches=8.0), "slow")])
     head, line = text.splitlines()
-    assert head.split()[:4] == ["sync", "cadence", "async", "auto"]
+    assert head.split()[:4] == ["sync", "cadence", "async", "alone"]
     assert line.startswith("slow")
     assert line.endswith(" s")
     assert "async on 2 from" in line

@@ -13,7 +13,6 @@ from elche.cadence.goodput import (
     Fleet,
     MeasuredCluster,
     Prediction,
-    predict,
 )
 from elche.cadence.throughput import CostEstimate
 from elche.errors import ConfigError
@@ -35,6 +34,8 @@ JITTER = 1.1 / 0.9
 BELOW_ONE_GAIN = 0.02
 """Gain for which a run leaves a choice that is slower than the fastest device, if it
 can come back."""
+OTHER_DEVICE_GAIN = 0.25
+"""The same for another device alone: what a whole batch takes it was extrapolated."""
 ROUNDING = 1e-9
 NAMED_RANKS = 4
 """So many left out ranks a reason names; of more it gives the number."""
@@ -106,7 +107,9 @@ class _Option:
         return self.prediction.policy
 
     def is_as(self, other: _Option) -> bool:
-        return self.policy == other.policy and set(self.ranks) == set(other.ranks)
+        is_alone = len(self.ranks) == 1
+        is_same = is_alone or self.policy == other.policy
+        return is_same and set(self.ranks) == set(other.ranks)
 
 
 @final
@@ -133,6 +136,7 @@ class Chooser:
     __slots__ = (
         "_age",
         "_current",
+        "_doubt",
         "_fixed_s",
         "_leaves_out",
         "_most",
@@ -148,6 +152,7 @@ class Chooser:
         self._leaves_out = leaves_out
         self._policies = tuple(UPDATES)
         self._current: _Option | None = None
+        self._doubt = 0.0
         self._promised: dict[str, float] = {}
         self._most: dict[str, float] = {}
         self._rival = ""
@@ -187,7 +192,8 @@ class Chooser:
             only as the class says.
         """
         cluster = self._smoothed(cluster)
-        fleet = Fleet(cluster)
+        self._doubt = cluster.doubt
+        fleet = Fleet(cluster, drops=self._leaves_out)
         options = [self._sized(fleet, policy) for policy in self._policies]
         before = self._present(cluster, options)
         rival = None if before is None else self._rival_of(before, options)
@@ -242,11 +248,15 @@ class Chooser:
         return best
 
     def _clearly(self, option: _Option, other: _Option) -> bool:
-        """Better by the margin, and than steps of several ranks even at worst."""
+        """Better by the margin, and than steps of several ranks even at worst.
+
+        Than one device by more than what its measured times may be wrong by.
+        """
         is_shared = other.policy == "sync" and len(other.ranks) > 1
         if is_shared and option.goodput_at_worst < other.goodput:
             return False
-        return option.goodput >= (1.0 + MARGIN) * other.goodput
+        margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, self._doubt)
+        return option.goodput >= (1.0 + margin) * other.goodput
 
     def _beats(self, option: _Option, present: _Option) -> bool:
         """Whether to leave the present choice for this option, if that lasts."""
@@ -255,6 +265,8 @@ class Chooser:
         if present.goodput < 1.0:
             for_good = option.policy == "sync" and len(option.ranks) == 1
             gain = MARGIN if for_good else BELOW_ONE_GAIN
+            if len(option.ranks) == len(present.ranks) == 1:
+                gain = OTHER_DEVICE_GAIN
             return option.goodput >= (1.0 + gain) * present.goodput
         least = max(1.0 + MARGIN, SWITCH_HYSTERESIS * self._promised[option.policy])
         return option.goodput >= least * present.goodput
@@ -284,7 +296,9 @@ class Chooser:
         for option in options:
             if option.is_as(current):
                 return option
-        return _Option(predict(current.policy, cluster, current.ranks), current.ranks)
+        fleet = Fleet(cluster, current.ranks, drops=self._leaves_out)
+        size = len(current.ranks)
+        return _Option(fleet.predict(current.policy, size), current.ranks)
 
     def _smoothed(self, cluster: MeasuredCluster) -> MeasuredCluster:
         if cluster.world_size != len(self._seconds):
@@ -305,7 +319,7 @@ class Chooser:
 
     def _reason(self, chosen: _Option, options: Sequence[_Option], fleet: Fleet) -> str:
         said = f"{chosen.policy} on {_so_many(chosen.ranks)}: {_figures(chosen)}"
-        if chosen.policy == "sync" and len(chosen.ranks) == 1 < len(fleet.ranks):
+        if len(chosen.ranks) == 1 < len(fleet.ranks):
             said = f"training on one device alone: {_figures(chosen)}"
         others = [o for o in options if o.policy != chosen.policy]
         for other in others:

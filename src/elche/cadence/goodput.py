@@ -77,6 +77,7 @@ class MeasuredCluster:
             device alone train on; None if local steps have as many.
         run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
             in samples weighs less in a longer one.
+        doubt: relative error that gains predicted from these times may have.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -94,6 +95,7 @@ class MeasuredCluster:
     min_share_samples: int = 1
     sync_batch_size: int | None = None
     run_batches: float = REFERENCE_BATCHES
+    doubt: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
@@ -124,6 +126,7 @@ class MeasuredCluster:
         _check_range("hidden", self.hidden, 0.0, 1.0)
         check_measure("copy_batches", self.copy_batches)
         check_measure("jitter", self.jitter)
+        check_measure("doubt", self.doubt)
         check_run_batches(self.run_batches)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
@@ -184,12 +187,13 @@ class Fleet:
     """Ranks of a cluster from the fastest to the slowest, to predict any first of them.
 
     The others are left out: they train nothing, but take part in every reduction, and
-    under ``sync`` in every step. Where one rank trains alone it takes global batches,
-    and there is nothing to wait for.
+    under ``sync`` in every step, unless it drops them. Where one rank trains alone it
+    takes global batches, and there is nothing to wait for.
 
     Args:
         cluster: what was measured.
         ranks: those that may take part, each once; None for all.
+        drops: ``sync`` goes on without the others, if rank 0 is none of them.
 
     Attributes:
         ranks: the ranks, fastest first.
@@ -203,6 +207,7 @@ class Fleet:
         "_alone",
         "_batches",
         "_cluster",
+        "_drops",
         "_fastest",
         "_idle_s",
         "_predicted",
@@ -213,7 +218,11 @@ class Fleet:
     )
 
     def __init__(
-        self, cluster: MeasuredCluster, ranks: Sequence[int] | None = None
+        self,
+        cluster: MeasuredCluster,
+        ranks: Sequence[int] | None = None,
+        *,
+        drops: bool = False,
     ) -> None:
         everybody = range(cluster.world_size)
         members = everybody if ranks is None else ranks
@@ -227,6 +236,7 @@ class Fleet:
         times = [cluster.batch_s(rank) for rank in everybody]
         self.ranks = tuple(sorted(members, key=times.__getitem__))
         self._cluster = cluster
+        self._drops = drops
         self.batch_s = [times[rank] for rank in self.ranks]
         self._speeds = list(accumulate(cluster.batch_size / s for s in self.batch_s))
         self._rates = list(
@@ -272,7 +282,8 @@ class Fleet:
     def _sync(self, size: int) -> Prediction:
         """A step lasts as long as its last part, and the reduction that shows."""
         cluster = self._cluster
-        step_s = max(self._sync_step_s(size), self._idle_s[size])
+        is_free = self._drops and 0 in self.ranks[:size]
+        step_s = max(self._sync_step_s(size), 0.0 if is_free else self._idle_s[size])
         step_s *= 1.0 + cluster.jitter * expected_most(size)
         hidden_s = min(cluster.hidden * cluster.sync_s, BACKWARD_SHARE * step_s)
         window_s = step_s + cluster.sync_s - hidden_s

@@ -30,8 +30,10 @@ from elche.sim.world import World
 LEFT_BEHIND = (GrantBatches, GrantSteps, MetricsReported, PolicyChosen)
 """Instructions of an epoch that may still be in the inbox after its end."""
 PROBES = 3
-PROBED_BYTES = 2**22
-"""What a rank measures a reduction with (`elche.comm.transport.probe`)."""
+FIRST_PROBED_BYTES, MOST_PROBED_BYTES = 2**14, 2**22
+PROBE_GROWTH = 8
+LONG_PROBE_S, MOST_PROBE_S = 0.05, 0.1
+"""How a rank measures a reduction (`elche.comm.transport.probe`)."""
 
 
 def join_of(cluster: Cluster, rank: int, device: Device, **changes: Any) -> Join:
@@ -116,6 +118,8 @@ class Rank:
                 begin = yield from self._begin(epoch)
                 self.history.wait(self.rank, START, began_s, self.now_s)
                 epoch = begin.epoch
+                if begin.policy != "sync":
+                    self.left_out = frozenset()
                 self.sizes = BatchSizes(begin.sizes, BatchCut(*begin.cut))
                 yield from self._epoch_of(self, begin)
                 epoch += 1
@@ -254,4 +258,13 @@ class Rank:
             return
         ranks = len(self.sim.groups[self.generation])
         self._probe_s = link.reduce_s(run.model_bytes, ranks)
-        yield PROBES * link.reduce_s(min(run.model_bytes, PROBED_BYTES), ranks)
+        longest = min(run.model_bytes, MOST_PROBED_BYTES)
+        probed = min(longest, FIRST_PROBED_BYTES)
+        while probed < longest:
+            took_s = link.reduce_s(probed, ranks)
+            yield took_s
+            if took_s >= LONG_PROBE_S:
+                break
+            probed = min(longest, PROBE_GROWTH * probed)
+        took_s = link.reduce_s(probed, ranks)
+        yield min(PROBES * took_s, max(took_s, MOST_PROBE_S))

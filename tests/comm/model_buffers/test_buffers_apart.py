@@ -99,7 +99,7 @@ def run(
     monkeypatch.setattr(auto_policy, "Chooser", chooser)
     monkeypatch.setattr(auto_policy, "OBSERVED_GRANTS", 1)
     monkeypatch.setattr(auto_policy, "OBSERVED_WINDOWS", 1)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     return pool.run(train, script, case_setup=serve_in_thread)
 
 

@@ -73,8 +73,8 @@ def test_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten megabits: three rounds of a million elements took 15 s."""
     group = SlowGroup(1e-4, 1.5 * 32.0 / 1e7)
     _, sent = probed(monkeypatch, group, 9_930_000)
-    assert max(sent) == 1 << 16
-    assert group.now_s < 1.5
+    assert max(sent) == 1 << 15
+    assert group.now_s < 0.5
 
 
 def test_one_rank_has_nothing_to_probe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,9 @@ def test_each_rank_has_samples_wherever_the_batch_allows_it(
 
     batch = world * least + spare
     sizes = [batch] * 30 + [min(tail, batch)]
-    agreed = Settings(config=RunConfig(policy=policy), min_share_samples=least)
+    agreed = Settings(
+        config=RunConfig(policy=policy, leave_out=False), min_share_samples=least
+    )
     runs = build_policy(members(world), agreed)
     runs.prepare_epoch(1e-4, alike=True)
     for grant in run_epoch(runs, BatchSizes.of(sizes), step_s):

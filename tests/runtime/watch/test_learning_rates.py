@@ -177,7 +177,7 @@ def _schedules(options: dict[str, Any] | None) -> Schedules:
 def leaves_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` goes to windows inside the first epoch."""
     monkeypatch.setattr(auto_policy, "Chooser", Windows)
-    monkeypatch.setattr(auto_calibration, "EXPLORING_GRANTS", 0)
+    monkeypatch.setattr(auto_calibration, "MOST_STEPS", 1)
     monkeypatch.setattr(sync_policy, "MAX_GRANT_STEPS", 1)
 
 

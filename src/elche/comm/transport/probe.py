@@ -9,15 +9,15 @@ import torch
 from elche.comm.transport.exchange import open_exchange
 from elche.comm.transport.process_group import Group
 
-FIRST_ELEMENTS = 1 << 14
-"""64 KiB: what a link of 10 Mbit/s carries in a twentieth of a second."""
+FIRST_ELEMENTS = 1 << 12
+"""16 KiB: what a link of 10 Mbit/s carries in an eightieth of a second."""
 PROBED_ELEMENTS = 1 << 20
 """The longest message that is tried."""
-GROWTH = 4
-LONG_ENOUGH_S = 0.2
+GROWTH = 8
+LONG_ENOUGH_S = 0.05
 """A message that takes so long is not made longer."""
 ROUNDS = 3
-MOST_S = 1.0
+MOST_S = 0.1
 """After so long no round is repeated."""
 
 
@@ -35,17 +35,16 @@ def probe_reduction_s(group: Group, numel: int) -> float:
     wanted = max(1, numel)
     longest = min(wanted, PROBED_ELEMENTS)
     probed = min(longest, FIRST_ELEMENTS)
-    quickest_s, slowest_s = _quickest(group, probed)
-    while probed < longest and slowest_s < LONG_ENOUGH_S:
+    while probed < longest and _quickest(group, probed, 1)[1] < LONG_ENOUGH_S:
         probed = min(longest, probed * GROWTH)
-        quickest_s, slowest_s = _quickest(group, probed)
+    quickest_s, _ = _quickest(group, probed)
     if probed == wanted:
         return quickest_s
     latency_s = min(quickest_s, _quickest(group, 1)[0])
     return latency_s + (quickest_s - latency_s) * wanted / probed
 
 
-def _quickest(group: Group, numel: int) -> tuple[float, float]:
+def _quickest(group: Group, numel: int, rounds: int = ROUNDS) -> tuple[float, float]:
     """This rank's quickest reduction, and the least that all ranks' slowest took.
 
     All ranks know the second one, and decide by it alone.
@@ -53,7 +52,7 @@ def _quickest(group: Group, numel: int) -> tuple[float, float]:
     exchange = open_exchange(group, numel, torch.float32, torch.device("cpu"), sides=2)
     quickest_s = slowest_s = float("inf")
     spent_s = taken_s = 0.0
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         times = torch.zeros(group.world_size, dtype=torch.float64, device="cpu")
         times[group.rank] = taken_s
         group.all_reduce(times, "beginning a probe together")
@@ -61,7 +60,7 @@ def _quickest(group: Group, numel: int) -> tuple[float, float]:
             last_s = float(times.max())
             slowest_s = min(slowest_s, last_s)
             spent_s += last_s
-        if number == ROUNDS or (number and spent_s + slowest_s > MOST_S):
+        if number == rounds or (number and spent_s + slowest_s > MOST_S):
             break
         side = number % 2
         started_s = time.perf_counter()

@@ -25,14 +25,14 @@ class MeasuredChoice:
         gauge: what measures.
         now: the choice as it is now.
         averages_gradients: the update rule, which the first choice fixes: gradients of
-            every step, or parameters after windows.
+            every step, or parameters after windows. One device alone takes steps.
     """
 
     def __init__(self, gauge: Gauge, chooser: Chooser, batch_size: int) -> None:
         self.gauge = gauge
         self._chooser = chooser
         self.now: Choice = chooser.observe(gauge.cluster(batch_size))
-        self.averages_gradients = not self.wants_windows
+        self.averages_gradients = self.now.is_alone or not self.wants_windows
 
     @property
     def wants_windows(self) -> bool:

@@ -23,9 +23,18 @@ MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be distinguished from the rest of a step."""
 SPREAD = 1.25
 """Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
-MAX_EXPLORING_COST = 3.0
-"""How much longer than another step one may take in which half of the ranks rest."""
+LEAST_JITTER = 0.05
+"""Of steps, as long as few have been measured."""
+DOUBT = 2.0
+"""So many standard errors of the ranks' times may be wrong in what is predicted."""
+ALIKE = 0.5
+"""Relative deviation up to which two steps show no other fixed part than the other
+ranks'; of more it is less."""
+LEAST_SPREAD = 0.25
+"""And by this part of an equal share."""
 KEPT_REPORTS = 64
+FIXED_PRIOR = 0.75
+"""Part of a rank's steps that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 LEAST_S = 1e-9
@@ -41,31 +50,59 @@ class _Costs:
     steps: list[tuple[int, float, int]] = field(default_factory=list)
     spent_s: float = 0.0
     expected_s: float = 0.0
+    equal: float = 0.0
 
     def step_s(self, samples: float) -> float:
         """Expected when the costs were learned."""
         return self.fixed_s + samples * self.sample_s
 
-    def learn(self) -> None:
-        """Medians of the small and of the large steps show both costs.
+    @property
+    def has_spread(self) -> bool:
+        """Whether steps of sizes were run that differ enough to tell, in any jitter."""
+        sizes = [samples for samples, _, _ in self.steps]
+        more = (SPREAD - 1.0) * min(sizes, default=0)
+        least = max(more, LEAST_SPREAD * self.equal)
+        return bool(sizes) and max(sizes) - min(sizes) >= least
 
-        Without steps of different sizes all of a step counts as that of its samples.
+    def learn(self) -> None:
+        """Fits both costs by least squares of relative errors.
+
+        So one slow step (compilation, a spike) weighs little. Without steps of
+        different sizes all of a step counts as that of its samples.
         """
         if not self.steps:
             return
-        sizes = [samples for samples, _, _ in self.steps]
-        middle = math.sqrt(min(sizes) * max(sizes))
-        small = [step for step in self.steps if step[0] <= middle]
-        large = [step for step in self.steps if step[0] > middle]
-        samples, step_s = _typical(large or small)
+        weights = [steps / step_s**2 for _, step_s, steps in self.steps]
+        total = sum(weights)
+        parts = [weight / total for weight in weights]
+        samples = sum(w * s[0] for w, s in zip(parts, self.steps, strict=True))
+        step_s = sum(w * s[1] for w, s in zip(parts, self.steps, strict=True))
         self.sample_s, self.fixed_s = step_s / samples, 0.0
-        if large and max(sizes) >= SPREAD * min(sizes):
-            fewer, less_s = _typical(small)
-            slope_s = (step_s - less_s) / (samples - fewer)
+        if self.has_spread:
+            pairs = [
+                (w, n - samples, s)
+                for w, (n, s, _) in zip(parts, self.steps, strict=True)
+            ]
+            slope_s = sum(w * more * s for w, more, s in pairs)
+            slope_s /= sum(w * more * more for w, more, _ in pairs)
             slope_s = min(max(slope_s, LEAST_S * step_s), self.sample_s)
             # Rounding must not leave less than nothing.
             self.sample_s, self.fixed_s = slope_s, max(0.0, step_s - samples * slope_s)
         self.factor = 1.0
+
+    def assume(self, fixed_samples: float) -> None:
+        """So many samples' time of each step is fixed, as on other ranks.
+
+        Unless steps of this rank show that it is not: few that jitter show nothing.
+        """
+        if not self.steps:
+            return
+        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
+        alike = ALIKE * math.sqrt(2.0 / len(costs))
+        if self.has_spread and max(costs) > (1.0 + alike) * min(costs):
+            return
+        self.sample_s = median(costs)
+        self.fixed_s = fixed_samples * self.sample_s
 
     def deviations(self) -> list[float]:
         """Of single steps from what steps of their size take, relative to that."""
@@ -121,11 +158,16 @@ class Gauge:
         self._run_batches = run_batches
         self._grants.clear()
 
-    def reported(self, event: StepsDone) -> list[StepsDone]:
-        """A rank has run a grant; the last one of them gets the reports of all."""
+    def reported(self, event: StepsDone, left_out: int = 0) -> list[StepsDone]:
+        """A rank has run a grant; the last one of them gets the reports of all.
+
+        Args:
+            event: a rank's report.
+            left_out: so many ranks take no part in steps.
+        """
         reports = self._grants.setdefault(event.start, {})
         reports[event.rank] = event
-        if len(reports) < len(self._ranks):
+        if len(reports) < len(self._ranks) - left_out:
             return []
         del self._grants[event.start]
         return [reports[rank] for rank in sorted(reports)]
@@ -142,8 +184,10 @@ class Gauge:
         if not all(report.warm for report in reports):
             return False
         steps = reports[0].stop - reports[0].start
-        for rank, report in enumerate(reports):
-            samples, costs = report.samples // steps or self._few, self._ranks[rank]
+        for report in reports:
+            costs = self._ranks[report.rank]
+            samples = report.samples // steps or self._few
+            costs.equal = sum(each.samples for each in reports) / steps / len(reports)
             if not self._is_learned:
                 costs.steps.append((samples, report.busy_s / steps, steps))
             costs.spent_s += report.busy_s
@@ -223,16 +267,18 @@ class Gauge:
         other.learn(probe_s)
         return other
 
-    def halves(self, ranks: Iterable[int], samples: int) -> list[tuple[int, ...]]:
-        """Either half of the ranks, if the other can do the steps without it."""
-        ordered = sorted(ranks, key=lambda rank: self.batch_s(rank, samples))
-        speed = {rank: 1.0 / self.batch_s(rank, samples) for rank in ordered}
-        found: list[tuple[int, ...]] = []
-        for half in (ordered[1::2], ordered[0::2]):
-            rest = sum(speed[rank] for rank in ordered if rank not in half)
-            if rest * MAX_EXPLORING_COST >= sum(speed.values()):
-                found.append(tuple(half))
-        return found
+    def halves(self, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The slower half of the ranks, and the faster one."""
+        ranks = range(len(self._ranks))
+        ordered = sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))
+        middle = len(ordered) // 2
+        return tuple(ordered[:middle]), tuple(ordered[middle:])
+
+    def step_s(self, samples: int, spared: Collection[int]) -> float:
+        """About what a step takes in which these ranks get the least part."""
+        ranks = range(len(self._ranks))
+        rates = [1.0 / self.batch_s(r, samples) for r in ranks if r not in spared]
+        return max(1.0 / sum(rates), *(self.batch_s(r, self._few) for r in ranks))
 
     def learn(self, probe_s: float) -> None:
         """Learns the ranks' costs, and how much of a reduction hides under backward.
@@ -243,6 +289,7 @@ class Gauge:
         for costs in self._ranks:
             costs.learn()
             costs.spent_s = costs.expected_s = 0.0
+        self._assume_fixed()
         deviations = [d for costs in self._ranks for d in costs.deviations()]
         if deviations:
             self._jitter = MAD_TO_SIGMA * median(deviations)
@@ -252,6 +299,19 @@ class Gauge:
             self.sync_s = max(probe_s, shown_s, LEAST_S)
             self._hidden = min(1.0 - shown_s / self.sync_s, MOST_HIDDEN)
         self._exposed_s.clear()
+
+    def _assume_fixed(self) -> None:
+        """What is fixed of steps of ranks that have run one size: as of the others.
+
+        Where nobody has, much of each step: then no few samples make a rank look fast,
+        and many do not make one device look slow beside all of them.
+        """
+        known = [c.fixed_s / c.sample_s for c in self._ranks if c.has_spread]
+        for costs in self._ranks:
+            if known:
+                costs.assume(median(known))
+            elif costs.steps:
+                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
@@ -275,6 +335,14 @@ class Gauge:
         self._syncs_s.clear()
         self._exposed_s.clear()
 
+    @property
+    def _doubt(self) -> float:
+        """Of a first choice, by few steps."""
+        if self._is_learned or not self.measurements:
+            return 0.0
+        jitter = max(LEAST_JITTER, self._jitter)
+        return DOUBT * jitter / math.sqrt(self.measurements)
+
     def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.
 
@@ -296,10 +364,5 @@ class Gauge:
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self._run_batches,
+            doubt=self._doubt,
         )
-
-
-def _typical(steps: Sequence[tuple[int, float, int]]) -> tuple[float, float]:
-    """The median size, and the median time of a step."""
-    samples = float(median(samples for samples, _, _ in steps))
-    return samples, median(step_s for _, step_s, _ in steps)

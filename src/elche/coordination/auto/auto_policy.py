@@ -21,6 +21,7 @@ from dataclasses import replace
 from enum import Enum
 
 from elche.cadence.chooser import Choice, Chooser
+from elche.cadence.goodput import predict
 from elche.coordination.accounts.batch_ranges import (
     WHOLE_BATCHES,
     BatchCut,
@@ -56,6 +57,8 @@ class _Phase(Enum):
     the choice is, or is still, ``sync``          CALIBRATING, TRIAL      STEPS
     the choice is windows                         CALIBRATING             LEAVING
     the choice is one rank alone                  STEPS, TRIAL            LEAVING
+    that, and some are left out of the steps:
+    an epoch begins                               STEPS                   ALONE
     granted steps are done, or an epoch begins:
     parameters are averaged                       LEAVING                 WINDOWS
     one rank trains in place of ``sync``          LEAVING                 ALONE
@@ -93,7 +96,7 @@ class AutoPolicy(Policy):
         self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._calibration = Calibration(
-            self._gauge, self._switch.sync, self._new_chooser, self._ahead_steps
+            self._gauge, self._switch.sync, self._new_chooser
         )
         self._choice: MeasuredChoice | None = None
         self._trials = Trials()
@@ -174,7 +177,11 @@ class AutoPolicy(Policy):
         is_outdated = windows is not None and windows.is_outdated_by(self._chosen.now)
         if phase is _Phase.CALIBRATING:
             self._calibration.prepare(sync_s)
-        elif phase is _Phase.LEAVING or (phase is _Phase.WINDOWS and is_outdated):
+        elif (
+            phase is _Phase.LEAVING
+            or (phase is _Phase.WINDOWS and is_outdated)
+            or (phase is _Phase.STEPS and self._chosen.wants_windows)
+        ):
             self._begin_windows()
         # In steps ranks must do the same, so their optimizers must be the same.
         elif phase is _Phase.ALONE and alike and (is_outdated or self._is_trial_due):
@@ -257,17 +264,20 @@ class AutoPolicy(Policy):
         """Measures steps before ``sync`` grants more of them."""
         if self._phase not in (_Phase.CALIBRATING, _Phase.STEPS, _Phase.TRIAL):
             return
-        reports = self._gauge.reported(event)
+        left_out = len(self._switch.sync.left_out)
+        reports = self._gauge.reported(event, left_out)
         if not reports:
             return
         if self._phase is _Phase.CALIBRATING:
-            self._choice = self._calibration.take(reports, self._batch_size)
+            self._choice = self._calibration.take(
+                reports, self._batch_size, self._length.batches
+            )
             if self._choice is not None:
                 self._gauge = self._choice.gauge
                 self._choice.begin()
-                self._switch.sync.spare(())
+                self._calibration.break_off()
                 self._announce(notice)
-                self._stay_or_leave()
+                self._stay_or_leave(notice)
             return
         is_due = self._gauge.took_steps(reports)
         if self._phase is _Phase.TRIAL:
@@ -300,15 +310,23 @@ class AutoPolicy(Policy):
             self._announce(notice)
         is_trial_over = self._phase is _Phase.TRIAL and not self._grants_left
         if self._phase is _Phase.STEPS or is_trial_over:
-            self._stay_or_leave()
+            self._stay_or_leave(notice)
 
-    def _stay_or_leave(self) -> None:
-        """Steps go on if they are the choice, else no more are granted."""
-        if self._chosen.wants_windows:
+    def _stay_or_leave(self, notice: Outcome) -> None:
+        """Steps go on if they are the choice, else no more are granted.
+
+        Ranks that ``sync`` leaves out do not hold the model that windows begin with.
+        """
+        sync = self._switch.sync
+        if self._chosen.wants_windows and not sync.leaves_out:
             self._phase = _Phase.LEAVING
-            self._switch.sync.stop_granting()
-        else:
+            sync.stop_granting()
+        elif self._phase is not _Phase.STEPS:
             self._phase = _Phase.STEPS
+            choice, cluster = self._chosen.now, self._gauge.cluster(self._batch_size)
+            with_s = predict("sync", cluster).window_s
+            without_s = choice.prediction.window_s
+            notice.instructions += sync.leave_out(choice.left_out, with_s, without_s)
 
     def _announce(self, notice: Outcome) -> None:
         """Reports the choice; windows pay less in short runs."""

@@ -133,6 +133,7 @@ class PolicySwitch:
         """
         if self.windows is not None:
             self._next_window = self.windows.policy.first_window
+        self.sync.keep_all()
         policy = WindowPolicy(
             windows_config(self._settings.config, choice, speed_hints),
             list(self._members.values()),

@@ -111,8 +111,11 @@ class LeftOutRanks:
         self._shares = shares
         is_fixed = debug.is_planned or debug.record is not None
         is_fixed |= config.shares == "fixed"  # columns stay on their rank
-        is_on = config.leave_out and config.policy == "sync" and len(members) > 1
-        self._phase = _Phase.MEASURING if is_on and not is_fixed else _Phase.OFF
+        is_on = config.leave_out and len(members) > 1
+        self._is_allowed = is_on and not is_fixed
+        self._phase = _Phase.OFF
+        if self._is_allowed and config.policy == "sync":
+            self._phase = _Phase.MEASURING
         self._unknown: dict[int, str] = {}
         self.ranks: tuple[int, ...] = ()
         self._chosen: _Exclusion | None = None
@@ -123,6 +126,27 @@ class LeftOutRanks:
         self._all_s = self._tried_at_s = self._trial_cost_s = 0.0
         self._announced: tuple[int, ...] = ()
         self._has_said_why = self._is_suspected = self._decides = False
+
+    def allow(
+        self, ranks: tuple[int, ...], with_s: float, without_s: float
+    ) -> list[LeaveOut]:
+        """``auto`` chose steps, by what it has measured without these ranks.
+
+        Args:
+            ranks: none, if all bring something.
+            with_s: seconds of a step with them.
+            without_s: and without them.
+        """
+        if not self._is_allowed or self._phase is not _Phase.OFF:
+            return []
+        self._enter(_Phase.MEASURING)
+        return self._choose(_Exclusion(ranks, with_s, without_s)) if ranks else []
+
+    def stop(self) -> None:
+        """``auto`` left the steps: all ranks take part in the next ones."""
+        self.reset(self._members)
+        self._shares.leave_out(())
+        self._phase = _Phase.OFF
 
     @property
     def is_leaving(self) -> bool:

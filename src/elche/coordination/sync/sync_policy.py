@@ -161,7 +161,8 @@ class SyncPolicy(Policy):
             outcome.instructions += self._complete(self._grants.pop(), now_s)
         if self._left:
             return self._end_early(outcome, now_s)
-        if self._left_out.is_leaving and self.is_drained and self._ledger.pooled:
+        may_leave = self._left_out.is_leaving and not self._is_stopping
+        if may_leave and self.is_drained and self._ledger.pooled:
             outcome.instructions += self._left_out.leave(now_s)
             self._is_carried = False
         outcome.instructions += self._top_up()
@@ -219,6 +220,26 @@ class SyncPolicy(Policy):
         run in any case.
         """
         self._is_single = wanted
+
+    def leave_out(
+        self, ranks: tuple[int, ...], with_s: float, without_s: float
+    ) -> Sequence[Instruction]:
+        """Steps are the choice; of seconds as in :meth:`LeftOutRanks.allow`."""
+        return self._left_out.allow(ranks, with_s, without_s)
+
+    def keep_all(self) -> None:
+        """Windows take the place of steps: later ones are of all ranks again."""
+        self._left_out.stop()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some ranks are left out of steps, or about to be."""
+        return bool(self.left_out) or self._left_out.is_leaving
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks that take no part in steps now."""
+        return self._left_out.ranks
 
     def make_room(self, wanted: bool) -> list[Instruction]:
         """No steps are granted while somebody wants the ranks quiet."""
@@ -387,7 +408,7 @@ class SyncPolicy(Policy):
             steps = min(MAX_GRANT_STEPS, max(1, math.ceil(GRANT_S / self._step_s)))
         left_out = self._left_out
         is_single = self._is_single or self._guesses or left_out.is_trying
-        steps = 1 if left_out.is_trying else steps
+        steps = 1 if left_out.is_trying or self._is_single else steps
         holds = self._is_stopping or self._makes_room or self._is_paused
         holds |= self._is_cut
         while self._ledger.pooled and not (holds or left_out.is_leaving):

@@ -22,7 +22,7 @@ from elche.errors import ConfigError, ElcheError
 from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
-from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.loader import RunLoader, check_unstarted
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
@@ -161,15 +161,8 @@ def set_up(
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
-    if placement.speed is not None:
-        process.emulation = emulate(
-            model,
-            EmulationConfig(
-                speed=placement.speed,
-                ms_per_sample=placement.ms_per_sample,
-                memory_samples=placement.memory_samples,
-            ),
-        )
+    if placement.emulation is not None:
+        process.emulation = emulate(model, placement.emulation)
     positions = by_position(
         loader, asked.samples_per_epoch, placement.world_size, config.seed
     )

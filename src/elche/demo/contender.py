@@ -38,7 +38,7 @@ from elche.monitor.trace import (
     spans_to_jsonl,
 )
 from elche.runtime.data.transfer import to_device
-from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 
@@ -165,15 +165,8 @@ class Contender:
         return workload if rate is None else workload.with_learning_rate(rate)
 
     def _emulated(self) -> EmulationHandle | None:
-        if self._placement.speed is None:
-            return None
-        return emulate(
-            self._model,
-            EmulationConfig(
-                speed=self._placement.speed,
-                ms_per_sample=self._placement.ms_per_sample,
-            ),
-        )
+        config = self._placement.emulation
+        return None if config is None else emulate(self._model, config)
 
     def _alone(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
         return self._model, self._plain_loader(), self._emulated()

@@ -146,6 +146,7 @@ def run_contender(
     devices: Devices,
     on_progress: OnProgress = lambda rank, done: None,
     keep_spans: bool = False,
+    module: str = "elche.demo.contender",
 ) -> ContenderRun:
     """Trains one contender, a process per device, and returns its results.
 
@@ -155,6 +156,7 @@ def run_contender(
         devices: a rank on each of them.
         on_progress: receives the run's progress.
         keep_spans: read the timeline as well.
+        module: what every rank runs, given the specification.
 
     Raises:
         RemoteRankError: a rank failed; with the end of what it wrote.
@@ -173,9 +175,7 @@ def run_contender(
         (out / "spec.json").write_text(replace(spec, out=folder).to_json())
         result = launch(
             LaunchConfig(
-                command=python_command(
-                    "-m", "elche.demo.contender", str(out / "spec.json")
-                ),
+                command=python_command("-m", module, str(out / "spec.json")),
                 devices=devices.names or None,
                 speeds=devices.speeds or None,
                 ms_per_sample=devices.ms_per_sample,

@@ -357,7 +357,7 @@ def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
     }
 
 
-def main(path: str) -> None:
+def main(path: str, kind: type[Contender] = Contender) -> None:
     """Runs the contender that the file describes; writes ``result-RANK.json``.
 
     What a rank says on standard error goes to ``stderr-RANK.txt``: who started it may
@@ -367,7 +367,7 @@ def main(path: str) -> None:
     rank = read_placement().rank
     with (Path(spec.out) / f"stderr-{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    result = Contender(spec).run()
+    result = kind(spec).run()
     (Path(spec.out) / f"result-{rank}.json").write_text(json.dumps(result))
     session.shutdown()
 

@@ -38,6 +38,7 @@ from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
     check_training,
+    fused_hint,
 )
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
@@ -199,8 +200,9 @@ def set_up(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
-        if hint := batch_norm_hint(model, config.policy):
-            _write_stderr(hint)
+        for hint in (batch_norm_hint(model, config.policy), fused_hint(optimizer)):
+            if hint:
+                _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
 
 

@@ -62,15 +62,19 @@ def whole_sample_bound(
     """What whole samples leave of a batch's speed, and a batch that is large enough.
 
     Returns:
-        The part left, and the first doubling of the batch that loses less than `SMALL`
-        (None if there is none); None where less than `WORTH_NAMING` is lost.
+        The part left, and the first doubling of the batch from which on less than
+        `SMALL` is lost (None if there is none; of larger ones a few are tried, as a
+        single size may divide well by luck); None where less than `WORTH_NAMING` is.
     """
 
     def left(samples: int) -> float:
         best = best_step_s(samples, sample_s, batch_s)
         return fluid_step_s(samples, sample_s, batch_s) / best
 
-    if batch < 1 or left(batch) >= 1.0 - WORTH_NAMING:
+    if len(sample_s) < 2 or batch < 1 or left(batch) >= 1.0 - WORTH_NAMING:
         return None
     larger = (batch << doubling for doubling in range(1, MOST_DOUBLINGS + 1))
-    return left(batch), next((n for n in larger if left(n) > 1.0 - SMALL), None)
+    enough = (
+        n for n in larger if min(map(left, range(n, 2 * n, n // 8 | 1))) > 1.0 - SMALL
+    )
+    return left(batch), next(enough, None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elche.cadence.step_bound import best_step_s, given_step_s
+from elche.cadence.split import best_step_s, given_step_s
 from elche.demo.batches import split_edges
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elche.cadence.step_bound import whole_sample_bound
+from elche.cadence.split import whole_sample_bound
 from elche.coordination.accounts.batch_ranges import named
 from elche.coordination.accounts.metrics import (
     EPOCHS_KEPT,

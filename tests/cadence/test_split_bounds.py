@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.step_bound import (
+from elche.cadence.split import (
     best_step_s,
     fluid_step_s,
     given_step_s,

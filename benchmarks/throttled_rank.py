@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from throttle import stop_and_go
+
 WINDOW = 20
 """Steps that a share is the mean of."""
 BACK = 0.75
@@ -100,10 +102,7 @@ def measure(period_s: float, duty: float, throttled_s: float) -> tuple[float, ..
             while fallen > before / 2:  # a busy machine may slow the others as much
                 until_s = time.monotonic() + throttled_s
                 while time.monotonic() < until_s:
-                    os.kill(pid, signal.SIGSTOP)
-                    time.sleep(period_s * (1.0 - duty))
-                    os.kill(pid, signal.SIGCONT)
-                    time.sleep(period_s * duty)
+                    stop_and_go(pid, duty, period_s)
                 released_s = time.monotonic()
                 fallen = fmean(n for _, n in steps.since(released_s - 1.0))
             return before, fallen, steps.wait(released_s, BACK * before)

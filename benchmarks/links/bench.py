@@ -62,8 +62,8 @@ class LinkBenchConfig(BenchConfig):
             if spec.policy != "sync":
                 options["codec"] = self.codec
         if self.time_capped and "ddp" in name:
-            steps = self.seconds / self._reduction_s()
-            samples = min(samples, self.whole_batches(steps * self.batch_size))
+            steps = self.seconds / self.reduction_s
+            samples = min(samples, self.whole_batches(steps * self.samples_per_batch))
         return replace(
             spec, samples=samples, options=options, sent_counter=str(SENT_BYTES)
         )
@@ -84,7 +84,8 @@ class LinkBenchConfig(BenchConfig):
         words += ["--link-delay-ms", f"{self.link_delay_ms:g}", "--codec", self.codec]
         return shlex.join(["python", "-m", "benchmarks.links", *words])
 
-    def _reduction_s(self) -> float:
+    @property
+    def reduction_s(self) -> float:
         """Least time that DDP needs to reduce the model's gradients once."""
         workload = build_workload(self.model)
         numel = sum(p.numel() for p in workload.model_fn().parameters())

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from benchmarks.pipeline.plan import (
+    BY_HAND,
     COMPUTE,
     CONTENDERS,
     ELCHE,
@@ -144,7 +145,8 @@ class PipelineContenders:
         )
         try:
             with self._pipeline() as pipe:
-                ready = {name: self._torch(name) for name in TORCH_CONTENDERS}
+                torch_names = (*TORCH_CONTENDERS, *BY_HAND)
+                ready = {name: self._torch(name) for name in torch_names}
                 ready[ELCHE] = self._elche(pipe)
                 return self._measure(ready, pipe)
         finally:
@@ -223,14 +225,16 @@ class PipelineContenders:
         return _Contender(lambda: pipe.step(batch, target), list(pipe.parameters()))
 
     def _torch(self, name: str) -> _Contender:
-        """One of torch's schedules on an equal split."""
-        ranks = self._config.num_ranks
+        """One of torch's schedules, on an equal split or the best one by hand."""
+        ranks, schedule = self._config.num_ranks, name.removesuffix(" by hand")
         placement = {
             "torch-1f1b": loop_placement(ranks),
             "torch-interleaved-zb": loop_placement(ranks, 2),
             "torch-zb-v": v_placement(ranks),
-        }[name]
+        }[schedule]
         sizes = self._config.equal_split(len(placement))
+        if name in BY_HAND:
+            sizes = self._config.split_by_hand(placement)
         layers = self._layers()
         stages = []
         for index in (i for i, rank in enumerate(placement) if rank == self._rank):
@@ -245,9 +249,9 @@ class PipelineContenders:
             stages.append(stage)
         count = self._config.microbatches
         made: Any
-        if name == "torch-1f1b":
+        if schedule == "torch-1f1b":
             made = Schedule1F1B(stages[0], count, F.mse_loss)
-        elif name == "torch-zb-v":
+        elif schedule == "torch-zb-v":
             made = ScheduleZBVZeroBubble(stages, count, F.mse_loss)
         else:
             made = ScheduleInterleavedZeroBubble(stages, count, F.mse_loss)

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import shlex
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,8 +27,10 @@ from elche.schedule.planning.profile import (
 )
 
 TORCH_CONTENDERS = ("torch-1f1b", "torch-interleaved-zb", "torch-zb-v")
+BY_HAND = tuple(f"{name} by hand" for name in TORCH_CONTENDERS)
+"""Torch's schedules on the best split of whole layers; the others' is equal."""
 ELCHE = "elche"
-CONTENDERS = (*TORCH_CONTENDERS, ELCHE)
+CONTENDERS = (*TORCH_CONTENDERS, *BY_HAND, ELCHE)
 PROFILE = "profile"
 COMPUTE = (
     Kind.FORWARD,
@@ -122,6 +126,18 @@ class PipelineBenchConfig:
         """Layers of each of torch's stages."""
         each, rest = divmod(self.layers, num_stages)
         return tuple(each + (stage < rest) for stage in range(num_stages))
+
+    def split_by_hand(self, placement: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each of torch's stages, each device's as its speed allows."""
+        stages = Counter(placement)
+        counts = whole_layer_counts(self, least=max(stages.values()))
+        sizes = []
+        for rank in placement:  # what a device has, in equal parts
+            part = -(-counts[rank] // stages[rank])
+            stages[rank] -= 1
+            counts[rank] -= part
+            sizes.append(part)
+        return tuple(sizes)
 
     def command(self) -> str:
         """The command line that measures the same."""
@@ -241,19 +257,25 @@ def bench_profile(config: PipelineBenchConfig) -> PipelineProfile:
     )
 
 
-def whole_layer_ideal_s(config: PipelineBenchConfig) -> float:
-    """The busiest device's work where whole layers are divided as well as can be.
+def whole_layer_counts(config: PipelineBenchConfig, least: int = 0) -> list[int]:
+    """Layers of each device, so that the busiest one has as little work as can be.
 
     Equal layers go one by one to the device that would be done first, which is exact.
     """
-    counts = [0] * config.num_ranks
-    for _ in range(config.layers):
+    counts = [least] * config.num_ranks
+    for _ in range(config.layers - sum(counts)):
         first = min(
             range(config.num_ranks),
             key=lambda rank: (counts[rank] + 1) * config.layer_s(rank),
         )
         counts[first] += 1
+    return counts
+
+
+def whole_layer_ideal_s(config: PipelineBenchConfig) -> float:
+    """The busiest device's work where whole layers are divided as well as can be."""
     passes = 3 * config.microbatches
     return max(
-        passes * count * config.layer_s(rank) for rank, count in enumerate(counts)
+        passes * count * config.layer_s(rank)
+        for rank, count in enumerate(whole_layer_counts(config))
     )

@@ -22,7 +22,7 @@ from elche.errors import ConfigError, ElcheError
 from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.data.stream_data import StreamView, by_position
-from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.loader import RunLoader, check_unstarted
 from elche.runtime.manual_run import current_manual_run, end_manual_run
 from elche.runtime.memory_limits import memory_hint
@@ -38,6 +38,7 @@ from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
     check_training,
+    fused_hint,
 )
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
@@ -161,15 +162,8 @@ def set_up(
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
-    if placement.speed is not None:
-        process.emulation = emulate(
-            model,
-            EmulationConfig(
-                speed=placement.speed,
-                ms_per_sample=placement.ms_per_sample,
-                memory_samples=placement.memory_samples,
-            ),
-        )
+    if placement.emulation is not None:
+        process.emulation = emulate(model, placement.emulation)
     positions = by_position(
         loader, asked.samples_per_epoch, placement.world_size, config.seed
     )
@@ -206,8 +200,9 @@ def set_up(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
-        if hint := batch_norm_hint(model, config.policy):
-            _write_stderr(hint)
+        for hint in (batch_norm_hint(model, config.policy), fused_hint(optimizer)):
+            if hint:
+                _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
 
 

@@ -63,6 +63,13 @@ def test_whole_layers_divide_as_well_as_can_be() -> None:
     assert whole_layer_ideal_s(config) == pytest.approx(3 * 16 * 8 * 2e-3)
 
 
+def test_torch_is_split_by_hand_as_speeds_allow() -> None:
+    config = PipelineBenchConfig(speeds=THREE_TIMES_SLOWER)
+    assert config.split_by_hand((0, 1, 2, 3)) == (8, 7, 7, 2)
+    assert config.split_by_hand((0, 1, 2, 3, 0, 1, 2, 3)) == (4, 4, 4, 1, 4, 3, 3, 1)
+    assert config.split_by_hand((0, 1, 2, 3, 3, 2, 1, 0)) == (4, 4, 4, 1, 1, 3, 3, 4)
+
+
 def test_the_plan_reaches_the_goal_on_declared_times() -> None:
     config = PipelineBenchConfig(speeds=THREE_TIMES_SLOWER, memory_layers=0)
     plan = make_bench_plan(config)
@@ -114,7 +121,9 @@ def test_a_makespan_goes_from_the_first_call_to_the_last() -> None:
     first = {"begin_s": 10.0, "end_s": 13.0, "busy_s": 3.0, **step}
     second = {"begin_s": 11.0, "end_s": 14.0, "busy_s": 2.0, **step}
     found = measured_of([{"elche": [first]}, {"elche": [second]}], "elche")
-    assert found == Measured(makespans_s=(4.0,), bubbles=(0.25,), overrun_share=0.0)
+    assert found == Measured(
+        makespans_s=(4.0,), bubbles=(0.25,), idles=(0.375,), overrun_share=0.0
+    )
 
 
 def test_an_emulated_stage_takes_the_declared_time(
@@ -152,7 +161,7 @@ def test_the_table_tells_each_contender_and_the_prediction() -> None:
     config = PipelineBenchConfig(speeds=(1.0, 0.5), layers=8, microbatches=4)
     plan = make_bench_plan(config)
     timing = simulate(plan.schedule, plan.costs)
-    one = Measured(makespans_s=(2.0,), bubbles=(0.25,), overrun_share=0.0)
+    one = Measured(makespans_s=(2.0,), bubbles=(0.25,), idles=(0.4,), overrun_share=0.0)
     text = "\n".join(table_lines(config, plan, timing, dict.fromkeys(CONTENDERS, one)))
     for name in CONTENDERS:
         assert name in text

@@ -23,6 +23,13 @@ from elche.demo.verdict import BenchVerdict
 from tests.demo.fake_runs import rank_result, run_of
 
 HETERO = ["bench", "hetero"]
+ALL_KINDS = (
+    "solo-0",
+    "indep",
+    "ddp",
+    "ddp-split",
+    *(f"elche-{policy}" for policy in POLICIES),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +64,8 @@ def nothing_starts(
         ("--speeds 1,0.5 --seconds nan", "expected positive --seconds"),
         ("--speeds 1,0.5 --seeds 0", "--seeds of at least 1"),
         ("--speeds 1,0.5 --ms-per-sample 0", "positive speeds and milliseconds"),
+        ("--speeds 1,0.5 --fixed-ms -1", "--fixed-ms of at least 0"),
+        ("--speeds 1,1,1 --batch-size 2", "expected 2 to 2 --speeds"),
         ("--speeds 1,0.001", "leave ddp-split out"),
         ("--speeds 1,0.5 --json /", "cannot write /"),
         ("--speeds 1,0.5 --json /no/such/folder/x.json", "cannot write /no/such"),
@@ -124,6 +133,32 @@ def test_a_workload_may_have_batches_of_its_own() -> None:
     assert config.samples == 1904  # 1906.25 in whole batches
 
 
+def test_batches_and_their_fixed_time_make_the_run_as_long_as_asked() -> None:
+    config = BenchConfig(
+        speeds=(1.0, 0.25), ms_per_sample=1.0, fixed_ms=28.0, batch_size=112, seconds=10
+    )
+    # 112 samples in 140 ms and in 476 ms
+    assert config.rates == pytest.approx((800.0, 112 / 0.476))
+    assert config.samples == round(10 * sum(config.rates) / 112) * 112
+    assert {config.spec(name, 0).batch_size for name in config.names} == {112}
+    assert "--fixed-ms 28 --batch-size 112" in config.command()
+
+
+def test_each_kind_has_its_bound() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25), ms_per_sample=1.0, contenders=ALL_KINDS)
+    alone = (32 / 0.036, 32 / 0.132)  # 4 ms a batch beside its samples
+    bound = {name: config.bound(name, alone) for name in config.names}
+    whole = 32 / sum(alone)
+    assert bound["solo-0"] is None
+    assert bound["indep"] is None
+    assert bound["ddp"] == pytest.approx(whole / 0.068)  # 16 samples of 4 ms
+    assert bound["ddp-split"] == pytest.approx(whole / 0.030)  # 26 and 6
+    assert bound["elche-sync"] == pytest.approx(whole / 0.030)
+    windows = (16 / 0.020 + 16 / 0.068) / sum(alone)
+    assert bound["elche-async"] == pytest.approx(windows)
+    assert bound["elche-auto"] == pytest.approx(max(windows, whole / 0.030))
+
+
 def test_time_capped_gives_ddp_what_it_can_do_in_time() -> None:
     config = BenchConfig(speeds=(1.0, 0.25), seconds=10, time_capped=True)
     assert config.spec("ddp", 0).samples == 4000
@@ -178,6 +213,13 @@ def test_efficiency_is_paired_by_seed() -> None:
     assert verdict.control == pytest.approx(1.0)
     assert not verdict.rejected
     assert verdict.warnings == []
+
+
+def test_the_bound_stands_beside_the_measured_value() -> None:
+    config = BenchConfig(speeds=(1.0, 0.25))
+    runs = fake_results(config)
+    verdict = BenchVerdict(runs, 2, bound=lambda name, alone: sum(alone) / 1250)
+    assert verdict.contenders()["ddp"]["bound"] == pytest.approx(1000 / 1250)
 
 
 def test_a_loss_is_compared_only_where_all_samples_were_trained() -> None:

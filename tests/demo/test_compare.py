@@ -25,7 +25,7 @@ def test_devices_are_emulated_or_real() -> None:
         Devices(speeds=(1.0,), names=("cpu",))
     assert Devices(names=("cuda:0", "cpu")).only(1).names == ("cpu",)
     assert DEVICES.only(1).speeds == (0.5,)
-    assert DEVICES.nominal_samples_per_s == (2000.0, 1000.0)
+    assert DEVICES.nominal_samples_per_s(32) == (2000.0, 1000.0)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])

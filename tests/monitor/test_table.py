@@ -31,6 +31,7 @@ RESULTS = [
         samples_per_s=905.0,
         samples_per_s_spread=0.02,
         efficiency=0.9662,
+        bound=0.97,
         sample_efficiency=0.98,
         eval_loss=math.nan,
         time_to_loss_s=12.34,
@@ -42,9 +43,9 @@ RESULTS = [
 def test_rows_hold_a_cell_per_column() -> None:
     solo, cadence = table_rows(RESULTS)
     assert len(solo) == len(cadence) == len(COLUMNS)
-    assert solo == ["solo-0", "741.3", "-", "-", "1.4711", "-", "1.00x", ""]
-    assert cadence[:4] == ["elche-cadence", "905.0 ±1.0%", "96.6%", "98%"]
-    assert cadence[4:7] == ["nan", "12.3 s", "1.18x"]
+    assert solo == ["solo-0", "741.3", "-", "-", "-", "1.4711", "-", "1.00x", ""]
+    assert cadence[:5] == ["elche-cadence", "905.0 ±1.0%", "96.6%", "97.0%", "98%"]
+    assert cadence[5:8] == ["nan", "12.3 s", "1.18x"]
 
 
 def test_plain_text_is_aligned_and_omits_what_nobody_has() -> None:

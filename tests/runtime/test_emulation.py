@@ -79,6 +79,18 @@ def test_a_step_takes_no_more_than_that(clock: Clock, speed: float) -> None:
     assert clock.now_s == pytest.approx(STEP_S / speed)
 
 
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_a_pass_has_a_fixed_time_whatever_the_speed(clock: Clock, speed: float) -> None:
+    model = make_model()
+    handle = emulate(
+        model, EmulationConfig(speed=speed, ms_per_sample=0.5, fixed_ms=3.0)
+    )
+    first, second = (model(torch.ones(SAMPLES, 32)).sum() for _ in range(2))
+    (first + second).backward()  # two micro-batches, two passes
+    assert clock.now_s == pytest.approx(2 * (3e-3 + STEP_S / speed))
+    assert handle.nominal_s == pytest.approx(clock.now_s)
+
+
 def test_forward_takes_a_third(clock: Clock) -> None:
     model = make_model()
     emulate(model, fast_config())
@@ -276,6 +288,12 @@ def test_speeds_must_be_positive_and_finite(bad: Any) -> None:
         EmulationConfig(speed=bad)
     with pytest.raises(ConfigError, match="ms_per_sample of an emulated device"):
         EmulationConfig(speed=1.0, ms_per_sample=bad)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_bad_fixed_times_are_rejected(bad: float) -> None:
+    with pytest.raises(ConfigError, match="fixed_ms of an emulated device"):
+        EmulationConfig(speed=1.0, fixed_ms=bad)
 
 
 def test_what_cannot_be_emulated_is_refused() -> None:

@@ -19,7 +19,7 @@ from elche.cli.doctor_findings import RankReport, cost_of_steps
 from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.probe import probe_reduction_s
 from elche.comm.transport.process_group import Group
-from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import Placement, read_placement
 
 MARK = "elche doctor: "
@@ -45,10 +45,8 @@ def main() -> None:
     network = sized_network(parameters).to(device)
     sample_bytes = saved_bytes(network, device)
     emulation = None
-    if placement.speed is not None:
-        emulation = emulate(
-            network, EmulationConfig(placement.speed, placement.ms_per_sample)
-        )
+    if placement.emulation is not None:
+        emulation = emulate(network, placement.emulation)
     step = _stepper(network, device)
     sizes = {batch_size, max(1, batch_size // 4)}
     times_s = {size: _quickest(group, step(size)) for size in sorted(sizes)}

@@ -153,6 +153,11 @@ def _rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Time per sample of an emulated device of speed 1; default: 1.25.",
 )
 @click.option(
+    "--fixed-ms",
+    type=float,
+    help="Time per batch of an emulated device beside its samples'; default: 0.",
+)
+@click.option(
     "--policy",
     type=click.Choice(POLICIES),
     help="Policy where the script names none.",
@@ -181,6 +186,7 @@ def run(
     devices: tuple[str, ...] | None,
     speeds: tuple[float, ...] | None,
     ms_per_sample: float | None,
+    fixed_ms: float | None,
     policy: str | None,
     story: Path | None,
     trace: Path | None,
@@ -193,14 +199,13 @@ def run(
     from elche.runtime.process.launch import LaunchConfig, python_command
     from elche.runtime.process.restarts import RestartConfig, launch_with_restarts
 
-    settings: dict[str, Any] = {}
-    if ms_per_sample is not None:
-        settings["ms_per_sample"] = ms_per_sample
+    emulated = {"ms_per_sample": ms_per_sample, "fixed_ms": fixed_ms}
+    settings: dict[str, Any] = {k: v for k, v in emulated.items() if v is not None}
     with _checked():
         if settings and speeds is None:
             raise ConfigError(
-                "--ms-per-sample is for emulated devices; give their --speeds, such as "
-                "1,0.25"
+                "--ms-per-sample and --fixed-ms are for emulated devices; give their "
+                "--speeds, such as 1,0.25"
             )
         for path in (story, trace):
             if path is not None:
@@ -368,6 +373,18 @@ def bench() -> None:
     default=1.25,
     show_default=True,
     help="Time per sample of an emulated device of speed 1.",
+)
+@click.option(
+    "--fixed-ms",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Time per batch of an emulated device beside its samples', at any speed.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Samples of a batch, of all ranks together; default: the model's (32, or 8).",
 )
 @click.option(
     "--contenders", callback=_names, help="Run only these, such as solo-0,ddp."

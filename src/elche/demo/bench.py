@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elche.demo.compare import (
     whole_batches,
 )
 from elche.demo.contender import ContenderSpec
+from elche.demo.contender_bounds import ContenderBounds
 from elche.demo.models import WORKLOADS, batch_size_of
 from elche.demo.results import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
@@ -48,6 +50,8 @@ class BenchConfig:
             deliver in this time; runs alone that only measure speed end after it.
         seeds: repetitions, each with parameters, data and order of its own.
         ms_per_sample: time of one sample on a device of speed 1.
+        fixed_ms: time of a batch beside its samples', on every device.
+        batch_size: samples of a batch, of all ranks together; None: the model's.
         contenders: the only ones to run; empty for all.
         time_capped: no rank trains longer than about `seconds`, and losses are not
             compared.
@@ -64,13 +68,15 @@ class BenchConfig:
     seconds: float = DEFAULT_SECONDS
     seeds: int = 1
     ms_per_sample: float = MS_PER_SAMPLE
+    fixed_ms: float = 0.0
+    batch_size: int | None = None
     contenders: tuple[str, ...] = ()
     time_capped: bool = False
     solo_seconds: float | None = None
     allow_noise: bool = False
 
     def __post_init__(self) -> None:
-        devices = Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
+        devices = self.devices
         if self.policy not in ("all", *POLICIES):
             raise ConfigError(
                 f"unknown policy {self.policy!r}; choose all or one of {POLICIES}"
@@ -79,9 +85,9 @@ class BenchConfig:
             raise ConfigError(
                 f"unknown model {self.model!r}; choose one of {', '.join(WORKLOADS)}"
             )
-        if not 2 <= devices.count <= self.batch_size:
+        if not 2 <= devices.count <= self.samples_per_batch:
             raise ConfigError(
-                f"expected 2 to {self.batch_size} --speeds, such as 1,0.25; got"
+                f"expected 2 to {self.samples_per_batch} --speeds, such as 1,0.25; got"
                 f" {devices.count}"
             )
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -97,22 +103,32 @@ class BenchConfig:
                 f"unknown contender {unknown[0]!r}; choose among"
                 f" {', '.join(self.all_names)}"
             )
-        edges = split_edges(self.batch_size, self.speeds)
+        edges = split_edges(self.samples_per_batch, self.speeds)
         if "ddp-split" in self.names and len(set(edges)) < len(edges):
             raise ConfigError(
-                f"a batch of {self.batch_size} split by the speeds {self.speeds} leaves"
-                " a device without a sample; leave ddp-split out with --contenders"
+                f"a batch of {self.samples_per_batch} split by the speeds {self.speeds}"
+                " leaves a device without a sample; leave ddp-split out with"
+                " --contenders"
             )
 
     @property
-    def batch_size(self) -> int:
-        """Samples of a batch; of all ranks together for DDP and ``sync``."""
-        return batch_size_of(self.model)
+    def samples_per_batch(self) -> int:
+        """Samples of a batch, of all ranks together."""
+        return self.batch_size or batch_size_of(self.model)
 
     @property
     def devices(self) -> Devices:
         """The emulated devices."""
-        return Devices(speeds=self.speeds, ms_per_sample=self.ms_per_sample)
+        return Devices(
+            speeds=self.speeds,
+            ms_per_sample=self.ms_per_sample,
+            fixed_ms=self.fixed_ms,
+        )
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Declared samples per second of each device."""
+        return self.devices.nominal_samples_per_s(self.samples_per_batch)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -131,12 +147,11 @@ class BenchConfig:
     @property
     def samples(self) -> int:
         """Samples that a contender trains on."""
-        everything = sum(self.devices.nominal_samples_per_s)
-        return self.whole_batches(self.seconds * everything)
+        return self.whole_batches(self.seconds * sum(self.rates))
 
     def whole_batches(self, samples: float) -> int:
         """So many samples, in whole batches; at least one."""
-        return whole_batches(samples, batch_size=self.batch_size)
+        return whole_batches(samples, batch_size=self.samples_per_batch)
 
     def spec(self, name: str, seed: int) -> ContenderSpec:
         """What a contender trains."""
@@ -153,13 +168,13 @@ class BenchConfig:
             shares = self.speeds if name == "ddp-split" else ()
             settings |= {"kind": name, "shares": shares}
         if self.time_capped and name == "ddp":
-            equal = min(self.devices.nominal_samples_per_s) * self.devices.count
+            equal = min(self.rates) * self.devices.count
             samples = self.whole_batches(self.seconds * equal)
         return ContenderSpec(
             model=self.model,
             samples=samples,
             out="",
-            batch_size=self.batch_size,
+            batch_size=self.samples_per_batch,
             seed=seed,
             **settings,
         )
@@ -170,6 +185,27 @@ class BenchConfig:
             return self.devices.only(int(name.removeprefix("solo-")))
         return replace(self.devices, network=network)
 
+    @property
+    def reduction_s(self) -> float:
+        """Least time of a sum of all gradients on the link; 0 on loopback."""
+        return 0.0
+
+    def bound(self, name: str, alone: Sequence[float]) -> float | None:
+        """Best possible hardware efficiency of a contender's kind.
+
+        Args:
+            name: of the contender.
+            alone: measured samples per second of each device alone.
+        """
+        bounds = ContenderBounds(
+            batch_size=self.samples_per_batch,
+            speeds=self.speeds,
+            sample_s=self.ms_per_sample / 1e3,
+            alone=alone,
+            reduction_s=self.reduction_s,
+        )
+        return bounds.efficiency(name)
+
     def command(self) -> str:
         """The command line that measures the same."""
         speeds = ",".join(f"{speed:g}" for speed in self.speeds)
@@ -177,6 +213,8 @@ class BenchConfig:
         words += ["--policy", self.policy, "--model", self.model]
         words += ["--seconds", f"{self.seconds:g}", "--seeds", str(self.seeds)]
         words += ["--ms-per-sample", f"{self.ms_per_sample:g}"]
+        words += ["--fixed-ms", f"{self.fixed_ms:g}"] * bool(self.fixed_ms)
+        words += ["--batch-size", str(self.batch_size)] * bool(self.batch_size)
         if self.contenders:
             words += ["--contenders", ",".join(self.contenders)]
         words += ["--time-capped"] * self.time_capped
@@ -190,9 +228,11 @@ class BenchConfig:
         """What is measured, in words."""
         speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
         seeds = f", {self.seeds} seeds" if self.seeds > 1 else ""
+        fixed = f" and {self.fixed_ms:g} ms per batch" if self.fixed_ms else ""
         return (
             f"{self.model} on emulated devices of speeds {speeds}"
-            f" ({self.ms_per_sample:g} ms per sample at speed 1),"
+            f" ({self.ms_per_sample:g} ms per sample at speed 1{fixed}),"
+            f" batches of {self.samples_per_batch},"
             f" {self.samples} samples{seeds}"
         )
 
@@ -203,8 +243,9 @@ class BenchConfig:
             "emulated": True,
             "command": self.command(),
             "model": self.model,
-            "batch_size": self.batch_size,
+            "batch_size": self.samples_per_batch,
             "ms_per_sample": self.ms_per_sample,
+            "fixed_ms": self.fixed_ms,
             "samples": self.samples,
             "seconds": self.seconds,
             "seeds": list(range(self.seeds)),
@@ -233,7 +274,11 @@ def run_bench(
     with open_progress() as progress:
         runs = _run_all(config, progress, network)
     verdict = BenchVerdict(
-        runs, config.devices.count, config.time_capped, config.allow_noise
+        runs,
+        config.devices.count,
+        config.time_capped,
+        config.allow_noise,
+        config.bound,
     )
     stream = sys.stderr if json_path == "-" else sys.stdout
     print_table(verdict.table, config.title, stream)
@@ -272,8 +317,9 @@ def _run_one(
 ) -> ContenderRun:
     spec = config.spec(name, seed)
     total = float(spec.samples)
+    rates = devices.nominal_samples_per_s(config.samples_per_batch)
     if spec.max_seconds is not None:
-        total = min(total, spec.max_seconds * devices.nominal_samples_per_s[0])
+        total = min(total, spec.max_seconds * rates[0])
     progress.start(task, total)
 
     def on_progress(rank: int, done: float) -> None:

@@ -45,6 +45,7 @@ class Devices:
         speeds: relative speeds of emulated devices; empty for real ones.
         names: real devices, such as ``("cuda:0", "cpu")``; empty for emulated ones.
         ms_per_sample: an emulated device's time per sample at speed 1.
+        fixed_ms: an emulated device's time per batch beside its samples'.
         network: where they meet, if not on this host's loopback.
 
     Raises:
@@ -54,6 +55,7 @@ class Devices:
     speeds: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
     ms_per_sample: float = MS_PER_SAMPLE
+    fixed_ms: float = 0.0
     network: Network | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +67,10 @@ class Devices:
                     "expected positive speeds and milliseconds per sample, such as"
                     f" --speeds 1,0.25 --ms-per-sample 1.25; got {value!r}"
                 )
+        if not (math.isfinite(self.fixed_ms) and self.fixed_ms >= 0):
+            raise ConfigError(
+                f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
+            )
 
     @property
     def count(self) -> int:
@@ -76,10 +82,12 @@ class Devices:
         """Whether they are emulated."""
         return bool(self.speeds)
 
-    @property
-    def nominal_samples_per_s(self) -> tuple[float, ...]:
-        """Declared samples per second of each emulated device."""
-        return tuple(1e3 / self.ms_per_sample * speed for speed in self.speeds)
+    def nominal_samples_per_s(self, batch_size: int) -> tuple[float, ...]:
+        """Declared samples per second of each emulated device in such batches."""
+        fixed_ms = self.fixed_ms / batch_size
+        return tuple(
+            1e3 / (fixed_ms + self.ms_per_sample / speed) for speed in self.speeds
+        )
 
     def only(self, index: int) -> Devices:
         """One of them."""
@@ -138,6 +146,7 @@ def run_contender(
     devices: Devices,
     on_progress: OnProgress = lambda rank, done: None,
     keep_spans: bool = False,
+    module: str = "elche.demo.contender",
 ) -> ContenderRun:
     """Trains one contender, a process per device, and returns its results.
 
@@ -147,6 +156,7 @@ def run_contender(
         devices: a rank on each of them.
         on_progress: receives the run's progress.
         keep_spans: read the timeline as well.
+        module: what every rank runs, given the specification.
 
     Raises:
         RemoteRankError: a rank failed; with the end of what it wrote.
@@ -165,12 +175,11 @@ def run_contender(
         (out / "spec.json").write_text(replace(spec, out=folder).to_json())
         result = launch(
             LaunchConfig(
-                command=python_command(
-                    "-m", "elche.demo.contender", str(out / "spec.json")
-                ),
+                command=python_command("-m", module, str(out / "spec.json")),
                 devices=devices.names or None,
                 speeds=devices.speeds or None,
                 ms_per_sample=devices.ms_per_sample,
+                fixed_ms=devices.fixed_ms,
                 environment={"OMP_NUM_THREADS": "1"} if devices.emulated else {},
                 on_line=on_line,
                 network=devices.network,

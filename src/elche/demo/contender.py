@@ -38,7 +38,7 @@ from elche.monitor.trace import (
     spans_to_jsonl,
 )
 from elche.runtime.data.transfer import to_device
-from elche.runtime.emulation import EmulationConfig, EmulationHandle, emulate
+from elche.runtime.emulation import EmulationHandle, emulate
 from elche.runtime.process.environment import read_placement
 from elche.runtime.run import Run
 
@@ -165,15 +165,8 @@ class Contender:
         return workload if rate is None else workload.with_learning_rate(rate)
 
     def _emulated(self) -> EmulationHandle | None:
-        if self._placement.speed is None:
-            return None
-        return emulate(
-            self._model,
-            EmulationConfig(
-                speed=self._placement.speed,
-                ms_per_sample=self._placement.ms_per_sample,
-            ),
-        )
+        config = self._placement.emulation
+        return None if config is None else emulate(self._model, config)
 
     def _alone(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
         return self._model, self._plain_loader(), self._emulated()
@@ -364,7 +357,7 @@ def _windows_in_the_end(run: Run | None) -> dict[str, Any]:
     }
 
 
-def main(path: str) -> None:
+def main(path: str, kind: type[Contender] = Contender) -> None:
     """Runs the contender that the file describes; writes ``result-RANK.json``.
 
     What a rank says on standard error goes to ``stderr-RANK.txt``: who started it may
@@ -374,7 +367,7 @@ def main(path: str) -> None:
     rank = read_placement().rank
     with (Path(spec.out) / f"stderr-{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    result = Contender(spec).run()
+    result = kind(spec).run()
     (Path(spec.out) / f"result-{rank}.json").write_text(json.dumps(result))
     session.shutdown()
 

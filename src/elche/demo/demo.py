@@ -16,7 +16,7 @@ import torch
 
 from elche.demo.compare import ContenderRun, Devices, run_contender, whole_batches
 from elche.demo.contender import ContenderSpec
-from elche.demo.models import build_workload
+from elche.demo.models import BATCH_SIZE, build_workload
 from elche.demo.outcome import DemoOutcome
 from elche.demo.results import print_table
 from elche.errors import ConfigError
@@ -91,7 +91,7 @@ def prepare(config: DemoConfig, devices: Devices) -> tuple[int, str]:
     except OSError as error:
         raise ConfigError(f"cannot make the directory {config.out}: {error}") from error
     if devices.emulated:
-        total = config.seconds * sum(devices.nominal_samples_per_s)
+        total = config.seconds * sum(devices.nominal_samples_per_s(BATCH_SIZE))
         samples = whole_batches(total, SEGMENTS)
         return samples, build_workload(MODEL, 0, samples, config.text).source
     build_workload(MODEL, 0, PROBE_SAMPLES, config.text)

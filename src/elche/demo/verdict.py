@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from elche.demo.compare import MOST_OVERRUN, ContenderRun
 from elche.monitor.table import (
@@ -22,6 +22,7 @@ MIN_WINDOWS = 200
 """Windows that the standard gate wants of a run under ``cadence``."""
 
 CONTROL = "indep"
+Bound: TypeAlias = Callable[[str, Sequence[float]], float | None]
 _IN_THE_END = ("choices", "window_samples", "late_batches", "window_log")
 REFERENCE = "solo-0"
 
@@ -34,6 +35,8 @@ class BenchVerdict:
         num_devices: how many devices there are.
         time_capped: evaluation losses are not comparable, and are left out.
         allow_noise: do not reject.
+        bound: best possible efficiency of a contender by name, given the rates of the
+            devices alone; None where there is none.
 
     Attributes:
         control: median efficiency of the control, None if it was not run.
@@ -48,7 +51,9 @@ class BenchVerdict:
         num_devices: int,
         time_capped: bool = False,
         allow_noise: bool = False,
+        bound: Bound = lambda name, alone: None,
     ) -> None:
+        self._bound = bound
         self._names = tuple(runs)
         self._runs = runs
         self._num_devices = num_devices
@@ -126,6 +131,7 @@ class BenchVerdict:
             samples_per_s=statistics.median(rates),
             samples_per_s_spread=spread(rates) if len(rates) > 1 else None,
             efficiency=_median(self._efficiencies(name)),
+            bound=self._bound_of(name),
             eval_loss=_median(losses),
             note=", ".join(remarks),
         )
@@ -170,6 +176,13 @@ class BenchVerdict:
             return []
         columns = zip(*(self._rates[name] for name in alone), strict=True)
         return [sum(rates) for rates in columns]
+
+    def _bound_of(self, name: str) -> float | None:
+        """Best possible efficiency by the medians of the devices alone."""
+        if not self._sums:
+            return None
+        alone = [f"solo-{index}" for index in range(self._num_devices)]
+        return self._bound(name, [statistics.median(self._rates[n]) for n in alone])
 
     def _efficiencies(self, name: str) -> list[float]:
         """Per seed, the rate over the sum of the same seed's rates alone."""

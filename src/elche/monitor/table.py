@@ -28,6 +28,7 @@ class ContenderResult:
         samples_per_s: median over the runs.
         samples_per_s_spread: relative spread over the runs, see `spread`.
         efficiency: hardware efficiency, 1.0 being the sum of all devices alone.
+        bound: best possible efficiency of this way of training there.
         sample_efficiency: samples that one device needs to the same loss over
             those needed here.
         eval_loss: held-out loss at the end.
@@ -40,6 +41,7 @@ class ContenderResult:
     samples_per_s: float
     samples_per_s_spread: float | None = None
     efficiency: float | None = None
+    bound: float | None = None
     sample_efficiency: float | None = None
     eval_loss: float | None = None
     time_to_loss_s: float | None = None
@@ -62,6 +64,7 @@ COLUMNS = (
     "contender",
     "samples/s",
     "hardware eff.",
+    "bound",
     "sample eff.",
     "eval loss",
     "time to loss",
@@ -83,6 +86,7 @@ def table_rows(results: Sequence[ContenderResult]) -> list[list[str]]:
             result.name,
             _rate(result),
             _cell(result.efficiency, "{:.1%}"),
+            _cell(result.bound, "{:.1%}"),
             _cell(result.sample_efficiency, "{:.0%}"),
             _cell(result.eval_loss, "{:.4f}"),
             _cell(result.time_to_loss_s, "{:.1f} s"),

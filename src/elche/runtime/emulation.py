@@ -2,7 +2,7 @@
 
 An emulated device is a real worker on the CPU. It computes the real model, its
 real gradients and its real updates, and sleeps until a device of the declared
-speed would have got as far: one third of a sample's time in the forward pass,
+speed would have got as far: one third of a pass's time in the forward pass,
 two thirds spread over the backward pass before each gradient appears, so that
 a reduction started by a gradient can overlap with the rest as it would on a
 device. The same wrapper goes around every contender of a comparison.
@@ -41,15 +41,18 @@ class EmulationConfig:
             slower. Positive and finite.
         ms_per_sample: time of one sample, forward and backward, on the
             reference device, in milliseconds. Positive and finite.
+        fixed_ms: time of a pass beside its samples' (kernel launches, latencies), in
+            milliseconds, whatever the speed. Finite, not negative.
         memory_samples: samples that fit the device in one forward pass of training;
             a larger one raises torch's OutOfMemoryError. At least 1; None: any.
 
     Raises:
-        ConfigError: if a value is not a positive finite number.
+        ConfigError: if a value is not such a number.
     """
 
     speed: float
     ms_per_sample: float = 1.25
+    fixed_ms: float = 0.0
     memory_samples: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,11 @@ class EmulationConfig:
                     f"{name} of an emulated device must be a positive finite number,"
                     f" got {value!r}; write for example --speeds 1,0.25"
                 )
+        if not (math.isfinite(self.fixed_ms) and self.fixed_ms >= 0):
+            raise ConfigError(
+                "fixed_ms of an emulated device must be a finite number of at least 0,"
+                f" got {self.fixed_ms!r}"
+            )
         memory = self.memory_samples
         if memory is not None and (not isinstance(memory, int) or memory < 1):
             raise ConfigError(
@@ -68,10 +76,9 @@ class EmulationConfig:
                 f" or None, got {memory!r}"
             )
 
-    @property
-    def sample_time_s(self) -> float:
-        """Seconds that one sample takes, forward and backward."""
-        return self.ms_per_sample / 1e3 / self.speed
+    def pass_s(self, samples: int) -> float:
+        """Seconds that so many samples take together, forward and backward."""
+        return (self.fixed_ms + samples * self.ms_per_sample / self.speed) / 1e3
 
 
 def emulate(model: nn.Module, config: EmulationConfig) -> EmulationHandle:
@@ -132,9 +139,9 @@ class EmulationHandle:
         self.overrun_s = 0.0
         self._num_parameters = len(parameters)
         self._forward_begin_s = 0.0
-        self._forward_samples = 0
+        self._pass_s = 0.0
         self._forwards = 0
-        self._unclaimed_samples = 0
+        self._unclaimed_s = 0.0
         self._unclaimed_overrun_s = 0.0
         self._backward = _BackwardPass()
         self._hooks: list[RemovableHandle] = [
@@ -157,22 +164,21 @@ class EmulationHandle:
             return
         # An exception in a backward pass skips its end: start afresh here.
         self._backward = _BackwardPass()
-        self._forward_samples = _num_samples(args, kwargs)
+        samples = _num_samples(args, kwargs)
         memory = self.config.memory_samples
-        if memory is not None and self._forward_samples > memory:
+        if memory is not None and samples > memory:
             raise torch.cuda.OutOfMemoryError(
-                f"the emulated device holds {memory} samples, not"
-                f" {self._forward_samples}"
+                f"the emulated device holds {memory} samples, not {samples}"
             )
+        self._pass_s = self.config.pass_s(samples)
         self._forward_begin_s = time.perf_counter()
 
     @disable_dynamo
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        samples = self._forward_samples
-        duration_s = FORWARD_FRACTION * samples * self.config.sample_time_s
-        deadline_s = self._forward_begin_s + duration_s
+        pass_s = self._pass_s
+        deadline_s = self._forward_begin_s + FORWARD_FRACTION * pass_s
         overrun_s = max(0.0, time.perf_counter() - deadline_s)
         _sleep_until(deadline_s)
         self._forwards += 1
@@ -182,31 +188,31 @@ class EmulationHandle:
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         if not outputs:
-            self._unclaimed_samples += samples
+            self._unclaimed_s += pass_s
             self._unclaimed_overrun_s += overrun_s
         for tensor in outputs:
-            _tensor_hook(tensor, self._output_hook(self._forwards, samples, overrun_s))
+            _tensor_hook(tensor, self._output_hook(self._forwards, pass_s, overrun_s))
 
     def _output_hook(
-        self, forward: int, samples: int, overrun_s: float
+        self, forward: int, pass_s: float, overrun_s: float
     ) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             backward = self._running_backward()
             if forward not in backward.forwards:
                 backward.forwards.add(forward)
-                backward.samples += samples
+                backward.passes_s += pass_s
                 backward.forward_overrun_s += overrun_s
 
         return hook
 
     def _on_gradient(self, gradient: Tensor) -> None:
         backward = self._running_backward()
-        backward.samples += self._unclaimed_samples
+        backward.passes_s += self._unclaimed_s
         backward.forward_overrun_s += self._unclaimed_overrun_s
-        self._unclaimed_samples, self._unclaimed_overrun_s = 0, 0.0
+        self._unclaimed_s = self._unclaimed_overrun_s = 0.0
         backward.gradients += 1
         done = min(1.0, backward.gradients / self._num_parameters)
-        deadline_s = backward.begin_s + done * self._backward_time_s(backward)
+        deadline_s = backward.begin_s + done * backward.duration_s
         if _sleep_until(deadline_s):
             backward.woke_s = time.perf_counter()
 
@@ -219,18 +225,13 @@ class EmulationHandle:
     def _end_backward(self) -> None:
         """Pay for parameters without a gradient, and count; ends every pass."""
         backward, self._backward = self._backward, _BackwardPass()
-        deadline_s = backward.begin_s + self._backward_time_s(backward)
+        deadline_s = backward.begin_s + backward.duration_s
         late_s = time.perf_counter() - max(deadline_s, backward.woke_s)
         _sleep_until(deadline_s)
-        nominal_s = backward.samples * self.config.sample_time_s
         overrun_s = backward.forward_overrun_s + max(0.0, late_s)
         self.steps += 1
-        self.nominal_s += nominal_s
+        self.nominal_s += backward.passes_s
         self.overrun_s += overrun_s
-
-    def _backward_time_s(self, backward: _BackwardPass) -> float:
-        fraction = 1 - FORWARD_FRACTION
-        return fraction * backward.samples * self.config.sample_time_s
 
 
 @dataclass
@@ -246,12 +247,16 @@ class _BackwardPass:
     running: bool = False
     begin_s: float = 0.0
     woke_s: float = 0.0
-    samples: int = 0
+    passes_s: float = 0.0
     gradients: int = 0
     forward_overrun_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.forwards: set[int] = set()
+
+    @property
+    def duration_s(self) -> float:
+        return (1 - FORWARD_FRACTION) * self.passes_s
 
 
 def _tensor_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -24,6 +24,10 @@ from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
 
 QUANTISED = frozenset({"bitsandbytes", "torchao"})
 """Packages of optimizers whose state is quantised."""
+FUSED = (torch.optim.AdamW, torch.optim.Adam)
+"""Optimizers whose fused kernel, on CUDA and on the CPU, saves most of a step."""
+FUSED_PARAMETERS = 1_000_000
+"""Of fewer, a step is short anyway."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -236,6 +240,29 @@ def batch_norm_hint(model: nn.Module, policy: str) -> str:
         f"elche: BatchNorm ({trained[0]!r}{more}) takes its statistics from each "
         "rank's share of a batch; elche.convert_sync_batchnorm(model) before "
         "elche.setup makes it the whole batch, as on one device"
+    )
+
+
+def fused_hint(optimizer: torch.optim.Optimizer) -> str:
+    """That the optimizer's steps could be shorter on this device, or "".
+
+    Under ``sync`` every rank takes every step whatever its share, so the optimizer's
+    time is what more ranks do not divide.
+    """
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    is_chosen = any(
+        group.get("fused") is not None or group.get("foreach") is not None
+        for group in groups
+    )
+    kind, kinds = type(optimizer), {p.device.type for p in parameters}
+    if kind not in FUSED or is_chosen or not kinds <= {"cpu", "cuda"}:
+        return ""
+    if sum(p.numel() for p in parameters) < FUSED_PARAMETERS:
+        return ""
+    return (
+        f"elche: {kind.__name__}(..., fused=True) steps faster on this device, and "
+        "every rank takes every step whatever its share; fused=False ends this line"
     )
 
 

@@ -442,8 +442,13 @@ class Run:
         """Ends this rank's part, and sums the run up on rank 0. May be called twice."""
         is_end = not self._closed
         self.close(Left(rank=self.worker.rank))
-        line = self.notifications.summary(self.config.policy, self.policy)
-        if is_end and line and self.worker.rank == 0:
+        if not is_end or self.worker.rank:
+            return
+        batch_size = self._training.loader.batch_size
+        lines = [self.notifications.summary(self.config.policy, self.policy)]
+        if self.policy == "sync" and batch_size is not None:
+            lines.append(self.notifications.whole_sample_bound(batch_size))
+        for line in filter(None, lines):
             self.notifications.emit(line)
 
     def close(self, last_event: Event) -> None:

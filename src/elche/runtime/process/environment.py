@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from elche.errors import ConfigError
+from elche.runtime.emulation import EmulationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Placement:
         listen: address that this process listens on for other ranks.
         speed: relative speed of an emulated device; None for a real one.
         ms_per_sample: an emulated device's time per sample at speed 1.
+        fixed_ms: an emulated device's time per pass beside its samples'.
         memory_samples: samples of a batch that an emulated device holds; None: any.
     """
 
@@ -40,6 +42,7 @@ class Placement:
     listen: str = "127.0.0.1"
     speed: float | None = None
     ms_per_sample: float = 1.25
+    fixed_ms: float = 0.0
     memory_samples: int | None = None
 
     @property
@@ -50,6 +53,15 @@ class Placement:
         if self.device.type == "cuda":
             return str(torch.cuda.get_device_name(self.device))
         return self.device.type.upper()
+
+    @property
+    def emulation(self) -> EmulationConfig | None:
+        """How fast the emulated device is; None for a real one."""
+        if self.speed is None:
+            return None
+        return EmulationConfig(
+            self.speed, self.ms_per_sample, self.fixed_ms, self.memory_samples
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -100,12 +112,13 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
             speed=float(speed) if speed is not None else None,
             ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
+            fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),
             memory_samples=_int(environment, "ELCHE_MEMORY_SAMPLES", 0) or None,
         )
     except ValueError as error:
         raise ConfigError(
-            "expected ELCHE_KEY to be hexadecimal, ELCHE_SPEED and ELCHE_MS_PER_SAMPLE "
-            f"to be numbers: {error}; let `elche run` set them"
+            "expected ELCHE_KEY to be hexadecimal, ELCHE_SPEED, ELCHE_MS_PER_SAMPLE "
+            f"and ELCHE_FIXED_MS to be numbers: {error}; let `elche run` set them"
         ) from error
 
 

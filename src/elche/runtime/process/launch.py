@@ -55,6 +55,7 @@ class LaunchConfig:
         devices: a device per rank, such as ``("cuda:0", "cpu")``.
         speeds: relative speeds of emulated devices, one per rank.
         ms_per_sample: an emulated device's time per sample at speed 1.
+        fixed_ms: an emulated device's time per pass beside its samples'.
         environment: further variables for every rank.
         on_line: called with rank and text of each line that a rank prints, instead
             of passing the ranks' standard output on.
@@ -72,6 +73,7 @@ class LaunchConfig:
     devices: tuple[str, ...] | None = None
     speeds: tuple[float, ...] | None = None
     ms_per_sample: float = 1.25
+    fixed_ms: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     on_line: Callable[[int, str], None] | None = None
     network: Network | None = None
@@ -99,6 +101,10 @@ class LaunchConfig:
         if not math.isfinite(self.ms_per_sample) or self.ms_per_sample <= 0:
             raise ConfigError(
                 f"expected a positive --ms-per-sample, got {self.ms_per_sample!r}"
+            )
+        if not math.isfinite(self.fixed_ms) or self.fixed_ms < 0:
+            raise ConfigError(
+                f"expected --fixed-ms of at least 0, got {self.fixed_ms!r}"
             )
 
     @property
@@ -273,6 +279,7 @@ def _environment(
     if config.speeds is not None:
         environment["ELCHE_SPEED"] = repr(config.speeds[rank])
         environment["ELCHE_MS_PER_SAMPLE"] = repr(config.ms_per_sample)
+        environment["ELCHE_FIXED_MS"] = repr(config.fixed_ms)
     return environment
 
 

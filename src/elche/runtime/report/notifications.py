@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elche.cadence.split import whole_sample_bound
 from elche.coordination.accounts.batch_ranges import named
 from elche.coordination.accounts.metrics import (
     EPOCHS_KEPT,
@@ -86,6 +87,25 @@ class RunNotifications:
         return (
             f"elche: last epoch: {gain:.2f} times the fastest device's own speed; "
             f"shares {shares}; policy {policy}{chosen}"
+        )
+
+    def whole_sample_bound(self, batch_size: int) -> str:
+        """One line on what whole samples cost ``sync``; "" where that is little.
+
+        Args:
+            batch_size: samples of a global batch.
+        """
+        last = self.epoch_metrics[-1] if self.epoch_metrics else None
+        rates = last.rank_samples_per_s if last else ()
+        sample_s = [1.0 / rate for rate in rates if rate]
+        bound = whole_sample_bound(batch_size, sample_s, [0.0] * len(sample_s))
+        if bound is None:
+            return ""
+        left, enough = bound
+        advice = f"; from batch {enough} on they cost under 2 %" if enough else ""
+        return (
+            f"elche: whole samples bound this batch of {batch_size} at {left:.2f} of "
+            f"the devices' speed{advice}"
         )
 
     def add(self, metrics: EpochMetrics | WindowMetrics) -> None:

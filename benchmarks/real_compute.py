@@ -1,0 +1,174 @@
+"""Contenders on real CPU ranks of which one is slow; nothing is emulated.
+
+    python -m benchmarks.real_compute --quota 1,0.3
+    python -m benchmarks.real_compute --loader-ms 0,0.6
+
+A rank is held to a part of its core (`benchmarks.throttle`), or its data set takes so
+long for every sample. Each rank needs a core. The bounds are of a line through the
+times of two batch sizes that each device runs alone. glibc keeps its memory for all
+alike: what plain PyTorch loses by giving it back each step would flatter the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.pipeline.bench import import_path
+from elche.demo import contender
+from elche.demo.compare import ContenderRun, Devices, machine, run_contender
+from elche.demo.contender import Contender, ContenderSpec
+from elche.demo.contender_bounds import ContenderBounds
+from elche.demo.models import Workload
+from elche.demo.results import print_table
+from elche.demo.verdict import CONTROL, BenchVerdict
+from elche.runtime.process.environment import read_placement
+
+SAMPLES = 400_000
+"""Of the data set; no contender comes to its end."""
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+SMALL = 4
+"""The second batch size alone is this part of the first."""
+
+
+class SlowDataset(Dataset[Any]):
+    """Another data set, each of whose samples takes a time to load."""
+
+    def __init__(self, found: Any, sample_s: float) -> None:
+        self._found, self._sample_s = found, sample_s
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._sample_s)
+        return self._found[index]
+
+
+class SlowedContender(Contender):
+    """A contender whose rank is slow as the environment says."""
+
+    def _build_workload(self) -> Workload:
+        workload, place = super()._build_workload(), read_placement().rank
+        quota, loader_ms = json.loads(os.environ["SLOWED"])[place]
+        if quota < 1:
+            words = [sys.executable, "-m", "benchmarks.throttle", str(quota)]
+            held = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            assert held.stdout is not None
+            sys.stderr.write(f"held by {held.stdout.readline()}")
+        if not loader_ms:
+            return workload
+        slow = SlowDataset(workload.train_dataset, loader_ms / 1e3)
+        return dataclasses.replace(workload, train_dataset=slow)
+
+
+class RealBench:
+    """All contenders, one after the other.
+
+    Args:
+        slowed: quota and milliseconds per loaded sample of each rank.
+        batch_size: of all ranks together.
+        seconds: of each contender.
+    """
+
+    def __init__(
+        self, slowed: list[tuple[float, float]], batch_size: int, seconds: float
+    ) -> None:
+        self._slowed, self._batch_size, self._seconds = slowed, batch_size, seconds
+        self._devices = Devices(names=("cpu",) * len(slowed))
+
+    def measure(self) -> BenchVerdict:
+        """Runs them; the table is the verdict's."""
+        ranks = range(self._devices.count)
+        runs = {f"solo-{rank}": self._alone(rank) for rank in ranks}
+        rates = [runs[f"solo-{rank}"].rate() for rank in ranks]
+        small = self._batch_size // SMALL
+        costs_s = []  # slope of two batch sizes
+        for rank in ranks:
+            small_s = small / self._alone(rank, small).rate()
+            whole_s = self._batch_size / rates[rank]
+            costs_s.append(max(1e-9, (whole_s - small_s) / (self._batch_size - small)))
+        runs[CONTROL] = self._run(CONTROL, kind="solo")
+        runs["ddp"] = self._run("ddp", kind="ddp")
+        by_hand = tuple(rates)
+        runs["ddp-split"] = self._run("ddp-split", kind="ddp-split", shares=by_hand)
+        for policy in ("sync", "async"):
+            name = f"elche-{policy}"
+            runs[name] = self._run(name, kind="elche", policy=policy)
+        bounds = ContenderBounds(
+            batch_size=self._batch_size,
+            speeds=tuple(costs_s[0] / cost_s for cost_s in costs_s),
+            sample_s=costs_s[0],
+            alone=rates,
+        )
+        return BenchVerdict(
+            {name: [run] for name, run in runs.items()},
+            self._devices.count,
+            time_capped=True,
+            allow_noise=True,
+            bound=lambda name, alone: bounds.efficiency(name),
+        )
+
+    def _alone(self, rank: int, batch_size: int | None = None) -> ContenderRun:
+        return self._run(
+            f"solo-{rank}", rank, kind="solo", batch_size=batch_size or self._batch_size
+        )
+
+    def _run(self, name: str, rank: int | None = None, **settings: Any) -> ContenderRun:
+        slowed, devices = self._slowed, self._devices
+        if rank is not None:
+            slowed, devices = slowed[rank : rank + 1], devices.only(rank)
+        os.environ["SLOWED"] = json.dumps(slowed)
+        spec = ContenderSpec(
+            model="mlp",
+            samples=SAMPLES,
+            out="",
+            max_seconds=self._seconds,
+            **{"batch_size": self._batch_size, **settings},
+        )
+        run = run_contender(name, spec, devices, module="benchmarks.real_compute")
+        print(f"{name} {spec.batch_size}: {run.rate():.0f} samples/s", file=sys.stderr)
+        return run
+
+
+def numbers(text: str) -> list[float]:
+    """Parses ``1,0.3``."""
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Measures, prints the table, writes JSON where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quota", type=numbers, default=[1.0, 1.0])
+    parser.add_argument("--loader-ms", type=numbers, default=[0.0, 0.0])
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    os.environ.update({**KEPT, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()})
+    slowed = list(zip(asked.quota, asked.loader_ms, strict=True))
+    verdict = RealBench(slowed, asked.batch_size, asked.seconds).measure()
+    title = f"mlp on real CPU ranks (quota, loader ms): {slowed}"
+    print_table(verdict.table, title)
+    print("\n" + "\n".join(w for w in verdict.remarks if not w.startswith("Emulated")))
+    if asked.json is not None:
+        found = {"contenders": verdict.contenders(), "machine": machine()}
+        asked.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
+        torch.set_num_threads(1)
+        contender.main(sys.argv[1], SlowedContender)
+    else:
+        main()

@@ -110,7 +110,7 @@ class BucketPass:
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets: what is sent and what is summed, twice each."""
-        return 4 * sum(bucket.size_bytes for bucket in self.buckets)
+        return sum(bucket.extra_bytes for bucket in self.buckets)
 
     @property
     def came(self) -> dict[int, int]:
@@ -155,8 +155,17 @@ class BucketPass:
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
         self._hooks.detach()
+        for bucket in self.buckets:
+            bucket.retire()
 
     def _build(self, order: Sequence[int]) -> None:
+        left = {
+            id(parameter): each
+            for bucket in self.buckets
+            for parameter, each in zip(
+                bucket.parameters, bucket.residuals(), strict=False
+            )
+        }
         self.order = list(order)
         parameters = [self._parameters[at] for at in self.order]
         self.buckets = make_buckets(parameters, self._options.cap_bytes)
@@ -165,7 +174,11 @@ class BucketPass:
                 self._group,
                 staged=self._options.staged,
                 keeps_strides=self._options.keeps_strides,
+                codec=self._options.codec,
             )
+            if left:
+                known = [left[id(p)] for p in bucket.parameters if id(p) in left]
+                bucket.load_residuals(known)
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
 
@@ -373,6 +386,9 @@ class BucketPass:
             order: list[int] | None = None
             if self._observed is not None and closed.source is not None:
                 order = self._end_first(closed.source)
+            keeps = all(bucket.is_finite for bucket in self.buckets)
+            for bucket in self.buckets:
+                bucket.settle(keeps=keeps)
             if closed.hand_out:
                 self._handed_out.hand_out(self.buckets, self._side, closed)
             if order is not None:
@@ -414,6 +430,7 @@ class BucketPass:
         lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}
         again = [bucket for bucket in self.buckets if id(bucket) in lacking]
         for bucket in again:
+            bucket.settle(keeps=False)
             bucket.send(self._side, self._scale)
         for bucket in again:
             bucket.finish(self._side)

@@ -80,6 +80,7 @@ class GradientReducer:
         buffers: averages the model's buffers after the gradients, if it has any.
         norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
         names: of the parameters, for people; None numbers them.
+        codec: how float32 and half precision gradients travel.
     """
 
     def __init__(
@@ -90,13 +91,16 @@ class GradientReducer:
         buffers: BufferAverager | None = None,
         norms: NormScope | None = None,
         names: Sequence[str] | None = None,
+        codec: str = "fp32",
     ) -> None:
         self._group = group
         self._norms = norms
         self._buffers = buffers
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
+        options = PassOptions(
+            cap_bytes=max(1, bucket_cap_bytes), learns_counts=True, codec=codec
+        )
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -159,13 +159,7 @@ class BucketPass:
             bucket.retire()
 
     def _build(self, order: Sequence[int]) -> None:
-        left = {
-            id(parameter): each
-            for bucket in self.buckets
-            for parameter, each in zip(
-                bucket.parameters, bucket.residuals(), strict=False
-            )
-        }
+        left = self.residuals()
         self.order = list(order)
         parameters = [self._parameters[at] for at in self.order]
         self.buckets = make_buckets(parameters, self._options.cap_bytes)
@@ -176,11 +170,26 @@ class BucketPass:
                 keeps_strides=self._options.keeps_strides,
                 codec=self._options.codec,
             )
-            if left:
-                known = [left[id(p)] for p in bucket.parameters if id(p) in left]
-                bucket.load_residuals(known)
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
+
+        self.load_residuals(left)
+
+    def residuals(self) -> dict[int, torch.Tensor]:
+        """What a codec left out of gradients so far, flat, by their parameters' ids."""
+        pairs = [
+            pair
+            for bucket in self.buckets
+            for pair in zip(bucket.parameters, bucket.residuals(), strict=False)
+        ]
+        return {id(parameter): left for parameter, left in pairs}
+
+    def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
+        """Goes on from those of other buckets."""
+        for bucket in self.buckets:
+            known = [left[id(p)] for p in bucket.parameters if id(p) in left]
+            if known:
+                bucket.load_residuals(known)
 
     def forget_strides(self) -> None:
         """Before :meth:`attach`: ranks lay their parameters out differently."""

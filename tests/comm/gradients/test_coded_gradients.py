@@ -15,6 +15,7 @@ from torch import nn
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_message import CodedMessage
 from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.errors import MismatchError
 from tests.comm.thread_group import ThreadGroup, on_ranks
 
 LOSSY = ("bf16", "int8", "int4")
@@ -269,6 +270,76 @@ def test_dropped_and_accumulated_gradients() -> None:
         torch.testing.assert_close(
             got.flatten() + left, want[index].flatten().float(), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("kind", ["weights", "sums"])
+def test_weights_of_the_user_and_losses_that_are_sums(kind: str) -> None:
+    """What is left out is of the mean's unit, whatever the last step weighed."""
+    weights = [(3.0, 1.0, 2.0), (700.0, 1.0, 0.5), (0.001, 0.0, 0.002)]
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = GradientReducer(
+            list(model.parameters()),
+            group,
+            1000,
+            codec="int8",  # type: ignore[arg-type]
+        )
+        if kind == "weights":
+            reducer.weigh_by_user()
+        else:
+            reducer.sum_losses()
+        reducer.attach()
+        found = []
+        for number, each in enumerate(weights):
+            model.zero_grad()
+            weight = each[group.rank] if kind == "weights" else None
+            reducer.begin_step(StepPart(1 / 3, 3, weight))
+            losses = model.losses(batch_of(group.rank, number, 4))
+            (losses.mean() if kind == "weights" else losses.sum()).backward()
+            reducer.end_step()
+            found.append(gradients_of(model))
+        return found
+
+    ranks = on_ranks(3, run, [Net() for _ in range(3)])
+    for number, each in enumerate(weights):
+        model = Net()
+        for rank, weight in enumerate(each):
+            losses = model.losses(batch_of(rank, number, 4))
+            if kind == "sums":
+                losses.sum().backward()
+            elif weight:
+                (losses.mean() * (weight / sum(each))).backward()
+        first, *others = (found[number] for found in ranks)
+        assert all(same(first, other) for other in others)
+        known = [g for g in gradients_of(model) if g is not None]
+        largest = max(float(g.abs().max()) for g in known)
+        for got, true in zip(first[1:], known, strict=True):
+            assert got is not None
+            assert float((got - true).abs().max()) <= 0.05 * largest
+
+
+def test_the_state_goes_on_in_another_layout_and_group() -> None:
+    """Saved under one capacity and loaded under another, residuals are the same."""
+
+    def run(group: ThreadGroup, models: list[Net]) -> list[dict[int, torch.Tensor]]:
+        first = coded(models[0], group, "int4", 1)
+        for number in range(2):
+            step(first, models[0], group, number, (4, 4, 4))
+        state = first.state_dict()
+        assert state is not None
+        second = coded(models[1], group, "int8", 1 << 20)
+        second.load_state_dict(state)
+        with pytest.raises(MismatchError, match="rank 0 cannot load its state"):
+            second.load_state_dict({**state, "version": 0})
+        plain = GradientReducer(list(models[1].parameters()), group, 1)  # type: ignore[arg-type]
+        plain.attach()
+        assert plain.state_dict() is None
+        plain.load_state_dict(state)  # left out, as there is no codec
+        return [residuals(first), residuals(second)]
+
+    for before, after in on_ranks(3, run, [[Net(), Net()] for _ in range(3)]):
+        for at, left in before.items():
+            torch.testing.assert_close(after[at], left, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -83,6 +83,15 @@ def test_another_group_begins_anew(ranks2: RankPool) -> None:
         assert after == 0.0
 
 
+@pytest.mark.faults
+def test_a_rank_that_dies_is_seen_before_the_deadline(ranks2: RankPool) -> None:
+    survivor, dead = ranks2.run(cases.killed, case_setup=meeting, expect_failure=True)
+    assert dead.error is not None
+    assert dead.error.way == "died"
+    assert survivor.error is None
+    assert "ranks that did not arrive: 1" in survivor.value
+
+
 def test_ranks_of_other_codecs_are_refused(ranks2: RankPool) -> None:
     for told in ranks2.run(cases.disagreeing, case_setup=meeting):
         assert "codec" in told

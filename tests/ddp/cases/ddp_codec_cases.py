@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
+from elche.comm.gradients import buckets
 from elche.ddp.wrapper import DistributedDataParallel
-from elche.errors import MismatchError
+from elche.errors import CommunicationError, MismatchError
 from tests.ddp.cases.ddp_cases import FEATURES, build, torch_world
 from tests.harness.rank_main import this_place
 
@@ -72,3 +74,21 @@ def disagreeing() -> str:
         except MismatchError as error:
             return str(error)
     return ""
+
+
+def killed() -> str:
+    """Rank 1's process ends before the second step, while rank 0 waits for it."""
+    buckets.LOOKED_S = 0.1
+    with torch_world(timeout_s=300.0):
+        model = build("mlp", "float32")
+        ddp = DistributedDataParallel(model, codec="int8", transport="gloo")
+        for step in range(2):
+            x, y = batch(step)
+            loss = F.cross_entropy(ddp(x), y)
+            if step and this_place().rank == 1:
+                os._exit(3)
+            try:
+                loss.backward()
+            except CommunicationError as error:
+                return str(error)
+    return "reduced"

@@ -363,9 +363,14 @@ class BackgroundExchange(ResidualExchange):
         self._message = _Message.DECODED
 
     @torch.no_grad()
-    def _collected(self) -> torch.Tensor:
+    def decoded(self) -> torch.Tensor:
+        """After :meth:`wait`: the sum, to be adopted or not."""
         if self._turn is not _Turn.NONE and self._message is _Message.ENDED:
             with self._caught_up():
                 self._decode()
-        self.release()
         return self.result(self._side)
+
+    def _collected(self) -> torch.Tensor:
+        summed = self.decoded()
+        self.release()
+        return summed

@@ -33,6 +33,8 @@ SIDES = 2
 WHAT = "the reduction of gradients"
 LOOK_S = 5e-4
 """Pause between two looks for an encoded sum."""
+LOOKED_S = 5.0
+"""It is looked for so long; gloo tells only those that wait in it who has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,27 +224,30 @@ class Bucket:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
         assert self.exchange is not None
-        total = self._decoded(side) if self._coded else self.exchange.finish(WHAT)
+        total = self._decoded() if self._coded else self.exchange.finish(WHAT)
         if self._staged:
             flat = self._flat[side][1]
             flat.copy_(total[: flat.numel()])
 
-    def _decoded(self, side: int) -> torch.Tensor:
+    def _decoded(self) -> torch.Tensor:
         """Waits for an encoded sum, and until nothing of it is under way any more."""
         coded, group = self._coded, self._group
         assert coded is not None
         assert group is not None
 
+        end_s = time.monotonic() + LOOKED_S
+
         def has_come() -> bool:
             coded.drive()  # this thread has nothing else to do
             if not coded.poll():
                 time.sleep(LOOK_S)
-            return coded.poll()
+            return coded.poll() or time.monotonic() > end_s
 
         group.wait_until(has_come, WHAT)
         coded.wait(WHAT)
+        total = coded.decoded()
         coded.flush(WHAT)  # whoever ends the group next takes nothing from others
-        return coded.result(side)
+        return total
 
     @property
     def is_finite(self) -> bool:

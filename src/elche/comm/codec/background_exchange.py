@@ -121,9 +121,10 @@ class BackgroundExchange(ResidualExchange):
         driver: TaskRunner,
         sums: Sequence[torch.Tensor] = (),
     ) -> None:
-        if coded.sides != (1 if sums else 2):
+        sides = 1 if sums else 2
+        if coded.sides != sides:
             raise ProtocolError(
-                f"expected an exchange of two sides, got one of {coded.sides}"
+                f"expected an exchange of {sides} sides, got one of {coded.sides}"
             )
         super().__init__(2)
         self._sums = sums

@@ -96,7 +96,10 @@ class Bucket:
     @property
     def extra_bytes(self) -> int:
         """Memory of what is sent and what is summed, twice each, and of a codec."""
-        return 4 * self.size_bytes + (self._coded.extra_bytes if self._coded else 0)
+        if self._coded is None:
+            return 4 * self.size_bytes
+        copies = 4 if self._staged else 3  # one contribution serves both sides
+        return copies * self.size_bytes + self._coded.extra_bytes
 
     @property
     def keeps_contribution(self) -> bool:

@@ -21,8 +21,9 @@ KIND = "gradients"
 
 def is_of_gradients(state: object) -> bool:
     """Whether a state is one of these."""
-    groups = state.get("groups") if isinstance(state, Mapping) else None
-    return bool(groups) and all(each["dtype"] == KIND for each in groups)
+    groups = state.get("groups", ()) if isinstance(state, Mapping) else ()
+    kinds = [isinstance(each, Mapping) and each.get("dtype") for each in groups]
+    return kinds == [KIND]
 
 
 def packed(
@@ -30,10 +31,14 @@ def packed(
 ) -> dict[str, Any]:
     """The state, of residuals by the parameters' ids."""
     state = blank(_layouts(parameters))
-    nothing = {"dtype": torch.float32, "device": "cpu"}
-    parts = [left.get(id(p), torch.zeros(p.numel(), **nothing)) for p in parameters]
+    total = sum(p.numel() for p in parameters)
+    flat = torch.zeros(total, dtype=torch.float32, device="cpu")
+    parts = flat.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if id(parameter) in left:
+            part.copy_(left[id(parameter)])
     state["groups"][0]["residual"] = {
-        "residual": torch.cat(parts),
+        "residual": flat,
         "own": (0, 0),
         "world_size": 1,
         "ranks": 1,

@@ -58,8 +58,10 @@ ENCODED = 2.5e-6
 
 def task_of(case: Case, **more: Any) -> Task:
     way = case["way"]
-    options = {"policy": "cadence" if way == "gradients" else way, "max_anchor": 2}
+    options = {"policy": "cadence" if way == "gradients" else way}
     options["transport"] = case["transport"]
+    if way != "sync":
+        options["max_anchor"] = 2
     if case["planned"]:
         options["deterministic"] = True
         options["speed_hints"] = (1.0, 0.5, 1.0, 0.5)[: case["world_size"]]

@@ -47,6 +47,8 @@ def two_batches(outer: str) -> elche.WindowConfig:
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
+    "sync, int8": {"policy": "sync", "codec": "int8"},
+    "sync, int4": {"policy": "sync", "codec": "int4"},
     "plain averaging": {"policy": "cadence", "windows": two_batches("average")},
     "SlowMo": {"policy": "cadence", "windows": two_batches("slowmo")},
     "Nesterov": {"policy": "cadence", "windows": two_batches("nesterov")},
@@ -149,6 +151,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ms-per-sample", type=float, default=0.15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--only", default="", help="contenders that begin with this")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--contender", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -156,7 +160,8 @@ def main() -> None:
     if options.contender is not None:
         train(options.contender, options.seed)
         return
-    cases = [("sync", 1)] + [(name, n) for n in (2, 3) for name in CONTENDERS]
+    names = [name for name in CONTENDERS if name.startswith(options.only)]
+    cases = [("sync", 1)] + [(name, n) for n in options.ranks for name in names]
     figures: dict[str, list[dict[str, float]]] = {}
     first = options.first_seed
     for seed in range(first, first + options.seeds):  # interleaved, seed by seed

@@ -92,3 +92,9 @@ def test_fixed_shares_are_refused_under_windows(policy: str) -> None:
 
 def test_settings_show_in_the_signature() -> None:
     assert "policy" in inspect.signature(RunConfig).parameters
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "auto"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "auto"])
+def test_every_policy_takes_a_codec(policy: str, codec: str) -> None:
+    assert RunConfig(policy=policy, codec=codec).codec == codec

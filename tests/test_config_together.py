@@ -22,10 +22,9 @@ from tests.harness.settings import nested
         ({"policy": "async", "update": "gradients"}, "need policy 'cadence'"),
         ({"policy": "sync", "update": "parameters"}, "'sync' .* has no windows"),
         ({"policy": "async", "optimizer_state": "average"}, "policy 'cadence'"),
-        ({"policy": "sync", "codec": "int8"}, "leave codec out, or choose"),
         (
             {"policy": "cadence", "update": "gradients", "codec": "bf16"},
-            "leave codec out, or choose",
+            "windows of update='gradients' sum theirs as they are",
         ),
         ({"policy": "sync", "outer": "slowmo"}, "leave windows= out, or choose"),
         (

@@ -48,7 +48,7 @@ OPTIONS = [
         ["--codec"],
         default="fp32",
         show_default=True,
-        help="What elche's averaging sends: fp32, bf16, int8 or int4.",
+        help="How elche's averages and gradients travel: fp32, bf16, int8 or int4.",
     ),
 ]
 main = click.Command(

@@ -59,8 +59,7 @@ class LinkBenchConfig(BenchConfig):
         samples = spec.samples
         if spec.kind == "elche":
             options["transport"] = TransportConfig(kind="gloo")
-            if spec.policy != "sync":
-                options["codec"] = self.codec
+            options["codec"] = self.codec
         if self.time_capped and "ddp" in name:
             steps = self.seconds / self.reduction_s
             samples = min(samples, self.whole_batches(steps * self.samples_per_batch))

@@ -77,11 +77,12 @@ class RunConfig:
             Of a smaller batch the columns that are left stay on their rank, but for the
             last ones where a rank would have none; smaller than the world, it is
             divided anew.
-        codec: how averaged parameters travel: ``"fp32"`` as they are, ``"bf16"``,
-            ``"int8"`` or ``"int4"`` in fewer bytes, with error feedback; ``"auto"``
-            measures the link and encodes, down to int8, where that makes a reduction
-            clearly shorter (not the default: what it costs learning has not been
-            measured in long runs). Gradients and float64 parameters travel as they are.
+        codec: how averaged parameters, or the gradients of ``sync``, travel:
+            ``"fp32"`` as they are, ``"bf16"``, ``"int8"`` or ``"int4"`` in fewer bytes,
+            with error feedback; ``"auto"`` measures the link and encodes, down to int8,
+            where that makes a reduction clearly shorter (not the default: what it costs
+            learning has not been measured in long runs). float64 and complex ones
+            travel as they are, as do gradients while ``auto`` runs as ``sync``.
         timeout_s: deadline of every wait for another rank.
         non_finite: what happens under windows where a rank's update is not finite. It
             is discarded, and its batches are not trained on again; the rank warns,
@@ -158,12 +159,11 @@ class RunConfig:
                 "policy 'sync' reduces gradients at every batch and has no windows; "
                 "leave windows= out, or choose policy 'cadence' or 'async'"
             )
-        if self.codec not in ("auto", "fp32") and (
-            self.policy == "sync" or self.sums_gradients
-        ):
+        if self.codec not in ("auto", "fp32") and self.sums_gradients:
             raise ConfigError(
-                f"codec {self.codec!r} is for averaged parameters, and gradients are "
-                "reduced here; leave codec out, or choose policy 'cadence' or 'async'"
+                f"codec {self.codec!r} is for averaged parameters and for policy "
+                "'sync', and windows of update='gradients' sum theirs as they are; "
+                "leave codec out, or update='gradients'"
             )
         if self.policy == "auto" and windows.update != "auto":
             raise ConfigError(

@@ -36,8 +36,8 @@ def progress_steps() -> float:
 def state_dict() -> dict[str, Any]:
     """What a run goes on from, beside the model and the optimizer; each rank's own.
 
-    The run's progress, and where parameters are averaged the outer momentum and the
-    codec's residual. Call it between epochs, on every rank, save it beside the states
+    The run's progress, where parameters are averaged the outer momentum, and a codec's
+    residual. Call it between epochs, on every rank, save it beside the states
     of the model and of the rank's optimizer (which ranks hold in common only under
     ``sync``), and hand all three back after `setup`: the run then goes on as if it had
     not been interrupted. The loader's own generator, and the module's and Python's

@@ -88,9 +88,7 @@ def test_settings() -> None:
     config = LinkBenchConfig(speeds=(1.0, 0.25), link_mbit=100.0, codec="int8")
     spec = config.spec("elche-async", 0)
     assert spec.options == {"codec": "int8", "transport": TransportConfig(kind="gloo")}
-    assert config.spec("elche-sync", 0).options == {
-        "transport": TransportConfig(kind="gloo")
-    }
+    assert config.spec("elche-sync", 0).options == spec.options
     assert spec.sent_counter == str(namespaces.SENT_BYTES)
     assert config.spec("solo-0", 0).sent_counter is None
     assert config.command().startswith("python -m benchmarks.links --speeds 1,0.25 ")

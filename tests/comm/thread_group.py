@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +38,23 @@ class Work:
         return self.collective.total is not None
 
 
+@dataclass
+class Transfer:
+    """One end of a message from rank to rank."""
+
+    shared: Shared
+    memory: torch.Tensor
+    is_done: bool = False
+
+    def wait(self, timeout: timedelta) -> None:
+        with self.shared.changed:
+            self.shared.changed.wait_for(
+                lambda: self.is_done or self.shared.has_failed, timeout.total_seconds()
+            )
+        if not self.is_done:
+            raise RuntimeError("a rank has not come")
+
+
 class Shared:
     """What the ranks of one group share: their collectives in order."""
 
@@ -44,6 +63,8 @@ class Shared:
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
         self.collectives: list[Collective] = []
+        self.sent: Transfers = defaultdict(deque)
+        self.wanted: Transfers = defaultdict(deque)
         self.has_failed = False
 
     def fail(self) -> None:
@@ -51,6 +72,9 @@ class Shared:
         with self.changed:
             self.has_failed = True
             self.changed.notify_all()
+
+
+Transfers = defaultdict[tuple[int, int, int], deque[Transfer]]
 
 
 class ThreadGroup:
@@ -61,11 +85,49 @@ class ThreadGroup:
         self.world_size = shared.world_size
         self.shares_host = shares_host
         self.reductions = 0
+        self.ranks = range(shared.world_size)
+        self.timeout_s = shared.deadline_s
+        self.sent_bytes = 0
+        self.ends: list[Callable[[], None]] = []
         self._begun = 0
         self._shared = shared
 
     def hosts(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def point_to_point(self) -> ThreadGroup:
+        return self
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Transfer:
+        made = Transfer(self._shared, tensors[0])
+        self.sent_bytes += tensors[0].numel()
+        return self._meet(made, self._shared.sent, (self.rank, to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Transfer:
+        made = Transfer(self._shared, tensors[0])
+        return self._meet(made, self._shared.wanted, (source, self.rank, tag))
+
+    def _meet(
+        self, made: Transfer, where: Transfers, key: tuple[int, int, int]
+    ) -> Transfer:
+        shared = self._shared
+        with shared.changed:
+            where[key].append(made)
+            while shared.sent[key] and shared.wanted[key]:
+                giver, taker = shared.sent[key].popleft(), shared.wanted[key].popleft()
+                # The number comes last, as gloo writes it.
+                taker.memory[:-8].copy_(giver.memory[:-8])
+                taker.memory[-8:].copy_(giver.memory[-8:])
+                giver.is_done = taker.is_done = True
+            shared.changed.notify_all()
+        return made
+
+    def at_close(self, end: Callable[[], None]) -> None:
+        self.ends.append(end)
+
+    def on_failure(self, text: str, missing: Sequence[int]) -> Exception:
+        return CommunicationError(text)
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Work:
         self.reductions += 1
@@ -143,6 +205,9 @@ def on_ranks(
         except BaseException:
             shared.fail()
             raise
+        finally:
+            for end in group.ends:
+                end()
 
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(run, group) for group in groups]

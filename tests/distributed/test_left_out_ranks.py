@@ -222,6 +222,17 @@ def test_auto_leaves_out_at_once_whom_its_choice_does_without(
     assert sizes(ranks[SLOW])[-1] == STEPS
 
 
+def test_a_rank_is_left_out_where_gradients_travel_encoded(ranks3: RankPool) -> None:
+    """Residuals begin anew in every group; the ranks that are left stay equal."""
+    task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
+    ranks = ranks3.run(train, task, case_setup=serve_in_thread)
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert sizes(ranks[SLOW])[1] < STEPS
+    for epoch in range(EPOCHS):
+        assert identical([rank.states[epoch] for rank in ranks])
+    assert 1e-6 < difference(alone(task, ranks), ranks[0].states[-1]) <= 0.02
+
+
 def test_a_loop_may_break_off_while_a_rank_is_left_out(ranks3: RankPool) -> None:
     """The one that goes on finishes what was granted; the third waits all the time."""
     task = task_of()

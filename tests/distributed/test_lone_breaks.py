@@ -139,6 +139,16 @@ def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
         assert ranks[0].after_break["1.running_var"].min() > 0.3
 
 
+def test_gradients_that_travel_encoded(ranks3: RankPool) -> None:
+    task = task_of(dtype="float32", options={"codec": "int8"}, optimizer="sgd")
+    places = {0: (5, "end"), 2: (6, "begin")}
+    ranks = ranks3.run(leave, task, places, case_setup=serve_in_thread)
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert identical([rank.after_break for rank in ranks])
+    assert identical([rank.state for rank in ranks])
+    assert 1e-6 < difference(ranks[0].state, alone(task, ranks)) <= 0.02
+
+
 def test_a_loss_that_is_a_sum(ranks2: RankPool) -> None:
     task = task_of(options={"loss_reduction": "sum"}, optimizer="sgd")
     ranks = ranks2.run(leave, task, {0: (7, "end")}, case_setup=serve_in_thread)

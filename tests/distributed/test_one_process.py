@@ -58,8 +58,10 @@ ENCODED = 2.5e-6
 
 def task_of(case: Case, **more: Any) -> Task:
     way = case["way"]
-    options = {"policy": "cadence" if way == "gradients" else way, "max_anchor": 2}
+    options = {"policy": "cadence" if way == "gradients" else way}
     options["transport"] = case["transport"]
+    if way != "sync":
+        options["max_anchor"] = 2
     if case["planned"]:
         options["deterministic"] = True
         options["speed_hints"] = (1.0, 0.5, 1.0, 0.5)[: case["world_size"]]
@@ -67,7 +69,9 @@ def task_of(case: Case, **more: Any) -> Task:
         options["update"] = "gradients"
         if case["loop"] == "clip":
             options["max_grad_norm"] = 0.1
-    elif way != "sync":
+    elif way == "sync":
+        options["codec"] = case["codec"]
+    else:
         options |= {name: case[name] for name in OF_AVERAGES}
     if way != "sync" and is_whole(case):
         options["local_batch_size"] = 6
@@ -132,7 +136,10 @@ def drawn(draw: random.Random) -> Case:
     """A case, possible or not."""
     case = {name: draw.choice(values) for name, values in FACTORS.items()}
     if case["way"] in ("sync", "gradients"):
+        codec = case["codec"]
         case |= {name: FACTORS[name][0] for name in OF_AVERAGES}
+        if case["way"] == "sync":
+            case["codec"] = codec
     return case
 
 

@@ -52,12 +52,14 @@ def all_pairs(ranks: Sequence[Trained]) -> list[tuple[int, int]]:
     return [pair for rank in ranks for pair in rank.pairs]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "codec"), [*((policy, "fp32") for policy in POLICIES), ("sync", "int4")]
+)
 def test_a_run_resumed_inside_an_epoch_sees_what_is_left(
-    ranks2: RankPool, policy: str, tmp_path: Path
+    ranks2: RankPool, policy: str, codec: str, tmp_path: Path
 ) -> None:
     """And is that which went on, bit for bit, where nothing depends on time."""
-    task = asking(policy, deterministic=True)
+    task = asking(policy, deterministic=True, codec=codec)
     saves = (random.Random(policy).randrange(14, 22),)
     options = {"dropout": 0.2, "case_setup": serve_in_thread}
     first = ranks2.run(train, task, str(tmp_path), saves, **options)

@@ -47,6 +47,7 @@ class DdpOptions:
     weight_by: Literal["samples", "ranks"]
     strategy: Strategy | Literal["none"]
     transport: Literal["auto", "gloo"]
+    codec: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -54,6 +55,7 @@ class DdpOptions:
             "weight_by": ("samples", "ranks"),
             "strategy": ("overlapped", "synchronous", "none"),
             "transport": ("auto", "gloo"),
+            "codec": ("fp32", "bf16", "int8", "int4"),
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:

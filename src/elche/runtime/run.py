@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elche.comm.gradients.residual_state import is_of_gradients
 from elche.comm.model_buffers.known_buffers import shared_tensors
 from elche.comm.tensors.equal_tensors import make_equal
 from elche.comm.tensors.row_gather import RowGather
@@ -183,11 +184,11 @@ class Run:
         Raises:
             ProtocolError: the parameters have moved since the last one ended.
         """
-        windows = self._synchroniser.windows
+        held = self._synchroniser.windows or self._synchroniser.reducer
         return {
             "samples": self._samples_resumed + self._epochs.samples_before,
             "steps": self._epochs.steps.before,
-            "averaging": None if windows is None else windows.state_dict(),
+            "averaging": None if held is None else held.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,6 +207,10 @@ class Run:
         elif self.config.policy == "auto":
             if averaging is not None:
                 logger.info("policy 'auto' begins as sync: averaging begins anew")
+        elif is_of_gradients(averaging):
+            assert self._synchroniser.reducer is not None
+            self.barrier("load_state_dict")
+            self._synchroniser.reducer.load_state_dict(averaging)
         else:
             refuse_state(averaging)
         self._samples_resumed = state["samples"] - self._epochs.samples_before

@@ -356,7 +356,7 @@ def test_sides_take_turns() -> None:
 
 def test_it_needs_two_sides() -> None:
     _, (end, _) = exchanges(2, CODECS["int8"], 11)
-    with pytest.raises(ProtocolError, match="exchange of two sides, got one of 1"):
+    with pytest.raises(ProtocolError, match="exchange of 2 sides, got one of 1"):
         BackgroundExchange(end, Told())
 
 

@@ -220,3 +220,36 @@ def test_residuals_go_on_in_another_membership(before: str, after: str) -> None:
     found = summed(new, silent)
     got = found[0][:-1].double() + left_out(new)
     torch.testing.assert_close(got, missing, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("hosts", ["", "aab", "aabb", "abab", "abc"])
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
+def test_some_elements_travel_as_they_are(hosts: str, codec: str) -> None:
+    """Their sums are exact, whatever stands beside them and on every route."""
+    world_size, numel, exact = len(hosts) or 2, 70, 3
+    wire = Wire(world_size)
+    ends = [
+        CodedExchange(
+            Peer(wire, rank),
+            CODECS[codec],
+            numel + exact + 1,
+            1,
+            0,
+            tuple(hosts),
+            exact,
+        )
+        for rank in range(world_size)
+    ]
+    for number in range(3):
+        sent = [message(10 * number + rank, numel) for rank in range(world_size)]
+        tails = [torch.tensor([1e-3, 1.0, rank + 0.5]) for rank in range(world_size)]
+        whole = [
+            torch.cat([each[:-1], tail, each[-1:]])
+            for each, tail in zip(sent, tails, strict=True)
+        ]
+        first, *others = summed(ends, whole)
+        assert all(torch.equal(first, other) for other in others)
+        assert torch.equal(first[numel:-1], torch.stack(tails).sum(0))
+        assert float(first[-1]) == world_size
+        true = torch.stack(whole).sum(0)
+        assert 0.0 < float((first - true)[:numel].abs().max()) < 0.5 * world_size

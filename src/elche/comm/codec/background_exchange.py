@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -101,22 +101,33 @@ class BackgroundExchange(ResidualExchange):
     it has taken the other one's sum, and sides take turns: what has been taken is read
     a while longer, for what was left out of it.
 
+    With memory for sums, both sides have one contribution, to be filled anew after
+    :meth:`settle`, and sums stay meanwhile.
+
     Args:
         coded: the exchange that does the work; used by this object only.
         driver: calls :meth:`drive`.
+        sums: memory for a sum, of each side or of both.
 
     Raises:
-        ProtocolError: it has not two sides.
+        ProtocolError: it has not two sides, or one where sums have memory.
     """
 
     keeps_contribution = True
 
-    def __init__(self, coded: CodedExchange, driver: TaskRunner) -> None:
-        if coded.sides != 2:
+    def __init__(
+        self,
+        coded: CodedExchange,
+        driver: TaskRunner,
+        sums: Sequence[torch.Tensor] = (),
+    ) -> None:
+        sides = 1 if sums else 2
+        if coded.sides != sides:
             raise ProtocolError(
-                f"expected an exchange of two sides, got one of {coded.sides}"
+                f"expected an exchange of {sides} sides, got one of {coded.sides}"
             )
-        super().__init__(coded.sides)
+        super().__init__(2)
+        self._sums = sums
         self._coded = coded
         self._driver = driver
         self._lock = threading.Lock()
@@ -150,10 +161,12 @@ class BackgroundExchange(ResidualExchange):
 
     @override
     def contribution(self, side: int) -> torch.Tensor:
-        return self._coded.contribution(side)
+        return self._coded.contribution(side % self._coded.sides)
 
     def result(self, side: int) -> torch.Tensor:
-        """The sum, in the memory of the other side's contribution."""
+        """The sum, in memory of its own or of the other side's contribution."""
+        if self._sums:
+            return self._sums[side % len(self._sums)]
         return self._coded.contribution(1 - side)
 
     def begin(self, side: int) -> None:
@@ -167,7 +180,7 @@ class BackgroundExchange(ResidualExchange):
             raise self._fault
         if self._turn is not _Turn.NONE:
             raise self._coded.untaken("begin()")
-        if side == self._taken_side:
+        if side == self._taken_side and not self._sums:
             raise ProtocolError(
                 f"begin() came for side {side}, whose sum was the last one that was "
                 "taken; expected the other side"
@@ -329,7 +342,7 @@ class BackgroundExchange(ResidualExchange):
     def _send(self, side: int) -> None:
         self._began_s, self._follow = time.monotonic(), None
         self._message = _Message.SENT
-        self._coded.start(side)
+        self._coded.start(side % self._coded.sides)
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -351,9 +364,14 @@ class BackgroundExchange(ResidualExchange):
         self._message = _Message.DECODED
 
     @torch.no_grad()
-    def _collected(self) -> torch.Tensor:
+    def decoded(self) -> torch.Tensor:
+        """After :meth:`wait`: the sum, to be adopted or not."""
         if self._turn is not _Turn.NONE and self._message is _Message.ENDED:
             with self._caught_up():
                 self._decode()
-        self.release()
         return self.result(self._side)
+
+    def _collected(self) -> torch.Tensor:
+        summed = self.decoded()
+        self.release()
+        return summed

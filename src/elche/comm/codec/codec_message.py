@@ -10,39 +10,48 @@ import torch
 from elche.comm.codec.codec import CHUNK_ELEMENTS, Codec
 
 TRAILER_BYTES = 8
+EXACT_BYTES = 4
 
 
 @final
 class CodedMessage:
-    """Encoded elements, then the sender's weight (float32) and a number (int32).
+    """Encoded elements, then exact ones and the sender's weight (float32), a number.
 
     Args:
         codec: how the elements are encoded.
         part: which elements of the whole; begins at a multiple of the codec's block.
         scratch: what encoding may write to; see :meth:`Codec.over`.
+        exact: how many elements beside the part travel as they are.
 
     Attributes:
         memory: what travels; uint8, flat.
         part: as given.
+        exact: the elements that travel as they are.
     """
 
     def __init__(
-        self, codec: Codec, part: range, scratch: torch.Tensor | None = None
+        self,
+        codec: Codec,
+        part: range,
+        scratch: torch.Tensor | None = None,
+        exact: int = 0,
     ) -> None:
-        begin = _trailer_offset(codec, len(part))
+        size_bytes = self.size_bytes(codec, len(part), exact)
+        begin, first = size_bytes - TRAILER_BYTES, _trailer_offset(codec, len(part))
         self.part = part
-        self.memory = torch.zeros(
-            begin + TRAILER_BYTES, dtype=torch.uint8, device="cpu"
-        )
+        self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
+        last = first + EXACT_BYTES * exact
+        self.exact = self.memory[first:last].view(torch.float32)
         encoded = self.memory[: codec.encoded_bytes(len(part))]
         self._body = codec.over(encoded, len(part), scratch)
         self._weight = self.memory[begin : begin + 4].view(torch.float32)
         self._number = self.memory[begin + 4 :].view(torch.int32)
 
     @staticmethod
-    def size_bytes(codec: Codec, numel: int) -> int:
-        """Bytes that travel: the encoded elements, filled up to 8 bytes, and 8 more."""
-        return _trailer_offset(codec, numel) + TRAILER_BYTES
+    def size_bytes(codec: Codec, numel: int, exact: int = 0) -> int:
+        """Bytes that travel: of both kinds of elements, filled up to 8, and 8 more."""
+        exact_bytes = -(-EXACT_BYTES * exact // 8) * 8
+        return _trailer_offset(codec, numel) + exact_bytes + TRAILER_BYTES
 
     @property
     def weight(self) -> float:

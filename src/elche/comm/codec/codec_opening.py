@@ -21,12 +21,21 @@ from elche.errors import MismatchError
 AGREEING = "agreeing on a codec"
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 TAGS_PER_EXCHANGE = 4
-_openings = itertools.count()
+FIRST_OPENING = 1 << 20
+"""Tags below belong to whoever else sends in the group."""
+_openings = itertools.count(FIRST_OPENING)
 _log = logging.getLogger(__name__)
 
 
 def open_coded_exchange(
-    group: Group, numel: int, dtype: torch.dtype, codec: str, sides: int = 1
+    group: Group,
+    numel: int,
+    dtype: torch.dtype,
+    codec: str,
+    sides: int = 1,
+    *,
+    exact: int = 0,
+    sums: int = 0,
 ) -> Exchange:
     """Makes an exchange whose messages travel encoded, together with all ranks.
 
@@ -43,6 +52,8 @@ def open_coded_exchange(
         codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
         sides: independent contributions; with two, training goes on while a message is
             under way, and a thread of the group does what there is to do for it.
+        exact: elements before the weight that travel as they are.
+        sums: memory for so many sums, beside one contribution for both sides.
 
     Raises:
         ConfigError: there is no such codec.
@@ -64,8 +75,13 @@ def open_coded_exchange(
             len(set(hosts)),
             codec,
         )
-    made = CodedExchange(GroupPeers(group), chosen, numel, sides, tag, hosts)
-    return made if sides == 1 else BackgroundExchange(made, codec_thread_of(group))
+    made = CodedExchange(
+        GroupPeers(group), chosen, numel, 1 if sums else sides, tag, hosts, exact
+    )
+    if sides == 1:
+        return made
+    own = [torch.zeros(numel, dtype=dtype, device=cpu) for _ in range(sums)]
+    return BackgroundExchange(made, codec_thread_of(group), own)
 
 
 def _agree(

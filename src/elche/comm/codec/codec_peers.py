@@ -69,7 +69,7 @@ class GroupPeers:
         self._pending = _pending.setdefault(group, set())
         self.rank = group.rank
         self.world_size = group.world_size
-        self.ranks: Sequence[int] = range(group.world_size)
+        self.ranks: Sequence[int] = group.ranks
 
     def send_async(self, memory: torch.Tensor, to: int, tag: int) -> Any:
         """Begins to send over gloo.
@@ -89,7 +89,7 @@ class GroupPeers:
             work.work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
             raise CommunicationError(
-                f"{what} failed on rank {self.rank}: {error}"
+                f"{what} failed on rank {self.ranks[self.rank]}: {error}"
             ) from error
         self._pending.discard(work)
 
@@ -102,7 +102,8 @@ class GroupPeers:
             work = getattr(self._group.point_to_point, call)([memory], peer, tag)
         except RuntimeError as error:
             raise CommunicationError(
-                f"{call} between ranks {self.rank} and {peer} failed: {error}"
+                f"{call} between ranks {self.ranks[self.rank]} and "
+                f"{self.ranks[peer]} failed: {error}"
             ) from error
         pending = _Pending(work, memory)
         self._pending.add(pending)

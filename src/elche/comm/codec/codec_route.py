@@ -46,8 +46,10 @@ class Route(ABC):
         codec: of all messages.
         numel: elements of a message.
         tag: of the first of four kinds of messages; the same on all ranks.
+        exact: elements between them and their weight that travel as they are.
 
     Attributes:
+        exact: the sums of those, when the sum is there.
         own: the elements that this rank owns.
         ranks: whose contributions this rank's messages carry: its own, or its host's.
         total: what all ranks weigh, when the sum is there; NaN if it is not finite.
@@ -55,7 +57,9 @@ class Route(ABC):
 
     ranks = 1
 
-    def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
+    def __init__(
+        self, peers: Peers, codec: Codec, numel: int, tag: int, exact: int = 0
+    ) -> None:
         self._peers = peers
         self._codec = codec
         self._numel = numel
@@ -66,9 +70,9 @@ class Route(ABC):
         size = peers.world_size
         self._others = [(peers.rank + step) % size for step in range(1, size)]
         self._last_sends: list[list[Transfer]] = [[], []]
-        self._scratch = torch.empty(
-            2, CHUNK_ELEMENTS, dtype=torch.float32, device="cpu"
-        )
+        chunk = min(CHUNK_ELEMENTS, -(-numel // codec.block) * codec.block)
+        self._scratch = torch.empty(2, chunk, dtype=torch.float32, device="cpu")
+        self.exact = torch.zeros(exact, dtype=torch.float32, device="cpu")
         self.own = range(0)
         self.total = 0.0
         self._sent_bytes = 0
@@ -88,8 +92,8 @@ class Route(ABC):
         """Encodes and begins to send, without waiting for others.
 
         Args:
-            values: this rank's elements, weighted, and after them their weight; they
-                are read again until the sum has been taken.
+            values: this rank's elements, weighted, after them the exact ones and their
+                weight; they are read again until the sum has been taken.
             residual: what was not sent; read here and in :meth:`advance`.
 
         Raises:
@@ -162,7 +166,8 @@ class Route(ABC):
         if weight < 0.0:
             raise ProtocolError(f"expected a weight that is not negative, got {weight}")
         self._weight, self.total = weight, 0.0
-        self._values = values[:-1]
+        self._values = values[: self._numel]
+        self._own_exact = values[self._numel : -1]
         self._number += 1
         # Everybody has answered the message after it, so it has long been sent.
         turn = self._number % 2
@@ -171,7 +176,7 @@ class Route(ABC):
 
     def _message(self, codec: Codec, part: range) -> CodedMessage:
         """One that travels; it is encoded with the second part of the scratch."""
-        return CodedMessage(codec, part, self._scratch[1])
+        return CodedMessage(codec, part, self._scratch[1], len(self.exact))
 
     def _compensated(self, chunk: range, residual: torch.Tensor) -> torch.Tensor:
         """This rank's elements and what earlier messages left of them, in scratch."""
@@ -190,6 +195,7 @@ class Route(ABC):
             else:
                 values = self._compensated(chunk, residual)
             is_finite &= message.write(chunk.start, values)
+        message.exact.copy_(self._own_exact)
         message.seal(self._weight if is_finite else math.nan, self._number)
 
     def _keep_own_errors(self, message: CodedMessage, residual: torch.Tensor) -> None:
@@ -203,6 +209,11 @@ class Route(ABC):
             torch.sub(values, sent, out=kept)
             if self._weight != 1.0:
                 kept.div_(self._weight)
+
+    def _sum_exact(self, parts: Iterable[torch.Tensor]) -> None:
+        self.exact.zero_()
+        for part in parts:
+            self.exact.add_(part)
 
     def _send(self, to: int, message: CodedMessage, kind: int) -> Transfer:
         work = self._peers.send_async(message.memory, to, self._tag + kind)

@@ -35,8 +35,10 @@ LEAST_PIECE = 65_536
 class DirectRoute(Route):
     """All ranks send everything to all, in pieces; for two ranks."""
 
-    def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
-        super().__init__(peers, codec, numel, tag)
+    def __init__(
+        self, peers: Peers, codec: Codec, numel: int, tag: int, exact: int = 0
+    ) -> None:
+        super().__init__(peers, codec, numel, tag, exact)
         self._parts = pieces_of(codec, numel)
         self._outgoing = [self._pieces(codec) for _ in range(2)]
         self._incoming = {rank: self._pieces(codec) for rank in self._others}
@@ -79,6 +81,7 @@ class DirectRoute(Route):
         self._collect(self._arrivals, what)
         # A piece that is not finite has NaN for its weight, and so the sum has.
         self.total = sum(pieces[0].weight for pieces in self._messages)
+        self._sum_exact(pieces[0].exact for pieces in self._messages)
         if any(math.isnan(piece.weight) for each in self._messages for piece in each):
             self.total = math.nan
 
@@ -119,8 +122,10 @@ class DirectRoute(Route):
 class PartedRoute(Route):
     """Every rank sums the part that it owns; for three ranks and more."""
 
-    def __init__(self, peers: Peers, codec: Codec, numel: int, tag: int) -> None:
-        super().__init__(peers, codec, numel, tag)
+    def __init__(
+        self, peers: Peers, codec: Codec, numel: int, tag: int, exact: int = 0
+    ) -> None:
+        super().__init__(peers, codec, numel, tag, exact)
         self._parts = parts_of(numel, peers.world_size, codec.block)
         self.own = self._parts[peers.rank]
         others, own = self._others, self.own
@@ -170,6 +175,8 @@ class PartedRoute(Route):
         weights = {rank: message.weight for rank, message in self._gathered.items()}
         weights[self._peers.rank] = self._weight
         self.total = sum(weights[rank] for rank in sorted(weights))
+        gathered = (message.exact for message in self._gathered.values())
+        self._sum_exact([self._own_exact, *gathered])
         message = self._sums[self._turn]
         is_finite = math.isfinite(self.total)
         if self.total > 0.0:
@@ -248,10 +255,12 @@ def pieces_of(codec: Codec, numel: int) -> list[range]:
     return parts_of(numel, pieces, codec.block)
 
 
-def route_over(peers: Peers, codec: Codec, numel: int, tag: int) -> Route:
+def route_over(
+    peers: Peers, codec: Codec, numel: int, tag: int, exact: int = 0
+) -> Route:
     """The route that sends least between so many ranks."""
     kind = DirectRoute if peers.world_size == 2 else PartedRoute
-    return kind(peers, codec, numel, tag)
+    return kind(peers, codec, numel, tag, exact)
 
 
 def sent_bytes(codec: Codec, numel: int, world_size: int, rank: int) -> int:

@@ -10,9 +10,9 @@ and whoever has to wait does that on the training thread.
 from __future__ import annotations
 
 import threading
+import weakref
 from queue import Empty, SimpleQueue
 from typing import Protocol, final
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,7 +63,8 @@ class CodecThread:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._served.put(None)
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _begin(self) -> None:
         is_set = threading.Event()
@@ -106,7 +107,7 @@ class CodecThread:
         return True
 
 
-_threads: WeakKeyDictionary[Group, CodecThread] = WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[Group, CodecThread] = weakref.WeakKeyDictionary()
 
 
 def codec_thread_of(group: Group) -> CodecThread:
@@ -115,4 +116,5 @@ def codec_thread_of(group: Group) -> CodecThread:
     if made is None:
         made = _threads[group] = CodecThread(f"elche codec of rank {group.rank}")
         group.at_close(made.end)
+        weakref.finalize(group, made.end)  # one of the user's is closed by nobody here
     return made

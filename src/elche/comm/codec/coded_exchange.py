@@ -48,14 +48,26 @@ class _Phase(Enum):
     BROKEN = "a message failed or was given up"
 
 
+def residual_of_a_rank(state: dict[str, Any]) -> torch.Tensor:
+    """The residual of a :meth:`CodedExchange.state_dict` as part of what a rank sends.
+
+    From units of what was sent or summed; exact for equal weights.
+    """
+    scale = torch.full_like(state["residual"], float(state["ranks"]))
+    begin, end = state["own"]
+    scale[begin:end] = float(state["world_size"])
+    return scale.mul_(state["residual"])
+
+
 @final
 class CodedExchange(ResidualExchange):
     """A message of float32 elements and their weight, summed in encoded form.
 
     The last element of a message is its weight: it travels as it is, and its sum is
-    exact. A rank of weight 0 sends zeros, whatever else it holds, and keeps its
-    residual; if all weigh nothing, the sum is zero. A contribution that is not finite
-    (or reaches 2^127) makes the whole sum NaN on every rank and leaves residuals alone.
+    exact, as are those of some elements before it, if that is asked for. A rank of
+    weight 0 sends zeros, whatever else it holds, and keeps its residual; if all weigh
+    nothing, the sum is zero. A contribution that is not finite (or reaches 2^127) makes
+    the whole sum NaN on every rank and leaves residuals alone.
 
     Made by `codec_opening`. One message is under way at a time. An exchange
     that broke serves no more, and neither does its group; its :meth:`state_dict` goes
@@ -64,11 +76,12 @@ class CodedExchange(ResidualExchange):
     Args:
         peers: the other ranks.
         codec: of the messages.
-        numel: elements of a message, its weight included.
+        numel: elements of a message, its weight and the exact ones included.
         sides: independent contributions.
         tag: of its transfers; four belong to it, the same on all ranks.
         hosts: names of the ranks' hosts, if they are known; ranks that share one are
             summed there first.
+        exact: elements before the weight that travel as they are.
     """
 
     keeps_contribution = True
@@ -81,20 +94,21 @@ class CodedExchange(ResidualExchange):
         sides: int = 1,
         tag: int = 0,
         hosts: Sequence[str] = (),
+        exact: int = 0,
     ) -> None:
         super().__init__(sides)
         self._peers = peers
         self._codec = codec
-        self._values = numel - 1
+        self._values = numel - 1 - exact
         self._contributions = [
             torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(sides)
         ]
         self._results: list[torch.Tensor | None] = [None] * sides
-        self._residual = torch.zeros_like(self._contributions[0][:-1])
+        self._residual = torch.zeros_like(self._contributions[0][: self._values])
         self._route = (
-            host_route(peers, codec, self._values, tag, hosts)
+            host_route(peers, codec, self._values, tag, hosts, exact)
             if spans_hosts(hosts)
-            else route_over(peers, codec, self._values, tag)
+            else route_over(peers, codec, self._values, tag, exact)
         )
         self._scratch = torch.empty(codec.block, dtype=torch.float32, device="cpu")
         self._phase = _Phase.IDLE
@@ -221,7 +235,11 @@ class CodedExchange(ResidualExchange):
         if not self._has_sum:
             raise ProtocolError(f"sum_into() came when {self._phase.value}")
         if stop > self._values:
-            out[self._values - start :].fill_(self._route.total)
+            at = max(start, self._values)
+            tail = torch.cat([self._route.exact, out.new_tensor([self._route.total])])
+            out[at - start :] = tail[at - self._values : stop - self._values]
+        if start >= self._values:
+            return
         if not self._route.total > 0.0:
             out[: self._values - start].fill_(0.0 * self._route.total)
             return
@@ -296,11 +314,8 @@ class CodedExchange(ResidualExchange):
         now = (own.start, own.stop, self._peers.world_size, ranks)
         begin, end = state["own"]
         if (begin, end, state["world_size"], state["ranks"]) != now:
-            # From units of what was sent to those of one rank, and back.
-            scale = torch.full_like(self._residual, float(state["ranks"]))
-            scale[begin:end] = float(state["world_size"])
-            self._residual.mul_(scale)
-            scale.fill_(1.0 / ranks)
+            self._residual.copy_(residual_of_a_rank(state))
+            scale = torch.full_like(self._residual, 1.0 / ranks)
             scale[own.start : own.stop] = 1.0 / self._peers.world_size
             self._residual.mul_(scale)
 

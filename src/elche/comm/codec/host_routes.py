@@ -38,7 +38,12 @@ def leaders_of(hosts: Sequence[str]) -> list[int]:
 
 
 def host_route(
-    peers: Peers, codec: Codec, numel: int, tag: int, hosts: Sequence[str]
+    peers: Peers,
+    codec: Codec,
+    numel: int,
+    tag: int,
+    hosts: Sequence[str],
+    exact: int = 0,
 ) -> Route:
     """This rank's way to a sum over hosts.
 
@@ -48,11 +53,12 @@ def host_route(
         numel: elements of a message.
         tag: of the first of four kinds of messages; the same on all ranks.
         hosts: names of the ranks' hosts.
+        exact: see `Route`.
     """
     leader = hosts.index(hosts[peers.rank])
     if peers.rank != leader:
-        return HostMemberRoute(peers, codec, numel, tag, leader)
-    return HostLeaderRoute(peers, codec, numel, tag, hosts)
+        return HostMemberRoute(peers, codec, numel, tag, leader, exact)
+    return HostLeaderRoute(peers, codec, numel, tag, hosts, exact)
 
 
 @final
@@ -97,16 +103,23 @@ class HostMemberRoute(Route):
         numel: elements of a message.
         tag: see :func:`host_route`.
         leader: this host's first rank.
+        exact: see `Route`.
     """
 
     def __init__(
-        self, peers: Peers, codec: Codec, numel: int, tag: int, leader: int
+        self,
+        peers: Peers,
+        codec: Codec,
+        numel: int,
+        tag: int,
+        leader: int,
+        exact: int = 0,
     ) -> None:
-        super().__init__(peers, codec, numel, tag)
+        super().__init__(peers, codec, numel, tag, exact)
         plain, whole = codec_named("fp32"), range(numel)
         self._leader = leader
-        self._offer = CodedMessage(plain, whole)
-        self._answer = CodedMessage(plain, whole)
+        self._offer = CodedMessage(plain, whole, exact=exact)
+        self._answer = CodedMessage(plain, whole, exact=exact)
         self._offered: list[Transfer] = []
         self._arrivals: list[Transfer] = []
 
@@ -131,6 +144,7 @@ class HostMemberRoute(Route):
         self._collect(self._arrivals, what)
         self._settle(self._offered, what)  # the leader had it when it answered
         self.total = self._answer.weight
+        self._sum_exact([self._answer.exact])
 
     @override
     def read(self, start: int, out: torch.Tensor) -> None:
@@ -169,21 +183,32 @@ class HostLeaderRoute(Route):
         numel: elements of a message.
         tag: see :func:`host_route`.
         hosts: names of the ranks' hosts.
+        exact: see `Route`.
     """
 
     def __init__(
-        self, peers: Peers, codec: Codec, numel: int, tag: int, hosts: Sequence[str]
+        self,
+        peers: Peers,
+        codec: Codec,
+        numel: int,
+        tag: int,
+        hosts: Sequence[str],
+        exact: int = 0,
     ) -> None:
-        super().__init__(peers, codec, numel, tag)
+        super().__init__(peers, codec, numel, tag, exact)
         plain, whole = codec_named("fp32"), range(numel)
         own = hosts[peers.rank]
         members = [r for r in self._others if hosts[r] == own]
         self._between = route_over(
-            LeaderPeers(peers, leaders_of(hosts)), codec, numel, tag
+            LeaderPeers(peers, leaders_of(hosts)), codec, numel, tag, exact
         )
-        self._gathered = {r: CodedMessage(plain, whole) for r in members}
-        self._answers = [CodedMessage(plain, whole) for _ in range(2) if members]
-        self._host_sum = torch.zeros(numel + 1, dtype=torch.float32, device="cpu")
+        self._gathered = {r: CodedMessage(plain, whole, exact=exact) for r in members}
+        self._answers = [
+            CodedMessage(plain, whole, exact=exact) for _ in range(2) if members
+        ]
+        self._host_sum = torch.zeros(
+            numel + exact + 1, dtype=torch.float32, device="cpu"
+        )
         self._arrivals: list[Transfer] = []
         self._turn = 0
         self._is_between = self._is_answered = False
@@ -219,6 +244,7 @@ class HostLeaderRoute(Route):
         self._between.advance(what)
         if self._between.is_done:
             self.total = self._between.total
+            self._sum_exact([self._between.exact])
             self._answer()
 
     def _begin_between(self) -> None:
@@ -235,6 +261,8 @@ class HostLeaderRoute(Route):
                 decoded = self._scratch[1, : len(chunk)]
                 message.read(chunk.start, decoded)
                 total.add_(decoded)
+        self._sum_exact([self._own_exact, *(m.exact for m in messages)])
+        self._host_sum[self._numel : -1].copy_(self.exact)
         self._host_sum[-1] = self._weight + sum(m.weight for m in messages)
         self._is_between = True
         self._between.begin(self._host_sum, self._residual)
@@ -251,6 +279,7 @@ class HostLeaderRoute(Route):
                     decoded = self._scratch[1, : len(chunk)]
                     self._between.read(chunk.start, decoded)
                     message.write(chunk.start, decoded)
+        message.exact.copy_(self.exact)
         message.seal(self.total, self._number)
         self._last_sends[self._turn] = [
             self._send(rank, message, 1) for rank in self._gathered

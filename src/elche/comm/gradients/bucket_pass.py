@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -110,7 +110,7 @@ class BucketPass:
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets: what is sent and what is summed, twice each."""
-        return 4 * sum(bucket.size_bytes for bucket in self.buckets)
+        return sum(bucket.extra_bytes for bucket in self.buckets)
 
     @property
     def came(self) -> dict[int, int]:
@@ -155,8 +155,11 @@ class BucketPass:
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""
         self._hooks.detach()
+        for bucket in self.buckets:
+            bucket.retire()
 
     def _build(self, order: Sequence[int]) -> None:
+        left = self.residuals()
         self.order = list(order)
         parameters = [self._parameters[at] for at in self.order]
         self.buckets = make_buckets(parameters, self._options.cap_bytes)
@@ -165,9 +168,28 @@ class BucketPass:
                 self._group,
                 staged=self._options.staged,
                 keeps_strides=self._options.keeps_strides,
+                codec=self._options.codec,
             )
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
+
+        self.load_residuals(left)
+
+    def residuals(self) -> dict[int, torch.Tensor]:
+        """What a codec left out of gradients so far, flat, by their parameters' ids."""
+        pairs = [
+            pair
+            for bucket in self.buckets
+            for pair in zip(bucket.parameters, bucket.residuals(), strict=False)
+        ]
+        return {id(parameter): left for parameter, left in pairs}
+
+    def load_residuals(self, left: Mapping[int, torch.Tensor]) -> None:
+        """Goes on from those of other buckets."""
+        for bucket in self.buckets:
+            known = [left[id(p)] for p in bucket.parameters if id(p) in left]
+            if known:
+                bucket.load_residuals(known)
 
     def forget_strides(self) -> None:
         """Before :meth:`attach`: ranks lay their parameters out differently."""
@@ -373,6 +395,9 @@ class BucketPass:
             order: list[int] | None = None
             if self._observed is not None and closed.source is not None:
                 order = self._end_first(closed.source)
+            keeps = all(bucket.is_finite for bucket in self.buckets)
+            for bucket in self.buckets:
+                bucket.settle(keeps=keeps)
             if closed.hand_out:
                 self._handed_out.hand_out(self.buckets, self._side, closed)
             if order is not None:
@@ -414,6 +439,7 @@ class BucketPass:
         lacking = {id(self._place[id(self._parameters[index])][0]) for index in late}
         again = [bucket for bucket in self.buckets if id(bucket) in lacking]
         for bucket in again:
+            bucket.settle(keeps=False)
             bucket.send(self._side, self._scale)
         for bucket in again:
             bucket.finish(self._side)

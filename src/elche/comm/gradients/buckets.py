@@ -4,20 +4,37 @@ A bucket holds parameters of one dtype and device, in the order in which their
 gradients appear, up to a capacity; a parameter larger than that has one of its own. Its
 message is their gradients one after the other and a flag per parameter, raised by every
 rank that has a gradient for it: what no rank has stays without one.
+
+With a codec gradients travel encoded, through host memory, and flags and the factor as
+they are. What encoding takes off is kept (:meth:`Bucket.settle`) and goes with the next
+pass, unless this one comes to nothing.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
+from elche.comm.codec.background_exchange import BackgroundExchange
+from elche.comm.codec.codec_opening import open_coded_exchange
+from elche.comm.codec.coded_exchange import residual_of_a_rank
+from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import Members
 
 SIDES = 2
+WHAT = "the reduction of gradients"
+LOOK_S = 5e-4
+"""Pause between two looks for an encoded sum."""
+LOOKED_S = 5.0
+"""It is looked for so long; gloo tells only those that wait in it who has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,9 @@ class Bucket:
     zeros: set[int] = field(default_factory=set)
     missing: bool = False
     _flat: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _group: Members | None = None
+    _coded: BackgroundExchange | None = None
+    _side: int = 0
     _staged: bool = False
     _keeps_strides: bool = True
 
@@ -72,6 +92,14 @@ class Bucket:
     def size_bytes(self) -> int:
         """Bytes of its gradients."""
         return sum(size_bytes(parameter) for parameter in self.parameters)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory of what is sent and what is summed, twice each, and of a codec."""
+        if self._coded is None:
+            return 4 * self.size_bytes
+        copies = 4 if self._staged else 3  # one contribution serves both sides
+        return copies * self.size_bytes + self._coded.extra_bytes
 
     @property
     def keeps_contribution(self) -> bool:
@@ -93,7 +121,12 @@ class Bucket:
         )
 
     def open(
-        self, group: Members, *, staged: bool = False, keeps_strides: bool = True
+        self,
+        group: Members,
+        *,
+        staged: bool = False,
+        keeps_strides: bool = True,
+        codec: str = "fp32",
     ) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -103,15 +136,32 @@ class Bucket:
                 copied, because other ranks hold them on another kind of device.
             keeps_strides: a gradient lies in the message as its parameter in memory;
                 False: as its shape says.
+            codec: how float32 gradients, and those of half precision, travel.
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
         numel = sum(_real_numel(p) for p in self.parameters) + len(self.parameters)
-        self._staged, self._keeps_strides = staged, keeps_strides
-        where = torch.device("cpu") if staged else device
-        self.exchange = open_exchange(group, numel, dtype, where, SIDES)
+        wire = wire_dtype(first.dtype)
+        if codec != "fp32" and wire is torch.float32 and group.world_size > 1:
+            staged = dtype is not wire or device.type != "cpu"
+            exchange = open_coded_exchange(
+                cast(Group, group),
+                numel + 1,  # the factor comes last
+                wire,
+                codec,
+                SIDES,
+                exact=len(self.parameters),
+                sums=1 if staged else SIDES,
+            )
+            assert isinstance(exchange, BackgroundExchange)
+            self.exchange = self._coded = exchange
+        else:
+            where = torch.device("cpu") if staged else device
+            self.exchange = open_exchange(group, numel, dtype, where, SIDES)
+        self._group, self._staged, self._keeps_strides = group, staged, keeps_strides
         for side in range(SIDES):
-            sent, summed = self.exchange.contribution(side), self.exchange.result(side)
+            sent = self.exchange.contribution(side)[:numel]
+            summed = self.exchange.result(side)[:numel]
             if staged:
                 sent = torch.zeros(numel, dtype=dtype, device=device)
                 summed = sent
@@ -136,6 +186,8 @@ class Bucket:
         With a scale of 0 zeros are sent, whatever the gradients are.
         """
         assert self.exchange is not None
+        if self._coded is not None:
+            self._coded.settle()  # what was sent last is read no more
         sent = self.sent[side]
         flags = [0.0] * len(self.parameters)
         for index, parameter in enumerate(self.parameters):
@@ -151,7 +203,11 @@ class Bucket:
         else:
             sent[-1].fill_(1.0)
         if self._staged:
-            self.exchange.contribution(side).copy_(self._flat[side][0])
+            flat = self._flat[side][0]
+            self.exchange.contribution(side)[: flat.numel()].copy_(flat)
+        if self._coded is not None:
+            self._side = side
+            self._coded.contribution(side)[-1] = scale
         self.exchange.begin(side)
 
     def advance(self) -> bool:
@@ -171,9 +227,63 @@ class Bucket:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
         assert self.exchange is not None
-        total = self.exchange.finish("the reduction of gradients")
+        total = self._decoded() if self._coded else self.exchange.finish(WHAT)
         if self._staged:
-            self._flat[side][1].copy_(total)
+            flat = self._flat[side][1]
+            flat.copy_(total[: flat.numel()])
+
+    def _decoded(self) -> torch.Tensor:
+        """Waits for an encoded sum, and until nothing of it is under way any more."""
+        coded, group = self._coded, self._group
+        assert coded is not None
+        assert group is not None
+
+        end_s = time.monotonic() + LOOKED_S
+
+        def has_come() -> bool:
+            coded.drive()  # this thread has nothing else to do
+            if not coded.poll():
+                time.sleep(LOOK_S)
+            return coded.poll() or time.monotonic() > end_s
+
+        group.wait_until(has_come, WHAT)
+        coded.wait(WHAT)
+        total = coded.decoded()
+        coded.flush(WHAT)  # whoever ends the group next takes nothing from others
+        return total
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what arrived in this pass is, if it was encoded."""
+        coded = self._coded
+        return coded is None or math.isfinite(float(coded.result(self._side)[-1]))
+
+    def settle(self, *, keeps: bool) -> None:
+        """The sum was taken, or comes to nothing: then nothing was left out of it."""
+        if self._coded is None:
+            return
+        if keeps:
+            self._coded.release()
+        else:
+            self._coded.rollback()
+
+    def residuals(self) -> list[torch.Tensor]:
+        """What earlier passes left out, per parameter and flat; empty without codec."""
+        if self._coded is None:
+            return []
+        left = residual_of_a_rank(self._coded.state_dict())
+        return list(left.split([parameter.numel() for parameter in self.parameters]))
+
+    def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
+        """Goes on from those of other buckets."""
+        if self._coded is not None:
+            state = {"own": (0, 0), "world_size": 1, "ranks": 1}
+            self._coded.load_state_dict({**state, "residual": torch.cat(list(left))})
+
+    def retire(self) -> None:
+        """There is no other pass: nothing is done for one that was broken off."""
+        if self._coded is not None:
+            self._coded.retire()
 
     @torch.no_grad()
     def rescale(self, side: int, factor: float) -> None:

@@ -29,6 +29,7 @@ from elche.comm.gradients.backward_end import at_backward_end
 from elche.comm.gradients.bucket_contract import Closed, PassOptions
 from elche.comm.gradients.bucket_pass import BucketPass
 from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.gradients.residual_state import packed, unpacked
 from elche.comm.gradients.step_weights import StepWeights
 from elche.comm.model_buffers.buffers import BufferAverager
 from elche.comm.norm.norm_scope import NormScope
@@ -80,6 +81,7 @@ class GradientReducer:
         buffers: averages the model's buffers after the gradients, if it has any.
         norms: receives the weight of the batch in hand, if the model has SyncBatchNorm.
         names: of the parameters, for people; None numbers them.
+        codec: how float32 and half precision gradients travel.
     """
 
     def __init__(
@@ -90,13 +92,16 @@ class GradientReducer:
         buffers: BufferAverager | None = None,
         norms: NormScope | None = None,
         names: Sequence[str] | None = None,
+        codec: str = "fp32",
     ) -> None:
         self._group = group
         self._norms = norms
         self._buffers = buffers
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
+        options = PassOptions(
+            cap_bytes=max(1, bucket_cap_bytes), learns_counts=True, codec=codec
+        )
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None
@@ -180,6 +185,19 @@ class GradientReducer:
             formats[self._group.rank] = zlib.crc32(repr(strided).encode())
         self._group.all_reduce(formats, "comparing memory formats")
         return len(set(formats.tolist())) == 1
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a codec left out so far on this rank; None without a codec."""
+        left = self._pass.residuals()
+        return packed(self._parameters, left) if left else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; with all ranks. Nothing without a codec.
+
+        Raises:
+            MismatchError: a rank's state does not fit its parameters.
+        """
+        self._pass.load_residuals(unpacked(self._parameters, state, self._group))
 
     def detach(self) -> None:
         """Removes every hook; ``p.grad`` stays as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
 from elche.runtime.windows.window_sync import WindowSync
+
+logger = logging.getLogger(__name__)
 
 
 class Synchroniser:
@@ -143,6 +146,7 @@ class Synchroniser:
             BufferAverager.for_model(self._model, group),
             norms,
             [name for name, p in self._model.named_parameters() if p.requires_grad],
+            self._gradient_codec(group),
         )
         self.reducer = reducer
         if self._config.loss_reduction == "sum":
@@ -150,6 +154,12 @@ class Synchroniser:
         elif self._is_weighed:
             reducer.weigh_by_user()
         reducer.attach()
+
+    def _gradient_codec(self, group: Group) -> str:
+        """How gradients travel; under ``auto`` a codec is for its windows."""
+        if self._config.policy != "sync":
+            return "fp32"
+        return codec_in(group, self._config.codec, self.num_parameters)
 
     def detach(self) -> None:
         """Takes every hook off; SyncBatchNorm is plain BatchNorm again."""
@@ -226,6 +236,25 @@ class Synchroniser:
         ]
 
 
+def codec_in(group: Group, codec: str, numel: int) -> str:
+    """The codec of sums in a group; ``"auto"`` by its link, measured by all its ranks.
+
+    Args:
+        group: the process group.
+        codec: as set.
+        numel: elements of the sums to come.
+    """
+    if codec == "auto":
+        return measured_codec(group, numel)
+    if codec != "fp32" and group.shares_host and group.rank == 0:
+        logger.warning(
+            "codec %r costs time and saves none where all ranks share a host's memory: "
+            "leave codec out there",
+            codec,
+        )
+    return codec
+
+
 def make_window_sync(
     config: RunConfig,
     parameters: Sequence[nn.Parameter],
@@ -252,9 +281,7 @@ def make_window_sync(
         )
         sync.attach()
         return sync
-    codec = config.codec
-    if codec == "auto":
-        codec = measured_codec(group, sum(p.numel() for p in parameters))
+    codec = codec_in(group, config.codec, sum(p.numel() for p in parameters))
     form = OverlappedAverager if config.policy == "async" else ParameterAverager
     averager = form(
         parameters,

@@ -1,0 +1,66 @@
+"""What a codec left out of gradients, as a state like that of averaged parameters.
+
+One group of all trained parameters, in the order of their definition: buckets may be
+laid out otherwise when it is loaded, and ranks may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elche.comm.averaging.averager_state import blank, check_alike, misfit_of
+from elche.comm.transport.process_group import Group
+
+KIND = "gradients"
+"""Stands where the state of averaged parameters has their dtype."""
+
+
+def is_of_gradients(state: object) -> bool:
+    """Whether a state is one of these."""
+    groups = state.get("groups", ()) if isinstance(state, Mapping) else ()
+    kinds = [isinstance(each, Mapping) and each.get("dtype") for each in groups]
+    return kinds == [KIND]
+
+
+def packed(
+    parameters: Sequence[nn.Parameter], left: Mapping[int, torch.Tensor]
+) -> dict[str, Any]:
+    """The state, of residuals by the parameters' ids."""
+    state = blank(_layouts(parameters))
+    total = sum(p.numel() for p in parameters)
+    flat = torch.zeros(total, dtype=torch.float32, device="cpu")
+    parts = flat.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if id(parameter) in left:
+            part.copy_(left[id(parameter)])
+    state["groups"][0]["residual"] = {
+        "residual": flat,
+        "own": (0, 0),
+        "world_size": 1,
+        "ranks": 1,
+    }
+    return state
+
+
+def unpacked(
+    parameters: Sequence[nn.Parameter], state: dict[str, Any], group: Group
+) -> dict[int, torch.Tensor]:
+    """Residuals by the parameters' ids; with all ranks.
+
+    Raises:
+        MismatchError: a rank's state does not fit its parameters.
+    """
+    check_alike(group, state, misfit_of(state, _layouts(parameters)))
+    residual = state["groups"][0]["residual"]
+    if residual is None:  # of a rank that was not there
+        return {}
+    parts = residual["residual"].split([p.numel() for p in parameters])
+    return {id(p): part for p, part in zip(parameters, parts, strict=True)}
+
+
+def _layouts(parameters: Sequence[nn.Parameter]) -> list[tuple[str, int]]:
+    return [(KIND, sum(parameter.numel() for parameter in parameters))]

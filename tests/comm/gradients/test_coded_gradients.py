@@ -1,0 +1,384 @@
+"""Gradients that travel encoded: equal bits, nothing lost, ranks as threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from elche.comm.codec.codec import CODECS
+from elche.comm.codec.codec_message import CodedMessage
+from elche.comm.gradients.reducer import GradientReducer, StepPart
+from elche.errors import MismatchError
+from tests.comm.thread_group import ThreadGroup, on_ranks
+
+LOSSY = ("bf16", "int8", "int4")
+CAPS = (1, 1000, 1 << 20)
+OFF = {"bf16": 0.02, "int8": 0.02, "int4": 0.3}
+"""Of the largest element that a rank sends: twice rounded, beside what was left."""
+Gradients = list[torch.Tensor | None]
+
+
+class Net(nn.Module):
+    """Layers of unlike size, one that large parts use, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 2))
+        self.large = nn.Linear(4, 2)
+        self.never = nn.Parameter(torch.ones(3))
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        """One per sample; the second layer helps where there are four at least."""
+        out = self.body(x)
+        if len(x) >= 4:
+            out = out + self.large(x).tanh()
+        return out.square().sum(1)
+
+
+def batch_of(rank: int, step: int, samples: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(samples, 4, generator=generator)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    return [
+        None if p.grad is None else p.grad.detach().clone() for p in model.parameters()
+    ]
+
+
+def coded(model: nn.Module, group: Any, codec: str, cap_bytes: int) -> GradientReducer:
+    made = GradientReducer(list(model.parameters()), group, cap_bytes, codec=codec)
+    made.attach()
+    return made
+
+
+def residuals(reducer: GradientReducer) -> dict[int, torch.Tensor]:
+    """Per parameter, as part of what this rank sends for one unit of weight."""
+    at = {id(p): index for index, p in enumerate(reducer.parameters)}
+    return {
+        at[id(parameter)]: left
+        for bucket in reducer._pass.buckets
+        for parameter, left in zip(bucket.parameters, bucket.residuals(), strict=True)
+    }
+
+
+def step(
+    reducer: GradientReducer, model: Net, group: ThreadGroup, number: int, sizes: Any
+) -> None:
+    """One of a rank with a part of a batch; one without runs on what is not its own."""
+    mine = sizes[group.rank]
+    reducer.begin_step(StepPart(mine / sum(sizes), sum(s > 0 for s in sizes)))
+    model.losses(batch_of(group.rank, number, mine or 4)).mean().backward()
+    reducer.end_step()
+
+
+def same(one: Gradients, other: Gradients) -> bool:
+    return all(
+        (a is None and b is None)
+        or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def true_gradient(number: int, sizes: Sequence[int]) -> Gradients:
+    """What one process finds on the union batch."""
+    model = Net()
+    for rank, samples in enumerate(sizes):
+        if samples:
+            losses = model.losses(batch_of(rank, number, samples))
+            (losses.sum() / sum(sizes)).backward()
+    return gradients_of(model)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    codec=st.sampled_from(LOSSY),
+    cap_bytes=st.sampled_from(CAPS),
+    world_size=st.integers(2, 4),
+    data=st.data(),
+)
+def test_all_ranks_get_the_same_bits_near_the_gradient_of_the_union(
+    codec: str, cap_bytes: int, world_size: int, data: st.DataObject
+) -> None:
+    """Any shares, none among them; parameters that some ranks or all do not use."""
+    some = st.lists(st.integers(0, 6), min_size=world_size, max_size=world_size)
+    steps = data.draw(st.lists(some.filter(any), min_size=1, max_size=4))
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer, found = coded(model, group, codec, cap_bytes), []
+        for number, sizes in enumerate(steps):
+            model.zero_grad()
+            step(reducer, model, group, number, sizes)
+            found.append(gradients_of(model))
+        return found
+
+    ranks = on_ranks(world_size, run, [Net() for _ in range(world_size)])
+    largest = max(
+        float(g.abs().max())
+        for number, sizes in enumerate(steps)
+        for rank, samples in enumerate(sizes)
+        for g in true_gradient(number, [0] * rank + [samples])
+        if g is not None
+    )
+    for number, sizes in enumerate(steps):
+        first, *others = (found[number] for found in ranks)
+        assert all(same(first, other) for other in others)
+        for got, true in zip(first, true_gradient(number, sizes), strict=True):
+            assert (got is None) == (true is None)
+            if got is not None and true is not None:
+                assert bool((got - true).abs().max() <= OFF[codec] * largest)
+
+
+def total(found: Sequence[Gradients]) -> Gradients:
+    """The sum over steps of each parameter's gradients."""
+    return [
+        sum((g.double() for g in each if g is not None), start=torch.zeros(()))
+        for each in zip(*found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("cap_bytes", CAPS)
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (4, 0), (4, 4, 4)], ids=str)
+def test_what_is_not_sent_is_kept(
+    codec: str, cap_bytes: int, sizes: tuple[int, ...]
+) -> None:
+    """What was handed out and what is left make the sum of the gradients.
+
+    Also where buckets are laid out anew after the first pass.
+    """
+    steps = 6
+
+    def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
+        reducer, found = coded(model, group, codec, cap_bytes), []
+        for number in range(steps):
+            model.zero_grad()
+            step(reducer, model, group, number, sizes)
+            found.append(gradients_of(model))
+        return found, residuals(reducer)
+
+    ranks = on_ranks(len(sizes), run, [Net() for _ in sizes])
+    got = total(ranks[0][0])
+    true = total([true_gradient(number, sizes) for number in range(steps)])
+    off = 0.0
+    for index in range(1, len(got)):  # nobody uses the first one
+        left = sum(
+            left[index].double() * (size / sum(sizes))
+            for (_, left), size in zip(ranks, sizes, strict=True)
+        )
+        mine, want = got[index].flatten(), true[index].flatten()
+        torch.testing.assert_close(mine + left, want, rtol=1e-5, atol=1e-5)
+        off = max(off, float((mine - want).abs().max()))
+    assert off > 1e-5  # something was left out
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("cap_bytes", CAPS)
+def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(
+    codec: str, bad: float, cap_bytes: int
+) -> None:
+    def run(group: ThreadGroup, model: Net) -> tuple[Gradients, Any, Any, Gradients]:
+        reducer = coded(model, group, codec, cap_bytes)
+        for number in range(2):
+            model.zero_grad()
+            step(reducer, model, group, number, (4, 4, 4))
+        before = residuals(reducer)
+        model.zero_grad()
+        reducer.begin_step(StepPart(1 / 3, 3))
+        x = batch_of(group.rank, 2, 4)
+        if group.rank == 1:
+            x[0, 0] = bad
+        model.losses(x).mean().backward()
+        reducer.end_step()
+        spoilt, after = gradients_of(model), residuals(reducer)
+        model.zero_grad()
+        step(reducer, model, group, 3, (4, 4, 4))
+        return spoilt, before, after, gradients_of(model)
+
+    ranks = on_ranks(3, run, [Net() for _ in range(3)])
+    for spoilt, before, after, then in ranks:
+        assert any(g is not None and not g.isfinite().all() for g in spoilt)
+        assert all(torch.equal(before[at], after[at]) for at in before)
+        assert all(g is None or bool(g.isfinite().all()) for g in then)
+        assert same(then, ranks[0][3])
+
+
+def test_a_pass_that_is_sent_again_leaves_out_its_last_rounding_only() -> None:
+    """A layer that gets two gradients: its bucket goes too early in the first pass."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(6)
+            self.first = nn.Linear(4, 4)
+            self.twice = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(
+                    self.twice, x.tanh(), use_reentrant=True
+                )
+            return x.square().mean()
+
+    def run(group: ThreadGroup, model: Twice) -> tuple[Gradients, Any]:
+        reducer = coded(model, group, "int4", 1)
+        reducer.begin_step(StepPart(0.5, 2))
+        model(batch_of(group.rank, 0, 3)).backward()
+        reducer.end_step()
+        return gradients_of(model), residuals(reducer)
+
+    ranks = on_ranks(2, run, [Twice(), Twice()])
+    model = Twice()
+    for rank in range(2):
+        (model(batch_of(rank, 0, 3)) / 2).backward()
+    assert same(ranks[0][0], ranks[1][0])
+    for index, want in enumerate(gradients_of(model)):
+        got = ranks[0][0][index]
+        assert got is not None
+        assert want is not None
+        left = sum(left[index] for _, left in ranks) / 2
+        torch.testing.assert_close(got.flatten() + left, want.flatten())
+
+
+def test_dropped_and_accumulated_gradients() -> None:
+    """Two passes without zero_grad count once; what was held and dropped, never."""
+
+    def run(group: ThreadGroup, model: Net) -> tuple[Gradients, Any]:
+        reducer = coded(model, group, "int8", 1000)
+        model.losses(batch_of(group.rank, 7, 4)).mean().backward()  # the user's own
+        model.zero_grad()
+        for number in range(2):
+            step(reducer, model, group, number, (4, 4))
+        return gradients_of(model), residuals(reducer)
+
+    ranks = on_ranks(2, run, [Net(), Net()])
+    want = total([true_gradient(number, (4, 4)) for number in range(2)])
+    for index, got in enumerate(ranks[0][0]):
+        if got is None:  # nobody uses it
+            continue
+        left = sum(left[index] for _, left in ranks) / 2
+        torch.testing.assert_close(
+            got.flatten() + left, want[index].flatten().float(), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["weights", "sums"])
+def test_weights_of_the_user_and_losses_that_are_sums(kind: str) -> None:
+    """What is left out is of the mean's unit, whatever the last step weighed."""
+    weights = [(3.0, 1.0, 2.0), (700.0, 1.0, 0.5), (0.001, 0.0, 0.002)]
+
+    def run(group: ThreadGroup, model: Net) -> list[Gradients]:
+        reducer = GradientReducer(
+            list(model.parameters()),
+            group,
+            1000,
+            codec="int8",  # type: ignore[arg-type]
+        )
+        if kind == "weights":
+            reducer.weigh_by_user()
+        else:
+            reducer.sum_losses()
+        reducer.attach()
+        found = []
+        for number, each in enumerate(weights):
+            model.zero_grad()
+            weight = each[group.rank] if kind == "weights" else None
+            reducer.begin_step(StepPart(1 / 3, 3, weight))
+            losses = model.losses(batch_of(group.rank, number, 4))
+            (losses.mean() if kind == "weights" else losses.sum()).backward()
+            reducer.end_step()
+            found.append(gradients_of(model))
+        return found
+
+    ranks = on_ranks(3, run, [Net() for _ in range(3)])
+    for number, each in enumerate(weights):
+        model = Net()
+        for rank, weight in enumerate(each):
+            losses = model.losses(batch_of(rank, number, 4))
+            if kind == "sums":
+                losses.sum().backward()
+            elif weight:
+                (losses.mean() * (weight / sum(each))).backward()
+        first, *others = (found[number] for found in ranks)
+        assert all(same(first, other) for other in others)
+        known = [g for g in gradients_of(model) if g is not None]
+        largest = max(float(g.abs().max()) for g in known)
+        for got, true in zip(first[1:], known, strict=True):
+            assert got is not None
+            assert float((got - true).abs().max()) <= 0.05 * largest
+
+
+def test_the_state_goes_on_in_another_layout_and_group() -> None:
+    """Saved under one capacity and loaded under another, residuals are the same."""
+
+    def run(group: ThreadGroup, models: list[Net]) -> list[dict[int, torch.Tensor]]:
+        first = coded(models[0], group, "int4", 1)
+        for number in range(2):
+            step(first, models[0], group, number, (4, 4, 4))
+        state = first.state_dict()
+        assert state is not None
+        second = coded(models[1], group, "int8", 1 << 20)
+        second.load_state_dict(state)
+        with pytest.raises(MismatchError, match="rank 0 cannot load its state"):
+            second.load_state_dict({**state, "version": 0})
+        plain = GradientReducer(list(models[1].parameters()), group, 1)  # type: ignore[arg-type]
+        plain.attach()
+        assert plain.state_dict() is None
+        plain.load_state_dict(state)  # left out, as there is no codec
+        return [residuals(first), residuals(second)]
+
+    for before, after in on_ranks(3, run, [[Net(), Net()] for _ in range(3)]):
+        for at, left in before.items():
+            torch.testing.assert_close(after[at], left, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
+    def run(group: ThreadGroup, model: nn.Linear) -> tuple[torch.Tensor, int]:
+        reducer = coded(model, group, "int8", 1 << 20)
+        reducer.begin_step(StepPart(0.5, 2))
+        model.weight.grad = torch.full_like(model.weight, 1.0 + group.rank)
+        reducer._pass.run_without_backward()
+        reducer.end_step()
+        assert model.weight.grad is not None
+        return model.weight.grad.clone(), group.sent_bytes
+
+    models = [nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(2)]
+    for got, sent_bytes in on_ranks(2, run, models):
+        assert got.dtype is dtype
+        torch.testing.assert_close(
+            got.float(), torch.full((16, 16), 1.5), rtol=0.01, atol=0
+        )
+        assert sent_bytes == CodedMessage.size_bytes(CODECS["int8"], 256, exact=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_what_is_not_encoded_travels_as_it_is(dtype: torch.dtype) -> None:
+    def run(group: ThreadGroup, model: nn.Linear) -> tuple[torch.Tensor, int]:
+        reducer = coded(model, group, "int4", 1 << 20)
+        reducer.begin_step(StepPart(0.5, 2))
+        generator = torch.Generator().manual_seed(group.rank)
+        model.weight.grad = torch.randn(4, 4, dtype=dtype, generator=generator)
+        reducer._pass.run_without_backward()
+        reducer.end_step()
+        assert model.weight.grad is not None
+        return model.weight.grad.clone(), group.sent_bytes
+
+    models = [nn.Linear(4, 4, bias=False, dtype=dtype) for _ in range(2)]
+    drawn = [
+        torch.randn(4, 4, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+        for rank in range(2)
+    ]
+    for got, sent_bytes in on_ranks(2, run, models):
+        assert sent_bytes == 0
+        torch.testing.assert_close(got, (drawn[0] + drawn[1]) / 2)

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from elche.comm.gradients.sum_memory import SumMemory
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.shared_memory import Members
 
 SIDES = 2
+WHAT = "the reduction of gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Bucket:
     Attributes:
         parameters: in the order of their gradients.
         exchange: carries the message; None before :meth:`open`.
-        sent: per side, a view of the contribution per parameter.
-        summed: per side, a view of the sum per parameter.
+        sent: per side of the exchange, a view of the contribution per parameter.
+        summed: a view of the last sum per parameter, and the flags. Where what was sent
+            stays beside it, it lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
         zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
@@ -60,11 +63,14 @@ class Bucket:
     parameters: list[nn.Parameter]
     exchange: Exchange | None = None
     sent: list[list[torch.Tensor]] = field(default_factory=list)
-    summed: list[list[torch.Tensor]] = field(default_factory=list)
+    summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     zeros: set[int] = field(default_factory=set)
     missing: bool = False
-    _flat: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _flat: list[torch.Tensor] = field(default_factory=list)
+    _total: torch.Tensor | None = None
+    _lender: SumMemory | None = None
+    _is_summed: bool = False
     _staged: bool = False
     _keeps_strides: bool = True
 
@@ -77,6 +83,19 @@ class Bucket:
     def keeps_contribution(self) -> bool:
         """Whether what was sent last is still there until the next but one is."""
         return self.exchange is not None and self.exchange.keeps_contribution
+
+    def copies(self, kept: int) -> int:
+        """Copies of its gradients that it holds beside those of plain training.
+
+        A share of the memory in which ranks sum is counted as what this rank sends.
+
+        Args:
+            kept: copies that are kept until the next pass where sums replace what is
+                sent.
+        """
+        if self._lender is not None:
+            return 2
+        return len(self.sent) * (1 + self._staged) + kept
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""
@@ -109,15 +128,17 @@ class Bucket:
         numel = sum(_real_numel(p) for p in self.parameters) + len(self.parameters)
         self._staged, self._keeps_strides = staged, keeps_strides
         where = torch.device("cpu") if staged else device
-        self.exchange = open_exchange(group, numel, dtype, where, SIDES)
-        for side in range(SIDES):
-            sent, summed = self.exchange.contribution(side), self.exchange.result(side)
+        self.exchange = exchange = open_exchange(
+            group, numel, dtype, where, SIDES, shared_sides=1
+        )
+        if exchange.keeps_contribution and not staged:
+            self._lender = SumMemory(numel, dtype)
+        for side in range(exchange.sides):
+            sent = exchange.contribution(side)
             if staged:
                 sent = torch.zeros(numel, dtype=dtype, device=device)
-                summed = sent
-            self._flat.append((sent, summed))
+            self._flat.append(sent)
             self.sent.append(self._views(sent))
-            self.summed.append(self._views(summed))
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A view per parameter, shaped like it, and the flags."""
@@ -136,7 +157,8 @@ class Bucket:
         With a scale of 0 zeros are sent, whatever the gradients are.
         """
         assert self.exchange is not None
-        sent = self.sent[side]
+        side %= len(self.sent)
+        sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
@@ -151,10 +173,20 @@ class Bucket:
         else:
             sent[-1].fill_(1.0)
         if self._staged:
-            self.exchange.contribution(side).copy_(self._flat[side][0])
+            self.exchange.contribution(side).copy_(self._flat[side])
+        self.summed, self._total = [], None  # its memory may be lent again
         self.exchange.begin(side)
 
-    def advance(self) -> bool:
+    def reclaim(self) -> None:
+        """Waits until all ranks have taken what was summed last.
+
+        Raises:
+            CommunicationError: a rank has not in time.
+        """
+        assert self.exchange is not None
+        self.exchange.reclaim(WHAT)
+
+    def advance(self, side: int) -> bool:
         """Sums if all contributions are there.
 
         Returns:
@@ -162,8 +194,11 @@ class Bucket:
         """
         assert self.exchange is not None
         self.exchange.advance()
-        return self.exchange.is_collected and not self._staged
+        if self._lender is not None and not self._is_summed and self.exchange.poll():
+            self.finish(side)
+        return self._is_summed
 
+    @torch.no_grad()
     def finish(self, side: int) -> None:
         """Waits until :attr:`summed` holds the sum over all ranks.
 
@@ -171,20 +206,33 @@ class Bucket:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
         assert self.exchange is not None
-        total = self.exchange.finish("the reduction of gradients")
-        if self._staged:
-            self._flat[side][1].copy_(total)
+        if self._is_summed:
+            return
+        side %= len(self.sent)
+        if self._lender is None:
+            self.summed, self._total = self.sent[side], self._flat[side]
+            found = self.exchange.finish(WHAT)
+            if self._staged:
+                self._total.copy_(found)
+        else:
+            self.exchange.wait(WHAT)
+            self._total = self._lender.lend()
+            self.exchange.sum_into(0, self._total.numel(), self._total)
+            self.exchange.release()
+            self.summed = self._views(self._total)
+        self._is_summed = True
 
     @torch.no_grad()
-    def rescale(self, side: int, factor: float) -> None:
+    def rescale(self, factor: float) -> None:
         """Multiplies the sums."""
-        self._flat[side][1][: -len(self.parameters)].mul_(factor)
+        assert self._total is not None
+        self._total[: -len(self.parameters)].mul_(factor)
 
-    def used(self, side: int) -> list[bool]:
+    def used(self) -> list[bool]:
         """Per parameter, whether any rank sent a gradient for it."""
         if not self.missing:  # reading flags waits for a device
             return [True] * len(self.parameters)
-        return [flag != 0.0 for flag in self.summed[side][-1].tolist()]
+        return [flag != 0.0 for flag in self.summed[-1].tolist()]
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

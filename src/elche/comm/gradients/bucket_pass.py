@@ -32,6 +32,7 @@ from elche.comm.gradients.gradient_counts import GradientCounts
 from elche.comm.gradients.gradient_hooks import GradientHooks
 from elche.comm.gradients.gradient_views import HandedOut
 from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.sum_memory import give_back_freed
 from elche.comm.transport.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
 
@@ -340,8 +341,9 @@ class BucketPass:
         """Sends what is ready, in the order that all ranks keep."""
         if self._counts.only_counts and self._awaits_end:
             return  # the first pass only counts
+        frees = self._options.frees_sent and self._observed is None
         while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
-            self.buckets[self._next].send(self._side, self._scale)
+            self.buckets[self._next].send(self._side, self._scale, frees=frees)
             self._next += 1
 
     def _sum(self) -> None:
@@ -386,6 +388,7 @@ class BucketPass:
             if order is not None:
                 self._observed = None
                 self._build(order)
+                give_back_freed()  # gradients of a whole model: from now on of a bucket
         except CommunicationError as error:
             self._fail(error)
             raise

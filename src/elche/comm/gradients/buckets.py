@@ -151,12 +151,19 @@ class Bucket:
         return [*views, flat[at:]]
 
     @torch.no_grad()
-    def send(self, side: int, scale: float) -> None:
+    def send(self, side: int, scale: float, *, frees: bool = False) -> None:
         """Writes this rank's gradients times ``scale``, and lets them go.
 
         With a scale of 0 zeros are sent, whatever the gradients are.
+
+        Args:
+            side: of the exchange.
+            scale: of the gradients.
+            frees: where what is sent stays beside the sum, ``p.grad`` is that until it
+                is the sum: the gradient's own memory serves the next ones.
         """
         assert self.exchange is not None
+        frees = frees and self._lender is not None
         side %= len(self.sent)
         sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
@@ -167,6 +174,8 @@ class Bucket:
             else:
                 torch.mul(parameter.grad, scale, out=sent[index])
                 flags[index] = 1.0
+                if frees:
+                    parameter.grad = sent[index]
         self.missing = not all(flags)
         if self.missing:
             sent[-1].copy_(torch.tensor(flags, device="cpu"))
@@ -193,8 +202,9 @@ class Bucket:
             Whether :meth:`finish` has nothing left to do.
         """
         assert self.exchange is not None
-        self.exchange.advance()
-        if self._lender is not None and not self._is_summed and self.exchange.poll():
+        if self._lender is None:
+            self.exchange.advance()
+        elif not self._is_summed and self.exchange.poll():
             self.finish(side)
         return self._is_summed
 

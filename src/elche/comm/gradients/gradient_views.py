@@ -50,8 +50,10 @@ class HandedOut:
             summed = bucket.summed
             if replaces_all and not bucket.missing:  # the usual case, and quick
                 totals = summed[: len(bucket.parameters)]
+                keeps = not bucket.keeps_contribution
                 for parameter, total in zip(bucket.parameters, totals, strict=True):
-                    kept.append(parameter.grad)
+                    if keeps:
+                        kept.append(parameter.grad)
                     parameter.grad = total
                     self._given[id(parameter)] = weakref.ref(total)
                 continue

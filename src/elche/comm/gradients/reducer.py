@@ -97,7 +97,9 @@ class GradientReducer:
         self._buffers = buffers
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
+        options = PassOptions(
+            cap_bytes=max(1, bucket_cap_bytes), learns_counts=True, frees_sent=True
+        )
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None

@@ -7,6 +7,7 @@ malloc's heap, in which pieces of this size leave holes when buckets are made an
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from typing import final
@@ -41,3 +42,10 @@ class SumMemory:
         lent = memoryview(memory)
         self._lent.append((memory, weakref.ref(lent)))
         return torch.frombuffer(lent, dtype=self._dtype, count=self._numel)
+
+
+def give_back_freed() -> None:
+    """Has malloc return what is free inside its heap, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,31 +99,26 @@ def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> No
     assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
 
 
-def test_sent_gradients_are_let_go_before_the_pass_ends(
+def test_own_gradients_are_let_go_when_sums_are_handed_out(
     chain: list[nn.Parameter],
 ) -> None:
-    """But not in the first pass, in which a bucket may have to be sent again."""
+    """What was sent of them stays."""
     made = reducer(chain)
-    seen: list[list[float]] = []
-    chain[0].register_hook(  # the last gradient is about to be accumulated
-        lambda gradient: seen.append([p.grad.item() for p in chain[1:]])  # type: ignore[union-attr]
+    own: list[weakref.ref[torch.Tensor]] = []
+    chain[1].register_post_accumulate_grad_hook(
+        lambda p: own.append(weakref.ref(p.grad))  # type: ignore[arg-type]
     )
-    for _ in range(2):
-        made.begin_step(StepPart(0.5, 2))
+    for _ in range(3):
         for exchange in exchanges(made):
             come(exchange)
+        made.begin_step(StepPart(0.5, 2))
         loss_of(chain).backward()
         made.end_step()
+        assert own.pop()() is None
         for parameter in chain:
             parameter.grad = None
-    assert seen[0] == [10.0, 6.0]
-    first, second, _ = exchanges(made)
-    assert seen[1] == [
-        second.contribution(0)[0].item(),
-        first.contribution(0)[0].item(),
-    ]
-    assert seen[1] == [5.0, 3.0]
-    assert not made._pass._handed_out._kept
+    sent = [float(each.contribution(0)[0]) for each in exchanges(made)]
+    assert sent == [3.0, 5.0, 7.5]
 
 
 @pytest.mark.parametrize("drops", [True, False])

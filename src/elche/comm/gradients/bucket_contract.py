@@ -29,9 +29,6 @@ class PassOptions:
         staged: messages pass through host memory, for ranks on unlike devices.
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
-        frees_sent: where what is sent stays beside the sum, ``p.grad`` is that (times
-            the owner's factor) from when it is sent to the end of the pass, and its own
-            memory free; not in the first pass, in which a bucket may be sent again.
         undefined_is_zero: a parameter that backward comes to without a gradient (a
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);
@@ -48,7 +45,6 @@ class PassOptions:
     learns_counts: bool = False
     staged: bool = False
     keeps_strides: bool = True
-    frees_sent: bool = False
     undefined_is_zero: bool = False
 
     def __post_init__(self) -> None:

@@ -314,8 +314,6 @@ class BucketPass:
         self._undefined.clear()
         self._is_open = True
         self.passes += 1
-        if all(bucket.keeps_contribution for bucket in self.buckets):
-            self._handed_out.let_go()  # here, where a device does not wait for it
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
             bucket.zeros.clear()
@@ -341,9 +339,8 @@ class BucketPass:
         """Sends what is ready, in the order that all ranks keep."""
         if self._counts.only_counts and self._awaits_end:
             return  # the first pass only counts
-        frees = self._options.frees_sent and self._observed is None
         while self._next < len(self.buckets) and is_ready(self.buckets[self._next]):
-            self.buckets[self._next].send(self._side, self._scale, frees=frees)
+            self.buckets[self._next].send(self._side, self._scale)
             self._next += 1
 
     def _sum(self) -> None:
@@ -388,7 +385,7 @@ class BucketPass:
             if order is not None:
                 self._observed = None
                 self._build(order)
-                give_back_freed()  # gradients of a whole model: from now on of a bucket
+                give_back_freed()
         except CommunicationError as error:
             self._fail(error)
             raise

@@ -151,19 +151,12 @@ class Bucket:
         return [*views, flat[at:]]
 
     @torch.no_grad()
-    def send(self, side: int, scale: float, *, frees: bool = False) -> None:
+    def send(self, side: int, scale: float) -> None:
         """Writes this rank's gradients times ``scale``, and lets them go.
 
         With a scale of 0 zeros are sent, whatever the gradients are.
-
-        Args:
-            side: of the exchange.
-            scale: of the gradients.
-            frees: where what is sent stays beside the sum, ``p.grad`` is that until it
-                is the sum: the gradient's own memory serves the next ones.
         """
         assert self.exchange is not None
-        frees = frees and self._lender is not None
         side %= len(self.sent)
         sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
@@ -174,8 +167,6 @@ class Bucket:
             else:
                 torch.mul(parameter.grad, scale, out=sent[index])
                 flags[index] = 1.0
-                if frees:
-                    parameter.grad = sent[index]
         self.missing = not all(flags)
         if self.missing:
             sent[-1].copy_(torch.tensor(flags, device="cpu"))

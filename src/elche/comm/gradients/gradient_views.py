@@ -32,10 +32,6 @@ class HandedOut:
         given = self._given.get(id(parameter))
         return given is not None and given() is parameter.grad is not None
 
-    def let_go(self) -> None:
-        """What was replaced last is not needed any more."""
-        self._kept = []
-
     @torch.no_grad()
     def hand_out(self, buckets: Sequence[Bucket], closed: Closed) -> None:
         """Gives every parameter that any rank used its reduced gradient.
@@ -47,10 +43,10 @@ class HandedOut:
         for bucket in buckets:
             if closed.factor != 1.0:
                 bucket.rescale(closed.factor)
+            keeps = self._as_views and not bucket.keeps_contribution
             summed = bucket.summed
             if replaces_all and not bucket.missing:  # the usual case, and quick
                 totals = summed[: len(bucket.parameters)]
-                keeps = not bucket.keeps_contribution
                 for parameter, total in zip(bucket.parameters, totals, strict=True):
                     if keeps:
                         kept.append(parameter.grad)
@@ -60,7 +56,8 @@ class HandedOut:
             used = bucket.used()
             for index, parameter in enumerate(bucket.parameters):
                 own = parameter.grad
-                kept.append(own)
+                if keeps:
+                    kept.append(own)
                 if used[index] and closed.source is not None:
                     parameter.grad = self._reduced(parameter, summed[index])
                 elif not self.is_given(parameter):
@@ -68,7 +65,7 @@ class HandedOut:
                 self._given.pop(id(parameter), None)
                 if parameter.grad is not None:
                     self._given[id(parameter)] = weakref.ref(parameter.grad)
-        self._kept = kept if self._as_views else []
+        self._kept = kept
 
     def _reduced(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         if self._as_views:

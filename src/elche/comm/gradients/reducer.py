@@ -5,10 +5,10 @@ the group sums, which gives the gradient of the mean over the union batch of N s
 whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
 :mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
 and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
-what weight. A rank's own gradients are kept until the next backward's reduction; then
-``p.grad`` becomes a view of the reduced bucket. Cost: two gradient copies beside
-``p.grad`` where ranks sum in shared memory, what is sent and the sum, and three
-elsewhere: two messages, and the gradients that are kept. A ``p.grad`` kept by reference
+what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
+is kept until the next backward's reduction. Cost: two gradient copies beside ``p.grad``
+where ranks sum in shared memory, what is sent and the sum, and three elsewhere: two
+messages, and this rank's own gradients. A ``p.grad`` kept by reference
 stays as it is in shared memory, as in plain training, and is overwritten two passes
 later elsewhere. Where ranks hold parameters in other memory formats (channels last on a
 GPU, say), the sum is copied into the gradient that is there instead.
@@ -97,9 +97,7 @@ class GradientReducer:
         self._buffers = buffers
         self._parameters = list(parameters)
         names = names or [f"parameter {index}" for index in range(len(parameters))]
-        options = PassOptions(
-            cap_bytes=max(1, bucket_cap_bytes), learns_counts=True, frees_sent=True
-        )
+        options = PassOptions(cap_bytes=max(1, bucket_cap_bytes), learns_counts=True)
         self._pass = BucketPass(self._parameters, names, group, options, self)
         self._in_hand: StepPart | None = None
         self._part: StepPart | None = None

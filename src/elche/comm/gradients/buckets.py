@@ -71,6 +71,9 @@ class Bucket:
     _total: torch.Tensor | None = None
     _lender: SumMemory | None = None
     _is_summed: bool = False
+    _sizes: list[int] = field(default_factory=list)
+    _shapes: list[torch.Size] = field(default_factory=list)
+    _is_plain: bool = False
     _staged: bool = False
     _keeps_strides: bool = True
 
@@ -125,7 +128,12 @@ class Bucket:
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
-        numel = sum(_real_numel(p) for p in self.parameters) + len(self.parameters)
+        self._sizes = [*map(_real_numel, self.parameters), len(self.parameters)]
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._is_plain = not first.is_complex() and all(
+            parameter.is_contiguous() for parameter in self.parameters
+        )
+        numel = sum(self._sizes)
         self._staged, self._keeps_strides = staged, keeps_strides
         where = torch.device("cpu") if staged else device
         self.exchange = exchange = open_exchange(
@@ -142,13 +150,12 @@ class Bucket:
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A view per parameter, shaped like it, and the flags."""
-        at, views = 0, []
-        for parameter in self.parameters:
-            numel = _real_numel(parameter)
-            part = flat[at : at + numel]
-            views.append(_shaped_like(part, parameter, strided=self._keeps_strides))
-            at += numel
-        return [*views, flat[at:]]
+        *parts, flags = flat.split(self._sizes)
+        if self._is_plain:  # quick: lent memory is laid out in every pass
+            return [*map(torch.Tensor.view, parts, self._shapes), flags]
+        strided = self._keeps_strides
+        pairs = zip(parts, self.parameters, strict=True)
+        return [*(_shaped_like(part, p, strided=strided) for part, p in pairs), flags]
 
     @torch.no_grad()
     def send(self, side: int, scale: float) -> None:

@@ -88,7 +88,7 @@ def test_gradients_as_bucket_views(ranks2: RankPool, views: bool) -> None:
         cases.memory_of_gradients, views, case_setup=meeting
     ):
         assert shares == views
-        assert stays != views
+        assert stays  # torch overwrites a view two steps later
 
 
 def test_buckets_follow_capacity_and_observed_order(ranks2: RankPool) -> None:

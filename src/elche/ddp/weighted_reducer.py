@@ -129,7 +129,7 @@ class WeightedReducer:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of the buckets: what is sent and what is summed, twice each."""
+        """Memory of the buckets, beside the gradients of plain training."""
         return self._pass.extra_bytes
 
     def takes(self, parameter: torch.Tensor) -> bool:

@@ -330,7 +330,9 @@ class Run:
         else:
             parts = [f"{self._devices.count(kind)} x {kind}" for kind in kinds]
             what = f"{count} devices, unequal: {', '.join(parts)}"
-        held_mb = self._synchroniser.extra_bytes / 1e6
+        held_bytes = self._synchroniser.extra_bytes
+        models = held_bytes / max(1, self._synchroniser.trained_bytes)
+        held = f"{held_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
         policy, said = self.config.policy, ""
         batch_size = self._training.loader.batch_size
         if policy in ("cadence", "async") and batch_size is not None:
@@ -338,7 +340,7 @@ class Run:
             cut = local_cut(self.config.windows, count, least)
             samples = cut.largest_of(batch_size)
             said = f", steps of {samples} samples (batch_size {batch_size})"
-        return f"elche: {what}; policy {policy}{said}, {held_mb:.1f} MB for reductions"
+        return f"elche: {what}; policy {policy}{said}, {held}"
 
     def facts(self) -> RunFacts:
         """What a summary of the run begins with."""

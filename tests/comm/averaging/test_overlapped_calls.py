@@ -187,15 +187,15 @@ def test_a_reduction_may_be_left_to_its_plan() -> None:
 
 def test_memory_is_counted() -> None:
     _, averager, _ = made(Bus(1).group(0))
-    # θ_k, the drift, two messages, an outer momentum and two pieces that are worked
-    # on, of 16 bytes each.
-    assert averager.extra_bytes == 112
+    # θ_k, the drift, a message, an outer momentum and two pieces that are worked on, of
+    # 16 bytes each.
+    assert averager.extra_bytes == 96
     for kind in ("nesterov", "slowmo"):  # the momentum was counted from the start
         averager.snapshot(1.0)
         step = plan(weight=1.0, active_ranks=1, outer=kind)
         averager.begin(step)
         averager.adopt(step)
-        assert averager.extra_bytes == 112
+        assert averager.extra_bytes == 96
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,30 +99,69 @@ def test_what_has_not_come_is_summed_at_the_end(chain: list[nn.Parameter]) -> No
     assert [p.grad.item() for p in chain if p.grad is not None] == [15.0, 10.0, 6.0]
 
 
-def test_own_gradients_are_let_go_when_the_next_pass_begins(
+def test_own_gradients_are_let_go_when_sums_are_handed_out(
+    chain: list[nn.Parameter],
+) -> None:
+    """What was sent of them stays."""
+    made = reducer(chain)
+    own: list[weakref.ref[torch.Tensor]] = []
+    chain[1].register_post_accumulate_grad_hook(
+        lambda p: own.append(weakref.ref(p.grad))  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        for exchange in exchanges(made):
+            come(exchange)
+        made.begin_step(StepPart(0.5, 2))
+        loss_of(chain).backward()
+        made.end_step()
+        assert own.pop()() is None
+        for parameter in chain:
+            parameter.grad = None
+    sent = [float(each.contribution(0)[0]) for each in exchanges(made)]
+    assert sent == [3.0, 5.0, 7.5]
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_gradient_that_is_kept_stays_as_it_is(
+    chain: list[nn.Parameter], drops: bool
+) -> None:
+    """As in plain training, over any number of steps; one that is not accumulates."""
+    made = reducer(chain)
+    kept: list[torch.Tensor] = []
+    values = []
+    for _ in range(4):
+        made.begin_step(StepPart(1.0, 2))
+        for exchange in exchanges(made):
+            come(exchange)
+        loss_of(chain).backward()
+        made.end_step()
+        assert chain[0].grad is not None
+        values.append(chain[0].grad.item())
+        if drops:
+            kept.append(chain[0].grad.detach())
+            for parameter in chain:
+                parameter.grad = None
+    assert values == ([15.0] * 4 if drops else [15.0, 30.0, 45.0, 60.0])
+    assert [each.item() for each in kept] == values[: len(kept)]
+
+
+def test_nothing_is_written_before_all_ranks_have_the_sums(
     chain: list[nn.Parameter],
 ) -> None:
     made = reducer(chain)
     for _ in range(2):
+        made.begin_step(StepPart(1.0, 2))
         for exchange in exchanges(made):
             come(exchange)
-        made.begin_step(StepPart(1.0, 2))
         loss_of(chain).backward()
         made.end_step()
-        kept = made._pass._handed_out._kept
-        assert [own.item() for own in kept if own is not None] == [6, 10, 15]
-        for parameter in chain:
-            parameter.grad = None
-    held: list[list[torch.Tensor | None]] = []
-    chain[1].register_post_accumulate_grad_hook(
-        lambda p: held.append(made._pass._handed_out._kept)
-    )
-    for exchange in exchanges(made):
-        come(exchange)
+    last = exchanges(made)[-1]
+    sent = last.contribution(0).tolist()
+    last._read[1] = 0  # rank 1 has sent, and not summed
     made.begin_step(StepPart(1.0, 2))
-    loss_of(chain).backward()
-    made.end_step()
-    assert held == [[]]
+    with pytest.raises(AssertionError, match=r"the reduction of gradients', \[1\]"):
+        loss_of([*chain, *chain]).backward()
+    assert last.contribution(0).tolist() == sent
 
 
 def test_work_beneath_runs_once_and_only_in_a_pass_that_is_reduced(

@@ -84,6 +84,20 @@ def test_what_is_not_read_is_not_overwritten_unnoticed(sides: int) -> None:
         first.begin(0)
 
 
+def test_one_side_is_reclaimed_when_all_have_read_it() -> None:
+    first, second, third = shared(3, 4)
+    first.reclaim("a test")
+    for end in (first, second, third):
+        end.begin(0)
+    for end in (first, third):
+        end.finish("a test")
+    with pytest.raises(CommunicationError, match=r"a test; ranks that did .* 1$"):
+        first.reclaim("a test")
+    second.finish("a test")
+    first.reclaim("a test")
+    first.begin(0)
+
+
 def test_a_wait_for_a_rank_that_has_not_come_names_it() -> None:
     first, _, third = shared(3, 4)
     first.begin(0)

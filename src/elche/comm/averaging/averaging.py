@@ -47,6 +47,7 @@ class Averager:
         group: the process group.
         reset_state: forget the optimizers' state at every synchronisation.
         codec: how parameters travel; see :func:`open_coded_exchange`.
+        has_momentum: the outer optimizer is expected to have one.
     """
 
     is_overlapped = False
@@ -60,8 +61,10 @@ class Averager:
         *,
         reset_state: bool = False,
         codec: str = "fp32",
+        has_momentum: bool = True,
     ) -> None:
         self._codec = codec
+        self._has_momentum = has_momentum
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._group = group
@@ -91,7 +94,10 @@ class Averager:
     def build(self) -> None:
         """Takes the present parameters as the common ones; with all ranks."""
         self._groups = ParameterGroup.by_dtype(
-            self._parameters, is_overlapped=self.is_overlapped, codec=self._codec
+            self._parameters,
+            is_overlapped=self.is_overlapped,
+            codec=self._codec,
+            has_momentum=self._has_momentum,
         )
         self._buffers.agree()
         self.connect(self._group)

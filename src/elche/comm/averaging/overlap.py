@@ -10,11 +10,13 @@ contribution is lost or counted twice. One reduction is in flight at a time. (CO
 arXiv:2401.16265, and Streaming DiLoCo, arXiv:2501.18512, hide the outer reduction too;
 they replace or blend parameters where this adds a correction.)
 
-Cost: four model copies (θ_k, the drift and two messages), one more for an outer
-momentum. Optimizer state stays local, or is reset when a mean is adopted.
+Cost: three model copies (θ_k, and the drift and a message; or, where ranks sum in
+shared memory, two messages that are the drift as well, unless it is weighted), one more
+for an outer momentum. Optimizer state stays local, or is reset when a mean is adopted.
 
-A message has two sides. A rank writes its message k + 2 where message k was only after
-it has adopted k + 1, which all ranks sent, each after it had adopted k.
+A message in shared memory has two sides. A rank writes its message k + 2 where message
+k was only after it has adopted k + 1, which all ranks sent, each after it had adopted
+k.
 """
 
 from __future__ import annotations

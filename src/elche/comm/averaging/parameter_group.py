@@ -30,14 +30,24 @@ class ParameterGroup(ParameterMemory):
 
     @staticmethod
     def by_dtype(
-        parameters: Sequence[nn.Parameter], *, is_overlapped: bool, codec: str = "fp32"
+        parameters: Sequence[nn.Parameter],
+        *,
+        is_overlapped: bool,
+        codec: str = "fp32",
+        has_momentum: bool = True,
     ) -> list[ParameterGroup]:
         """A group per wire dtype, in the order in which dtypes appear."""
         members: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             members.setdefault(wire_dtype(parameter.dtype), []).append(parameter)
         return [
-            ParameterGroup(each, dtype, is_overlapped=is_overlapped, codec=codec)
+            ParameterGroup(
+                each,
+                dtype,
+                is_overlapped=is_overlapped,
+                codec=codec,
+                has_momentum=has_momentum,
+            )
             for dtype, each in members.items()
         ]
 

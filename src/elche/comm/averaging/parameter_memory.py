@@ -36,6 +36,7 @@ class ParameterMemory:
         dtype: of the flat memory.
         is_overlapped: keep the drift, so that training can go on meanwhile.
         codec: how the message travels; see :func:`open_coded_exchange`.
+        has_momentum: its outer optimizer is expected to have one.
     """
 
     _drift: FlatImage
@@ -47,8 +48,10 @@ class ParameterMemory:
         *,
         is_overlapped: bool,
         codec: str = "fp32",
+        has_momentum: bool = True,
     ) -> None:
         self._codec = codec
+        self._has_momentum = has_momentum
         self._layout = FlatLayout(parameters, dtype)
         self._is_overlapped = is_overlapped
         self._base_memory = self._layout.image().flat
@@ -64,12 +67,18 @@ class ParameterMemory:
         """Host memory: θ_k, messages, outer momentum, a kept drift, pieces, a codec."""
         coded = self._exchange if isinstance(self._exchange, ResidualExchange) else None
         extra = coded.extra_bytes if coded is not None else 0
-        copies = 3 + self._layout.is_staged
-        if self._is_overlapped:
-            copies = 5  # two messages: others may still be reading the last one
+        copies = 1 + self.exchange.sides + self._has_momentum + self._layout.is_staged
+        if self._is_overlapped and not self._layout.is_staged:
+            copies += not self._drift_is_sent
         pieces = 2 if self._is_overlapped or self._layout.is_staged else 3
         numel = copies * self._layout.numel + pieces * self._mean.flat.numel()
         return numel * self._base_memory.element_size() + extra
+
+    @property
+    def _drift_is_sent(self) -> bool:
+        """Whether a drift of weight 1 needs no memory but that of its message."""
+        is_plain = not isinstance(self._exchange, ResidualExchange)
+        return is_plain and self.exchange.keeps_contribution and self._weight in (0, 1)
 
     @property
     def exchange(self) -> Exchange:

@@ -60,12 +60,13 @@ def open_coded_exchange(
         MismatchError: the ranks ask for different messages; the error names them.
     """
     chosen, cpu = codec_named(codec), torch.device("cpu")
+    # In a plain one a second side is for readers of shared memory.
     if group.world_size == 1:
-        return open_exchange(group, numel, dtype, cpu, sides)
+        return open_exchange(group, numel, dtype, cpu, shared_sides=sides)
     opening = _agree(group, chosen, dtype, numel, sides)
     hosts = group.hosts() if dtype == torch.float32 else ()
     if dtype != torch.float32 or (codec == "fp32" and not spans_hosts(hosts)):
-        return open_exchange(group, numel, dtype, cpu, sides)
+        return open_exchange(group, numel, dtype, cpu, shared_sides=sides)
     tag = TAGS_PER_EXCHANGE * opening
     if spans_hosts(hosts) and group.rank == 0:
         _log.info(

@@ -6,7 +6,8 @@ full, so that all but the last overlap with backward. What is not full when back
 ends (a parameter without a gradient) goes then, so no rank waits for it.
 
 Reductions are out of place: what a rank has stays untouched until every bucket has
-arrived. Two bucket sets take turns, so a gradient that is accumulated into a view of
+arrived, and what it sent until all ranks have all sums. Where a sum is formed in what
+was sent, two bucket sets take turns, so a gradient that is accumulated into a view of
 one is read while the other is reduced.
 
 How gradients weigh, and what else is agreed in a pass, is the owner's
@@ -31,6 +32,7 @@ from elche.comm.gradients.gradient_counts import GradientCounts
 from elche.comm.gradients.gradient_hooks import GradientHooks
 from elche.comm.gradients.gradient_views import HandedOut
 from elche.comm.gradients.graph_capture import refuse_capture
+from elche.comm.gradients.sum_memory import give_back_freed
 from elche.comm.transport.shared_memory import Members
 from elche.errors import CommunicationError, ConfigError
 
@@ -109,8 +111,9 @@ class BucketPass:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of the buckets: what is sent and what is summed, twice each."""
-        return sum(bucket.extra_bytes for bucket in self.buckets)
+        """Memory of the buckets, and of gradients kept for them."""
+        kept = int(self._options.as_views)
+        return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property
     def came(self) -> dict[int, int]:
@@ -333,13 +336,15 @@ class BucketPass:
         self._undefined.clear()
         self._is_open = True
         self.passes += 1
-        if all(bucket.keeps_contribution for bucket in self.buckets):
-            self._handed_out.let_go()  # here, where a device does not wait for it
         for bucket in self.buckets:
             bucket.pending = self._expected_in(bucket)
             bucket.zeros.clear()
         try:
             self._scale = owner.open_pass(self._side)
+            started_s = time.perf_counter()
+            for bucket in self.buckets:
+                bucket.reclaim()
+            self.wait_s += time.perf_counter() - started_s
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -362,7 +367,9 @@ class BucketPass:
 
     def _sum(self) -> None:
         """Sums what has arrived; in order, as every rank sends in that order."""
-        while self._summed < self._next and self.buckets[self._summed].advance():
+        while self._summed < self._next:
+            if not self.buckets[self._summed].advance(self._side):
+                break
             self._summed += 1
 
     def _on_end(self) -> None:
@@ -399,10 +406,11 @@ class BucketPass:
             for bucket in self.buckets:
                 bucket.settle(keeps=keeps)
             if closed.hand_out:
-                self._handed_out.hand_out(self.buckets, self._side, closed)
+                self._handed_out.hand_out(self.buckets, closed)
             if order is not None:
                 self._observed = None
                 self._build(order)
+                give_back_freed()
         except CommunicationError as error:
             self._fail(error)
             raise

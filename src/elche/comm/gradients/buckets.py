@@ -24,6 +24,7 @@ from torch import nn
 from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import residual_of_a_rank
+from elche.comm.gradients.sum_memory import SumMemory
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
@@ -67,8 +68,9 @@ class Bucket:
     Attributes:
         parameters: in the order of their gradients.
         exchange: carries the message; None before :meth:`open`.
-        sent: per side, a view of the contribution per parameter.
-        summed: per side, a view of the sum per parameter.
+        sent: per side of the exchange, a view of the contribution per parameter.
+        summed: a view of the last sum per parameter, and the flags. Where what was sent
+            stays beside it, it lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
         zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
@@ -77,11 +79,17 @@ class Bucket:
     parameters: list[nn.Parameter]
     exchange: Exchange | None = None
     sent: list[list[torch.Tensor]] = field(default_factory=list)
-    summed: list[list[torch.Tensor]] = field(default_factory=list)
+    summed: list[torch.Tensor] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     zeros: set[int] = field(default_factory=set)
     missing: bool = False
-    _flat: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _flat: list[torch.Tensor] = field(default_factory=list)
+    _total: torch.Tensor | None = None
+    _lender: SumMemory | None = None
+    _is_summed: bool = False
+    _sizes: list[int] = field(default_factory=list)
+    _shapes: list[torch.Size] = field(default_factory=list)
+    _is_plain: bool = False
     _group: Members | None = None
     _coded: BackgroundExchange | None = None
     _side: int = 0
@@ -94,17 +102,25 @@ class Bucket:
         return sum(size_bytes(parameter) for parameter in self.parameters)
 
     @property
-    def extra_bytes(self) -> int:
-        """Memory of what is sent and what is summed, twice each, and of a codec."""
-        if self._coded is None:
-            return 4 * self.size_bytes
-        copies = 4 if self._staged else 3  # one contribution serves both sides
-        return copies * self.size_bytes + self._coded.extra_bytes
-
-    @property
     def keeps_contribution(self) -> bool:
         """Whether what was sent last is still there until the next but one is."""
         return self.exchange is not None and self.exchange.keeps_contribution
+
+    def extra_bytes(self, kept: int) -> int:
+        """Bytes that it holds beside the gradients of plain training.
+
+        A share of the memory in which ranks sum is counted as what this rank sends.
+
+        Args:
+            kept: copies that are kept until the next pass where sums replace what is
+                sent.
+        """
+        if self._coded is not None:  # one contribution serves both sides
+            copies = 4 if self._staged else 3
+            return copies * self.size_bytes + self._coded.extra_bytes
+        if self._lender is not None:
+            return 2 * self.size_bytes
+        return (len(self.sent) * (1 + self._staged) + kept) * self.size_bytes
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""
@@ -140,8 +156,14 @@ class Bucket:
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
-        numel = sum(_real_numel(p) for p in self.parameters) + len(self.parameters)
+        self._sizes = [*map(_real_numel, self.parameters), len(self.parameters)]
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._is_plain = not first.is_complex() and all(
+            parameter.is_contiguous() for parameter in self.parameters
+        )
+        numel = sum(self._sizes)
         wire = wire_dtype(first.dtype)
+        exchange: Exchange
         if codec != "fp32" and wire is torch.float32 and group.world_size > 1:
             staged = dtype is not wire or device.type != "cpu"
             exchange = open_coded_exchange(
@@ -154,30 +176,29 @@ class Bucket:
                 sums=1 if staged else SIDES,
             )
             assert isinstance(exchange, BackgroundExchange)
-            self.exchange = self._coded = exchange
+            self._coded = exchange
         else:
             where = torch.device("cpu") if staged else device
-            self.exchange = open_exchange(group, numel, dtype, where, SIDES)
-        self._group, self._staged, self._keeps_strides = group, staged, keeps_strides
-        for side in range(SIDES):
-            sent = self.exchange.contribution(side)[:numel]
-            summed = self.exchange.result(side)[:numel]
+            exchange = open_exchange(group, numel, dtype, where, SIDES, shared_sides=1)
+            if exchange.keeps_contribution and not staged:
+                self._lender = SumMemory(numel, dtype)
+        self.exchange, self._group = exchange, group
+        self._staged, self._keeps_strides = staged, keeps_strides
+        for side in range(exchange.sides):
+            sent = exchange.contribution(side)[:numel]
             if staged:
                 sent = torch.zeros(numel, dtype=dtype, device=device)
-                summed = sent
-            self._flat.append((sent, summed))
+            self._flat.append(sent)
             self.sent.append(self._views(sent))
-            self.summed.append(self._views(summed))
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A view per parameter, shaped like it, and the flags."""
-        at, views = 0, []
-        for parameter in self.parameters:
-            numel = _real_numel(parameter)
-            part = flat[at : at + numel]
-            views.append(_shaped_like(part, parameter, strided=self._keeps_strides))
-            at += numel
-        return [*views, flat[at:]]
+        *parts, flags = flat.split(self._sizes)
+        if self._is_plain:  # quick: lent memory is laid out in every pass
+            return [*map(torch.Tensor.view, parts, self._shapes), flags]
+        strided = self._keeps_strides
+        pairs = zip(parts, self.parameters, strict=True)
+        return [*(_shaped_like(part, p, strided=strided) for part, p in pairs), flags]
 
     @torch.no_grad()
     def send(self, side: int, scale: float) -> None:
@@ -188,7 +209,8 @@ class Bucket:
         assert self.exchange is not None
         if self._coded is not None:
             self._coded.settle()  # what was sent last is read no more
-        sent = self.sent[side]
+        side %= len(self.sent)
+        sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None or scale == 0.0:
@@ -203,23 +225,37 @@ class Bucket:
         else:
             sent[-1].fill_(1.0)
         if self._staged:
-            flat = self._flat[side][0]
+            flat = self._flat[side]
             self.exchange.contribution(side)[: flat.numel()].copy_(flat)
         if self._coded is not None:
             self._side = side
             self._coded.contribution(side)[-1] = scale
+        self.summed, self._total = [], None  # its memory may be lent again
         self.exchange.begin(side)
 
-    def advance(self) -> bool:
+    def reclaim(self) -> None:
+        """Waits until all ranks have taken what was summed last.
+
+        Raises:
+            CommunicationError: a rank has not in time.
+        """
+        assert self.exchange is not None
+        self.exchange.reclaim(WHAT)
+
+    def advance(self, side: int) -> bool:
         """Sums if all contributions are there.
 
         Returns:
             Whether :meth:`finish` has nothing left to do.
         """
         assert self.exchange is not None
-        self.exchange.advance()
-        return self.exchange.is_collected and not self._staged
+        if self._lender is None:
+            self.exchange.advance()
+        elif not self._is_summed and self.exchange.poll():
+            self.finish(side)
+        return self._is_summed
 
+    @torch.no_grad()
     def finish(self, side: int) -> None:
         """Waits until :attr:`summed` holds the sum over all ranks.
 
@@ -227,10 +263,24 @@ class Bucket:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
         assert self.exchange is not None
-        total = self._decoded() if self._coded else self.exchange.finish(WHAT)
-        if self._staged:
-            flat = self._flat[side][1]
-            flat.copy_(total[: flat.numel()])
+        if self._is_summed:
+            return
+        side %= len(self.sent)
+        if self._lender is None:
+            self.summed, self._total = self.sent[side], self._flat[side]
+            found = self._decoded() if self._coded else self.exchange.finish(WHAT)
+            if self._staged:
+                self._total.copy_(found[: self._total.numel()])
+            elif self._coded is not None:
+                self._total = found[: self._total.numel()]
+                self.summed = self._views(self._total)
+        else:
+            self.exchange.wait(WHAT)
+            self._total = self._lender.lend()
+            self.exchange.sum_into(0, self._total.numel(), self._total)
+            self.exchange.release()
+            self.summed = self._views(self._total)
+        self._is_summed = True
 
     def _decoded(self) -> torch.Tensor:
         """Waits for an encoded sum, and until nothing of it is under way any more."""
@@ -286,15 +336,16 @@ class Bucket:
             self._coded.retire()
 
     @torch.no_grad()
-    def rescale(self, side: int, factor: float) -> None:
+    def rescale(self, factor: float) -> None:
         """Multiplies the sums."""
-        self._flat[side][1][: -len(self.parameters)].mul_(factor)
+        assert self._total is not None
+        self._total[: -len(self.parameters)].mul_(factor)
 
-    def used(self, side: int) -> list[bool]:
+    def used(self) -> list[bool]:
         """Per parameter, whether any rank sent a gradient for it."""
         if not self.missing:  # reading flags waits for a device
             return [True] * len(self.parameters)
-        return [flag != 0.0 for flag in self.summed[side][-1].tolist()]
+        return [flag != 0.0 for flag in self.summed[-1].tolist()]
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import final
 
@@ -23,20 +24,16 @@ class HandedOut:
 
     def __init__(self, *, as_views: bool) -> None:
         self._as_views = as_views
-        self._given: dict[int, torch.Tensor | None] = {}
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}
         self._kept: list[torch.Tensor | None] = []
 
     def is_given(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is what the last pass handed out."""
         given = self._given.get(id(parameter))
-        return given is not None and given is parameter.grad
-
-    def let_go(self) -> None:
-        """What was replaced last is not needed any more."""
-        self._kept = []
+        return given is not None and given() is parameter.grad is not None
 
     @torch.no_grad()
-    def hand_out(self, buckets: Sequence[Bucket], side: int, closed: Closed) -> None:
+    def hand_out(self, buckets: Sequence[Bucket], closed: Closed) -> None:
         """Gives every parameter that any rank used its reduced gradient.
 
         A rank whose gradients weigh nothing drops those that no other rank has.
@@ -45,24 +42,30 @@ class HandedOut:
         replaces_all = self._as_views and closed.source is not None
         for bucket in buckets:
             if closed.factor != 1.0:
-                bucket.rescale(side, closed.factor)
-            summed = bucket.summed[side]
+                bucket.rescale(closed.factor)
+            keeps = self._as_views and not bucket.keeps_contribution
+            summed = bucket.summed
             if replaces_all and not bucket.missing:  # the usual case, and quick
                 totals = summed[: len(bucket.parameters)]
                 for parameter, total in zip(bucket.parameters, totals, strict=True):
-                    kept.append(parameter.grad)
-                    parameter.grad = self._given[id(parameter)] = total
+                    if keeps:
+                        kept.append(parameter.grad)
+                    parameter.grad = total
+                    self._given[id(parameter)] = weakref.ref(total)
                 continue
-            used = bucket.used(side)
+            used = bucket.used()
             for index, parameter in enumerate(bucket.parameters):
                 own = parameter.grad
-                kept.append(own)
+                if keeps:
+                    kept.append(own)
                 if used[index] and closed.source is not None:
                     parameter.grad = self._reduced(parameter, summed[index])
                 elif not self.is_given(parameter):
                     parameter.grad = None
-                self._given[id(parameter)] = parameter.grad
-        self._kept = kept if self._as_views else []
+                self._given.pop(id(parameter), None)
+                if parameter.grad is not None:
+                    self._given[id(parameter)] = weakref.ref(parameter.grad)
+        self._kept = kept
 
     def _reduced(self, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         if self._as_views:

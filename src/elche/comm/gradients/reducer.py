@@ -5,12 +5,13 @@ the group sums, which gives the gradient of the mean over the union batch of N s
 whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, which
 :mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
 and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
-what weight. A rank's own gradients are kept until the next backward's reduction; then
-``p.grad`` becomes a view of the reduced bucket. Cost: two gradient copies beside
-``p.grad``, or four where ranks sum in shared memory. A ``p.grad`` kept by reference is
-overwritten two passes later. Where ranks hold parameters in other memory formats
-(channels last on a GPU, say), the sum is copied into the gradient that is there
-instead.
+what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
+is kept until the next backward's reduction. Cost: two gradient copies beside ``p.grad``
+where ranks sum in shared memory, what is sent and the sum, and three elsewhere: two
+messages, and this rank's own gradients. A ``p.grad`` kept by reference
+stays as it is in shared memory, as in plain training, and is overwritten two passes
+later elsewhere. Where ranks hold parameters in other memory formats (channels last on a
+GPU, say), the sum is copied into the gradient that is there instead.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.
@@ -140,7 +141,7 @@ class GradientReducer:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory of the buckets: what is sent and what is summed, twice each."""
+        """Memory of the buckets, beside the gradients of plain training."""
         return self._pass.extra_bytes
 
     @property

@@ -93,6 +93,16 @@ class Exchange(ABC):
     def release(self) -> None:
         """After the last :meth:`sum_into`: others may write this side again."""
 
+    def reclaim(self, what: str) -> None:
+        """Waits until all ranks have taken the sum of what was begun last.
+
+        With one side a contribution may be written again after this.
+
+        Raises:
+            CommunicationError: a rank has not taken it in time.
+        """
+        return
+
     def finish(self, what: str) -> torch.Tensor:
         """Waits for all ranks; returns the sum of what was begun.
 
@@ -173,7 +183,7 @@ class SharedExchange(Exchange):
     when it has read the others'. x86 keeps that order for other cores. A slot is
     written again ``sides`` messages later. By then every rank must have read it: with
     two sides that follows from their having come so far, with one side the caller
-    must know it by other means. :meth:`begin` checks it.
+    waits for it (:meth:`reclaim`) or knows it by other means. :meth:`begin` checks it.
     """
 
     keeps_contribution = True
@@ -270,10 +280,19 @@ class SharedExchange(Exchange):
     def release(self) -> None:
         self._read[self._rank] = self._number
 
+    @override
+    def reclaim(self, what: str) -> None:
+        if self._unread():
+            self._group.wait_until(lambda: not self._unread(), what, self._unread)
+
     @property
     @override
     def is_collected(self) -> bool:
         return self._read[self._rank] == self._number
+
+    def _unread(self) -> list[int]:
+        read = enumerate(self._read)
+        return [rank for rank, number in read if number < self._number]
 
     def _missing(self) -> list[int]:
         written = enumerate(self._written)
@@ -294,6 +313,8 @@ def open_exchange(
     dtype: torch.dtype,
     device: torch.device,
     sides: int = 1,
+    *,
+    shared_sides: int | None = None,
 ) -> Exchange:
     """Makes an exchange, together with all ranks of the group.
 
@@ -303,13 +324,15 @@ def open_exchange(
         dtype: of the message.
         device: where it lives; shared memory serves the CPU.
         sides: independent buffers.
+        shared_sides: of shared memory, where a caller does with fewer; None: as many.
     """
     if group.shares_host and numel and group.world_size > 1:
+        shared = shared_sides or sides
         memory = map_together(
-            group, SharedExchange.size_bytes(group.world_size, numel, dtype, sides)
+            group, SharedExchange.size_bytes(group.world_size, numel, dtype, shared)
         )
         if memory is not None:
-            return SharedExchange(group, memory, numel, dtype, sides)
+            return SharedExchange(group, memory, numel, dtype, shared)
     return GlooExchange(group, numel, dtype, device, sides)
 
 

@@ -90,6 +90,11 @@ class Synchroniser:
         return sum(parameter.numel() for parameter in self._trainable)
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of what is trained."""
+        return sum(p.numel() * p.element_size() for p in self._trainable)
+
+    @property
     def extra_bytes(self) -> int:
         """Host memory held beside the model."""
         held = self.windows or self.reducer
@@ -290,6 +295,7 @@ def make_window_sync(
         group,
         reset_state=config.windows.optimizer_state == "reset",
         codec=codec,
+        has_momentum=config.windows.outer.optimizer != "average",
     )
     averager.build()
     is_sum = config.loss_reduction == "sum"

@@ -50,7 +50,7 @@ class Epochs:
         self.is_under_way = False
         self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
-        self._is_cut = False
+        self._is_cut = self._is_end = False
         self._before: EpochTotals | None = None
         self._ending = EpochEnding()
 
@@ -114,7 +114,7 @@ class Epochs:
         )
         self._opened = {}
         self.number = speaker.epoch
-        self.is_under_way, self._is_cut = True, False
+        self.is_under_way, self._is_cut, self._is_end = True, False, False
         self._sizes = BatchSizes(speaker.sizes)
         begin: list[Instruction] = [
             replace(self._begin_for(rank), state_from=self._policy.state_from)
@@ -151,10 +151,13 @@ class Epochs:
                 return []  # overlapped: an empty window begun before the last was over
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
         if isinstance(event, EpochCut):
-            if event.epoch != self.number or self._is_cut:
+            if event.epoch > self.number:
                 raise ProtocolError(f"rank {event.rank} cuts epoch {event.epoch}")
-            self._is_cut = True
-            if any(map(self._policy.has_left, self._membership.ranks)):
+            if event.epoch < self.number:
+                return []  # the rank has not heard that it is over
+            is_again, self._is_cut = self._is_cut, True
+            self._is_end |= event.is_end
+            if is_again or any(map(self._policy.has_left, self._membership.ranks)):
                 return []  # it ends
         return self._settle(self._policy.handle(event, now_s), now_s)
 
@@ -166,14 +169,16 @@ class Epochs:
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
             rest = () if left or not self._is_cut else self._policy.positions_left
-            if rest:
+            is_end = bool(left or (rest and self._is_end))
+            goes_on = bool(rest) and not is_end
+            if goes_on:
                 self._before = self._policy.totals
             told = [
-                replace(one, is_early=bool(left), left=rest)
+                replace(one, is_early=is_end, left=rest)
                 if isinstance(one, EndEpoch)
                 else one
                 for one in outcome.instructions
-                if not (rest and isinstance(one, MetricsReported) and one.window < 0)
+                if not (goes_on and isinstance(one, MetricsReported) and one.window < 0)
             ]
             return self._ending.end(told, left, ranks, now_s)
         return outcome.instructions

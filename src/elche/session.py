@@ -188,6 +188,7 @@ def set_up(
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
         single = SingleRun(training, placement.device)
+        single.notifications.emit = _write_stderr
         single.attach()
         process.begin(single, _facts_alone(placement, asked), single.timeline)
         process.checkpoints.begin_run(single, asked.schedulers, asked.stops)

@@ -296,6 +296,8 @@ class CheckpointKeeper(Pauses):
                 model=held.model or None,
             )
         self._plan_next()
+        if self._has_ended and names and run.rank == 0:
+            run.notifications.emit(f"elche: last checkpoint: {'/'.join(names[-1])}")
         if self._has_ended and self._signals is not None:
             self._end_process()
 

@@ -24,7 +24,6 @@ from tests.harness.rank_pool import RankPool
 from tests.integrations.cases.hf_tasks import (
     Found,
     Job,
-    LoneStop,
     Sentences,
     build,
     loaded_adapter,
@@ -124,19 +123,6 @@ def test_evaluation_inside_epochs_decides_for_all_ranks(
     assert alone.steps == 12
     kept = [sorted(path.name for path in each.iterdir()) for each in tmp_path.iterdir()]
     assert kept[0] == kept[1] != []
-
-
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_stop_on_one_rank_is_one_on_all(
-    ranks2: RankPool, step: int, tmp_path: Path
-) -> None:
-    """Inside an epoch, and in its last step."""
-    options = {"eval_strategy": "epoch", "num_train_epochs": 50}
-    job = Job(folder=str(tmp_path), options=options, callbacks=(LoneStop(step),))
-    first, second = ranks2.run(train, job, case_setup=serve_in_thread, env=UNEQUAL)
-    assert all(torch.equal(first.state[k], second.state[k]) for k in first.state)
-    assert second.steps == step <= first.steps <= 6
-    assert first.logged("eval_loss") == second.logged("eval_loss") != []
 
 
 def test_a_run_goes_on_from_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import IterableDataset
 
-from elche import session, session_gather, session_metrics
+from elche import session, session_metrics
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.integrations.main_evaluation import MainEvaluation
@@ -156,9 +156,9 @@ class ElcheTrainerMixin(_Base):
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
         if self._epochs is not None and self._epochs.is_under_way:
+            if session.current_run() is not None:
+                session.barrier()  # where a callback stops one rank alone it fails here
             self._epochs.leave()
-        stops = self.control.should_training_stop
-        self.control.should_training_stop = session_gather.any(stops)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: Any
@@ -218,8 +218,6 @@ class ElcheTrainerMixin(_Base):
     ) -> None:
         if self._epochs is not None:
             self._epochs.end()
-            if self.control.should_training_stop and self._epochs.is_under_way:
-                self._epochs.leave()  # it is over on all ranks then
         control, run = self.control, session.current_run()
         if run is not None and (control.should_evaluate or control.should_save):
             run.host.untimed()

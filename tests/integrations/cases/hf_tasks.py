@@ -69,17 +69,6 @@ class Found:
         return [entry[name] for entry in self.log if name in entry]
 
 
-class LoneStop(TrainerCallback):
-    """Stops training after a step on rank 1 alone, as by a clock of its own."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if elche.rank() == 1 and state.global_step == self.step:
-            control.should_training_stop = True
-
-
 class Sentences(Dataset[Any]):
     """Of 3 to 20 words, each the last one's successor by a step."""
 

@@ -101,7 +101,7 @@ def train(
             if saves_epochs:
                 elche.save(folder)
         progress = elche.progress_steps()
-        samples = sum(elche.epoch_metrics().rank_samples)
+        samples = sum(elche.epoch_metrics().rank_samples) if epochs else 0
     elche.shutdown()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)

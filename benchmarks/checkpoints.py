@@ -1,6 +1,7 @@
 """Throughput with a checkpoint every few seconds beside without, on emulated devices.
 
-Pairs of runs, in turn; a run is timed from its 20th batch on.
+Pairs of runs, in turn, each beside a run of the two devices alone and at once (indep),
+which shows what the machine does meanwhile; a run is timed from its 20th batch on.
 
 ``python benchmarks/checkpoints.py --cpu`` prints what one costs of a processor.
 
@@ -10,6 +11,7 @@ Run: ``python benchmarks/checkpoints.py --pairs 5 --steps 1500 --every 10``.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 WARM_BATCHES = 20
+SPEEDS = (1.0, 0.5)
 
 
 def train(steps: int, every_s: float, folder: str) -> None:
@@ -87,7 +90,8 @@ def cpu(checkpoints: int = 8) -> None:
 def measure(steps: int, every_s: float, policy: str) -> float:
     """Samples per second of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        options = f"elche run --speeds 1,0.5 --policy {policy} {__file__} --rank"
+        speeds = ",".join(map(str, SPEEDS))
+        options = f"elche run --speeds {speeds} --policy {policy} {__file__} --rank"
         words = ("-m", *options.split(), str(steps), str(every_s), folder)
         ended = subprocess.run(
             [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
@@ -96,6 +100,19 @@ def measure(steps: int, every_s: float, policy: str) -> float:
     if every_s and not made:
         raise RuntimeError("no checkpoint was made")
     return float(ended.stdout.split()[-1])
+
+
+def measure_indep(steps: int) -> float:
+    """Samples per second of the devices that train alone, at the same time."""
+    alone = []
+    for speed in SPEEDS:
+        own = str(round(steps * speed / sum(SPEEDS)))
+        words = (sys.executable, __file__, "--rank", own, "0.0", "")
+        env = os.environ | {"ELCHE_SPEED": str(speed), "OMP_NUM_THREADS": "1"}
+        alone.append(
+            subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+        )
+    return sum(float(each.communicate()[0].split()[-1]) for each in alone)
 
 
 def main() -> None:
@@ -117,7 +134,9 @@ def main() -> None:
         order = (0.0, asked.every) if pair % 2 else (asked.every, 0.0)
         rates = {each: measure(asked.steps, each, asked.policy) for each in order}
         ratios.append(rates[asked.every] / rates[0.0])
-        print(f"{rates[0.0]:.1f} without, {rates[asked.every]:.1f} with, samples/s")
+        said = f"{rates[0.0]:.1f} without, {rates[asked.every]:.1f} with"
+        indep = measure_indep(asked.steps)
+        print(f"{said}, {indep:.1f} indep, samples/s", flush=True)
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     print(f"with/without {fmean(ratios):.4f} +- {error:.4f} (standard error)")
 

@@ -182,16 +182,17 @@ def set_up(
     if placement.world_size == 1:
         _write_stderr(_single_line(placement))
         single = SingleRun(training, placement.device)
+        single.notifications.emit = _write_stderr
         single.attach()
         process.begin(single, _facts_alone(placement, asked), single.timeline)
-        process.checkpoints.begin_run(single, asked.schedulers)
+        process.checkpoints.begin_run(single, asked.schedulers, asked.stops)
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizer, positions, config)
     check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
-    process.checkpoints.begin_run(run, asked.schedulers)
+    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):

@@ -102,6 +102,31 @@ def test_ranks_find_what_one_device_finds(ranks2: RankPool, policy: str) -> None
                 assert same(mine, None if is_for_main and rank else his)
 
 
+def in_training_mode() -> None:
+    made = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    model = elche.convert_sync_batchnorm(made.double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(DATA, batch_size=8)
+    model, optimizer, loader = elche.setup(model, optimizer, loader)
+    for call in (elche.evaluate, elche.predict):
+        with pytest.raises(ConfigError, match=rf"'1' is in .* elche\.{call.__name__},"):
+            call(lambda batch: model(batch[0]), over(23))
+    model.eval()
+    losses = [elche.evaluate(lambda b: model(b[0]).mean(), over(23))]
+    model.train()
+    for x, y in loader:  # where they meet again
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    losses.append(elche.evaluate(lambda b: model(b[0]).mean(), over(23)))
+    assert losses[0] != losses[1]
+    elche.shutdown()
+
+
+def test_batch_norm_over_ranks_needs_evaluation_mode(ranks2: RankPool) -> None:
+    ranks2.run(in_training_mode, case_setup=serve_in_thread)
+
+
 @given(
     st.lists(st.just(0.0) | st.floats(1e-3, 1e6), min_size=1, max_size=6).filter(any),
     st.integers(1, 1000),

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from typing import Any, Final, final
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.contents import Contents
-from elche.checkpoint.signals import LastCheckpoint
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError, DeadlineError
+from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Pauses
@@ -84,7 +85,6 @@ class CheckpointKeeper(Pauses):
         self._config: CheckpointConfig | None = None
         self._stores: dict[Path, CheckpointStore] = {}
         self._writers: dict[Path, CheckpointWriter] = {}
-        self._signals = LastCheckpoint()
         self._clear()
 
     def _clear(self) -> None:
@@ -93,16 +93,29 @@ class CheckpointKeeper(Pauses):
         self._run_id = ""
         self._asked: list[Path] = []
         self._due_at_s = math.inf
+        self._stops: StopRequest | None = None
+        self._signals: SignalStops | None = None
+        self._has_ended = False
         self._epoch = self._passes = self._passes_done = 0
         self._counts_epochs = self._is_resumed = False
         self._is_used = self._has_begun = False
 
     def begin_run(
-        self, run: Run | SingleRun, schedulers: Sequence[LRScheduler]
+        self,
+        run: Run | SingleRun,
+        schedulers: Sequence[LRScheduler],
+        stops: StopRequest | None = None,
     ) -> None:
-        """A run begins; these schedulers follow it."""
+        """A run begins.
+
+        Args:
+            run: on this rank.
+            schedulers: that follow it.
+            stops: of a loop that ends by itself when it is asked; None for the user's
+                loop, which a signal ends after a last checkpoint.
+        """
         self._clear()
-        self._run, self._schedulers = run, list(schedulers)
+        self._run, self._schedulers, self._stops = run, list(schedulers), stops
         self.configure(CheckpointConfig.from_environment())
 
     def end_run(self, *, has_failed: bool = False) -> None:
@@ -115,7 +128,8 @@ class CheckpointKeeper(Pauses):
         self._stores.clear()
         self._registered.clear()
         self._config = None
-        self._signals.detach()
+        if self._signals is not None:
+            self._signals.close()
         self._clear()
 
     def configure(self, config: CheckpointConfig | None) -> None:
@@ -125,7 +139,10 @@ class CheckpointKeeper(Pauses):
             self._current.check_record()
             self._stores[config.folder] = CheckpointStore(config.folder, config.keep)
             self._is_used = True
-            self._current.heeds_signals(self._signals.attach())
+            if self._stops is None:
+                self._stops = StopRequest()
+                self._signals = SignalStops(self._stops)
+                self._current.heeds_signals(self._signals.open())
             self._plan_next()
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -164,7 +181,17 @@ class CheckpointKeeper(Pauses):
 
     def wants_cut(self) -> bool:
         """Whether a checkpoint was asked for, or is due."""
-        return bool(self._asked) or self._is_due or bool(self._signals.number)
+        return bool(self._asked) or self._is_due or self.wants_end()
+
+    def wants_end(self) -> bool:
+        """Whether the run is to end with a last checkpoint."""
+        asked, config = self._stops, self._config
+        return asked is not None and config is not None and bool(asked.reason)
+
+    @property
+    def ends_by_cut(self) -> bool:
+        """Whether a run that is asked to end cuts the epoch under way."""
+        return self._config is not None and self._current.can_cut
 
     @property
     def _is_due(self) -> bool:
@@ -192,9 +219,15 @@ class CheckpointKeeper(Pauses):
                 folder,
             )
 
-    def cut(self) -> None:
+    def cut(self, *, is_end: bool) -> None:
         """Makes what is asked for, inside an epoch."""
-        self._save(self._epoch, self._passes - 1 if self._counts_epochs else 0)
+        passes = self._passes - 1 if self._counts_epochs else 0
+        self._save(self._epoch, passes, is_end=is_end)
+
+    def end(self) -> None:
+        """A loop has ended as it was asked: the last checkpoint, if none was made."""
+        if self._config is not None and not self._has_ended:
+            self.save(self._config.folder)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Numbers of the epochs that are left; see `elche.epochs`."""
@@ -242,15 +275,16 @@ class CheckpointKeeper(Pauses):
         if self._config is not None:
             self._due_at_s = time.monotonic() + self._config.every_s
 
-    def _save(self, epoch: int, passes: int) -> None:
+    def _save(self, epoch: int, passes: int, *, is_end: bool = False) -> None:
         run = self._current
         said = ""
         if run.rank == 0:
             self._run_id = self._run_id or uuid.uuid4().hex
-            said = json.dumps([self._run_id, self._names(), self._signals.number])
+            is_end |= self.wants_end()
+            said = json.dumps([self._run_id, self._names(is_end=is_end), is_end])
         told = json.loads(run.agree(said, "agreeing on a checkpoint"))
         self._asked.clear()
-        self._run_id, names, number = told
+        self._run_id, names, self._has_ended = told
         held = self._contents().capture({"epoch": epoch, "passes": passes})
         info = run.described() | {"epoch": epoch}
         for folder, name in names:
@@ -262,8 +296,10 @@ class CheckpointKeeper(Pauses):
                 model=held.model or None,
             )
         self._plan_next()
-        if number:
-            self._end_by(number)
+        if self._has_ended and names and run.rank == 0:
+            run.notifications.emit(f"elche: last checkpoint: {'/'.join(names[-1])}")
+        if self._has_ended and self._signals is not None:
+            self._end_process()
 
     def _contents(self) -> Contents:
         return Contents(
@@ -273,14 +309,13 @@ class CheckpointKeeper(Pauses):
             registered=self._registered,
         )
 
-    def _names(self) -> list[tuple[str, str]]:
+    def _names(self, *, is_end: bool) -> list[tuple[str, str]]:
         """Folders and names of the checkpoints to make now; on rank 0.
 
         One whose folder still waits for the last one is left out.
         """
         folders = list(dict.fromkeys(self._asked))
-        is_due = self._is_due or self._signals.number
-        if is_due and self._config is not None:
+        if (self._is_due or is_end) and self._config is not None:
             folders.append(self._config.folder)
         names = []
         for folder in folders:
@@ -295,11 +330,12 @@ class CheckpointKeeper(Pauses):
             names.append((str(folder), self._store(folder).next_name()))
         return names
 
-    def _end_by(self, number: int) -> None:
+    def _end_process(self) -> None:
         """The last checkpoint is written, and the process ends as a signal told it."""
         for writer in self._writers.values():
             writer.close(AT_EXIT_S)
-        raise SystemExit(128 + number)
+        name = self._stops.reason if self._stops is not None else ""
+        raise SystemExit(128 + signal.Signals[name or "SIGTERM"])  # or another rank's
 
     def _store(self, folder: Path) -> CheckpointStore:
         return self._stores.setdefault(folder, CheckpointStore(folder))

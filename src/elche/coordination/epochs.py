@@ -50,7 +50,7 @@ class Epochs:
         self.is_under_way = False
         self._sizes = BatchSizes(())
         self._opened: dict[int, EpochOpened] = {}
-        self._is_cut = False
+        self._is_cut = self._is_end = False
         self._before: EpochTotals | None = None
         self._ending = EpochEnding()
 
@@ -114,7 +114,7 @@ class Epochs:
         )
         self._opened = {}
         self.number = speaker.epoch
-        self.is_under_way, self._is_cut = True, False
+        self.is_under_way, self._is_cut, self._is_end = True, False, False
         self._sizes = BatchSizes(speaker.sizes)
         yield None
         for rank in sorted(ranks):
@@ -153,10 +153,13 @@ class Epochs:
                 return iter(())
             raise ProtocolError(f"{type(event).__name__} outside an epoch")
         if isinstance(event, EpochCut):
-            if event.epoch != self.number or self._is_cut:
+            if event.epoch > self.number:
                 raise ProtocolError(f"rank {event.rank} cuts epoch {event.epoch}")
-            self._is_cut = True
-            if any(map(self._policy.has_left, self._membership.ranks)):
+            if event.epoch < self.number:
+                return iter(())  # the rank has not heard that it is over
+            is_again, self._is_cut = self._is_cut, True
+            self._is_end |= event.is_end
+            if is_again or any(map(self._policy.has_left, self._membership.ranks)):
                 return iter(())  # it ends
         return self._settle(self._policy.handle(event, now_s), now_s)
 
@@ -168,17 +171,19 @@ class Epochs:
             ranks = self._membership.ranks
             left = {rank for rank in ranks if self._policy.has_left(rank)}
             rest = () if left or not self._is_cut else self._policy.positions_left
-            if rest:
+            is_end = bool(left or (rest and self._is_end))
+            goes_on = bool(rest) and not is_end
+            if goes_on:
                 self._before = self._policy.totals
             if left or rest:
                 told = [
-                    replace(one, is_early=bool(left), left=rest)
+                    replace(one, is_early=is_end, left=rest)
                     if isinstance(one, EndEpoch)
                     else one
                     for one in (*outcome.instructions, *outcome.later)
                     if one is not None
                     and not (
-                        rest and isinstance(one, MetricsReported) and one.window < 0
+                        goes_on and isinstance(one, MetricsReported) and one.window < 0
                     )
                 ]
                 yield from self._ending.end(told, left, ranks, now_s)

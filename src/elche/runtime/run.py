@@ -236,6 +236,8 @@ class Run:
         own = text if self.rank == 0 else ""
         return gather_texts(self.worker.group, own, what)[0]
 
+    can_cut = True
+
     def check_cut(self) -> None:
         """Refuses a checkpoint inside an epoch where none can be made.
 

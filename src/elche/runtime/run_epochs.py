@@ -297,8 +297,8 @@ class RunEpochs:
         try:
             while self._is_new or self._is_cut:
                 yield from self._run_part(steps)
-                if self._is_cut:
-                    self._training.pauses.cut()
+                if self._is_cut and self._pause():
+                    return
         except GeneratorExit:
             if self._is_cut and not self._is_closed:
                 self._leave_rest(steps)
@@ -307,9 +307,19 @@ class RunEpochs:
             if not self._is_closed:
                 self._course = None
 
+    def _pause(self) -> bool:
+        """The epoch is cut; whether it ends here on all ranks."""
+        assert self._course is not None
+        end = self._course.ends[-1]
+        self._training.pauses.cut(is_end=end.is_early)
+        if end.is_early:
+            self._end_epoch(end)
+        return end.is_early
+
     def _leave_rest(self, steps: int) -> None:
         """The loop has left an epoch that was cut meanwhile, and goes on elsewhere."""
-        self._training.pauses.cut()
+        if self._pause():
+            return
         positions, window = self._open_part(steps)
         assert self._batches is not None
         self._batches.start(positions)
@@ -368,14 +378,18 @@ class RunEpochs:
             self.samples_before += sum(end.samples)
             course.ended(end)
             self._is_cut = not course.is_over
-            if self._is_cut:
-                return
+        if not self._is_cut:
+            self._end_epoch(end)
+
+    def _end_epoch(self, end: EndEpoch | None) -> None:
+        """What there is to do after the last part, unless it was broken off."""
+        course = self._course
+        if end is not None and course is not None:
             samples = self.samples_before - course.samples_before
             self.steps.end_epoch(samples, is_early=end.is_early)
+            self.reports.append(whole_end(course.ends))
         self.schedulers.end_epoch(has_ended=end is not None)
         self._plans.keep("" if end is None else end.plan)
-        if end is not None:
-            self.reports.append(whole_end(course.ends))
 
     def _watch_loss(self) -> None:
         """Refuses a loss that is a sum: of a part of the batch it is another one."""
@@ -400,12 +414,15 @@ class RunEpochs:
                 self._ask_for_cut()
 
     def _ask_for_cut(self) -> None:
-        """Rank 0 has the epoch cut where a checkpoint is wanted."""
-        worker = self._worker
-        if worker.rank or self._is_asked or not self._training.pauses.wants_cut():
+        """Rank 0 has the epoch cut where a checkpoint is wanted, any rank at an end."""
+        worker, pauses = self._worker, self._training.pauses
+        if self._is_asked or not (
+            pauses.wants_end() if worker.rank else pauses.wants_cut()
+        ):
             return
         self._is_asked = True
-        worker.send(EpochCut(rank=0, epoch=self._epoch))
+        cut = EpochCut(rank=worker.rank, epoch=self._epoch, is_end=pauses.wants_end())
+        worker.send(cut)
 
     def _end_by_exit(self) -> None:
         """Ends the run on all ranks if the loop was left by ``sys.exit``: no break."""

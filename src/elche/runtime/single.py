@@ -139,13 +139,18 @@ class SingleRun:
     def check_record(self) -> None:
         """Nothing is recorded on one device."""
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether it is known what is left of the epoch."""
+        return self._course is not None
+
     def check_cut(self) -> None:
         """Refuses a checkpoint inside an epoch where none can be made.
 
         Raises:
             ConfigError: nobody knows which samples are left of it.
         """
-        if self._course is None:
+        if not self.can_cut:
             raise ConfigError(
                 "elche.save() inside this loop could not say what is left of the "
                 "epoch: write `for epoch in elche.epochs(n)` or call elche.save_every "
@@ -305,11 +310,13 @@ class SingleRun:
         if self._training.pauses.is_active:
             self._optimizers.detach()
             self._optimizers.attach()
-        while not course.is_over:
+        pauses, is_end = self._training.pauses, False
+        while not (course.is_over or is_end):
             left = yield from self._part_of(course)
             course.done(left)
             if left:
-                self._training.pauses.cut()
+                is_end = pauses.wants_end()
+                pauses.cut(is_end=is_end)
         self._course = None
 
     def _part_of(self, course: EpochCourse) -> Generator[Any, None, Runs]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from elche.config import RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
+from elche.runtime.process.stop_signals import StopRequest
 from elche.runtime.watch.followed_schedulers import check_scheduler
 
 
@@ -69,8 +70,16 @@ class Pauses:
         """Whether rank 0 is to have the epoch cut; asked at every batch."""
         return False
 
-    def cut(self) -> None:
-        """The epoch is cut, on every rank: all is in the model that they hold."""
+    def wants_end(self) -> bool:
+        """Whether this rank is to have it cut, and left; asked likewise."""
+        return False
+
+    def cut(self, *, is_end: bool) -> None:
+        """The epoch is cut, on every rank: all is in the model that they hold.
+
+        Args:
+            is_end: it does not go on.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +95,7 @@ class SetupConfig:
         schedulers: follow the run's progress in windows.
         copies: as in `Training`.
         is_default: the policy was not named.
+        stops: what asks the loop to end, if it can be asked.
 
     Raises:
         ConfigError: there are to be no epochs, or one is no scheduler of torch's.
@@ -99,6 +109,7 @@ class SetupConfig:
     schedulers: Sequence[LRScheduler] = ()
     copies: Sequence[nn.Module] = ()
     is_default: bool = False
+    stops: StopRequest | None = None
 
     def __post_init__(self) -> None:
         for scheduler in self.schedulers:

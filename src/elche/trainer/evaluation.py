@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from elche import session
+from elche.comm.norm.norm_scope import NormScope
 from elche.errors import ConfigError
 from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
@@ -94,7 +95,7 @@ def predict(
         raise ConfigError(f"expected on to be 'all' or 'main', got {on!r}")
     part = _Part.of(loader, "elche.predict")
     trees: list[Any] = []
-    with torch.no_grad():
+    with torch.no_grad(), NormScope.dividing(part.call):
         for indices, batch in part.batches():
             batch = to_device(batch, session.device())
             trees.append(_rows_of(step(batch), len(indices)))
@@ -120,13 +121,24 @@ def evaluate_by(
     step: Callable[[Any, float], Values],
     loader: DataLoader[Any],
     weights: BatchWeights | None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """As `evaluate`, with a step that is told what the batch weighs."""
+    """As `evaluate`, with a step that is told what the batch weighs.
+
+    Args:
+        step: as there, and called with the batch's weight.
+        loader: as there.
+        weights: what batches weigh; None: their samples.
+        is_over: asked before each batch; where it is the (one) mean is NaN.
+    """
     part = _Part.of(loader, "elche.evaluate")
     names, is_one = [""], True
     rows: list[list[float]] = []
-    with torch.no_grad():
+    with torch.no_grad(), NormScope.dividing(part.call):
         for indices, batch in part.batches():
+            if is_over():
+                rows.append([1.0, math.nan])
+                break
             weight = float(len(indices))
             if weights is not None:
                 weight = weights.of(batch, f"evaluation samples from {indices[0]} on")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from elche import session, session_metrics
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ElcheError
 from elche.learning_rate import ProgressLR
+from elche.process import process
+from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.training import SetupConfig
 from elche.runtime.windows.micro_batches import (
@@ -25,7 +28,6 @@ from elche.runtime.windows.micro_batches import (
 from elche.session_gather import gather_rows
 from elche.trainer.evaluation import evaluate_by
 from elche.trainer.recipe import Recipe
-from elche.trainer.stopping import REASONS, StopRequest
 from elche.trainer.trained_epochs import TrainedEpochs
 from elche.trainer.trainer_result import EpochRecord, RunReport, TrainResult
 
@@ -57,6 +59,7 @@ class Fitting:
             weight_of=self._config.weight_of,
             micro_batches=not meets_in_batches(model),
             is_default=recipe.names_no_policy,
+            stops=stops,
         )
         self._model, self._optimizer, self._loader = session.set_up(
             model, optimizer, loader, asked
@@ -108,23 +111,29 @@ class Fitting:
                     worker.heeds_signals(False)
 
     def _run_epochs(self) -> TrainResult:
-        stopped_by, epochs = "", self._config.epochs
+        stopped_by, config = "", self._config
         best, numbers = self._epochs.best, self._epochs.numbers()
         for epoch in numbers:
             history = self._epochs.records
             started_s = time.monotonic()
             is_whole = self._train_epoch()
             record = self._record(epoch, time.monotonic() - started_s, is_whole)
+            stopped_by = self._agreed(is_whole)
+            is_judged = is_whole
+            if stopped_by and math.isnan(record.eval_loss or 0.0):  # broken off
+                record, is_judged = replace(record, eval_loss=None), False
             if is_whole or record.samples:
                 history.append(record)
-            is_enough = is_whole and best.take(record, self._state)
+            is_enough = is_judged and best.take(record, self._state)
             if is_whole and session.is_main_process():
-                if self._config.on_epoch_end is not None:
-                    self._config.on_epoch_end(record)
+                if config.on_epoch_end is not None:
+                    config.on_epoch_end(record)
                 self._checkpoint(epoch, sum(each.samples for each in history))
-            if epoch + 1 < epochs or not is_whole:
-                stopped_by = self._agreed(is_enough, is_whole)
             if stopped_by:
+                process.checkpoints.end()
+                break
+            if is_enough and epoch + 1 < config.epochs:
+                stopped_by = "early stopping"
                 break
         return TrainResult(
             self._state(),
@@ -156,15 +165,17 @@ class Fitting:
     def _is_to_stop(self) -> bool:
         """Whether this rank leaves the loop here; all do where none can alone."""
         self._stops.check()
+        if process.checkpoints.ends_by_cut:
+            return False  # it ends by itself, on all ranks, where nothing is lost
         is_asked, run = bool(self._stops.reason), session.current_run()
         if run is None or not run.meets_in_forward:
             return is_asked
         mine = torch.tensor([is_asked], device="cpu")
         return bool(gather_rows(mine, "Trainer.fit", is_of_batch=False).any())
 
-    def _agreed(self, is_enough: bool, is_whole: bool) -> str:
+    def _agreed(self, is_whole: bool) -> str:
         """Why all ranks stop here; "" if they go on."""
-        reason = self._stops.reason or (REASONS[0] if is_enough else "")
+        reason = self._stops.reason
         code = 1 + REASONS.index(reason) if reason else 0
         mine = torch.tensor([code], device="cpu")
         highest = int(gather_rows(mine, "Trainer.fit", is_of_batch=False).max())
@@ -247,7 +258,10 @@ class Fitting:
         self._model.eval()
         loader = self._recipe.loader_over(dataset)
         step = self._recipe.mean_loss_of(self._model)
-        loss: float = evaluate_by(step, loader, self._weights)
+        stops = self._stops
+        loss: float = evaluate_by(
+            step, loader, self._weights, lambda: bool(stops.reason)
+        )
         self._model.train()
         return loss
 

@@ -14,8 +14,8 @@ from elche.coordination.accounts.metrics import WindowMetrics
 from elche.errors import AbortedError, ConfigError, DeadlineError, ElcheError
 from elche.process import process
 from elche.runtime.process.shutdown import failure_of
+from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.report.metrics_view import MetricsView
-from elche.trainer.stopping import SignalStops, StopRequest
 from elche.trainer.trainer_result import TrainResult
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,10 @@ class TrainingHandle:
     def stop(self, timeout_s: float | None = None) -> TrainResult:
         """Ends the training, on all ranks, and returns what there is.
 
-        After the batch in hand; what all ranks were given by then is committed. Called
-        on every rank, or on one alone. A rank that `sync` has left out of steps hears
-        it only at the epoch's end; rank 0 is never left out.
+        After the batch in hand; what all ranks were given by then is committed, and
+        with ``checkpoint_dir`` a last checkpoint made. Called on every rank, or on one
+        alone. A rank that `sync` has left out of steps hears it only at the epoch's
+        end; rank 0 is never left out.
 
         Args:
             timeout_s: most seconds to wait; None for as long as the run's own deadlines

@@ -13,13 +13,13 @@ from torch.utils.data import Dataset
 from elche import session
 from elche.config import RunConfig
 from elche.errors import ConfigError
+from elche.runtime.process.stop_signals import SignalStops, StopRequest
 from elche.runtime.report.metrics_view import MetricsView
 from elche.runtime.training import SetupConfig
 from elche.trainer.evaluation import evaluate_by, predict
 from elche.trainer.fitting import Fitting
 from elche.trainer.handle import TrainingHandle
 from elche.trainer.recipe import LossFn, ModelFn, OptimizerFn, Recipe
-from elche.trainer.stopping import SignalStops, StopRequest
 from elche.trainer.trainer_config import trainer_config
 from elche.trainer.trainer_result import TrainResult
 
@@ -67,9 +67,10 @@ class Trainer:
         SIGINT (Ctrl-C) and SIGTERM end it after the batch in hand, on all ranks, with a
         result (``result.stopped_by``); a second one ends it as without elche. So it is
         where it is called in the main thread of a script without handlers of its own,
-        and once all ranks have met. Under `elche run` what comes after it has 4 s then,
-        after Ctrl-C 10 s. Where checkpoints are made by time (``checkpoint_dir=``, or
-        the launcher's), the first one makes a last checkpoint instead, and SystemExit.
+        and once all ranks have met. Where checkpoints are made by time
+        (``checkpoint_dir=``, or the launcher's) a last one is made, of all that ranks
+        were given by then; an evaluation under way is broken off. Under `elche run` all
+        of that, and what comes after it, has 30 s.
 
         Returns:
             The consensus and what happened, the same on every rank.

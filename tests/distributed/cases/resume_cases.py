@@ -63,8 +63,13 @@ def train(
     saves: tuple[int, ...] = (),
     resumes: bool | None = False,
     dropout: float = 0.0,
+    *,
+    saves_epochs: bool = False,
 ) -> Trained:
-    """Trains; rank 0 asks for a checkpoint after so many of its own batches."""
+    """Trains; rank 0 asks for a checkpoint after so many of its own batches.
+
+    With ``saves_epochs`` there is one at every end of an epoch as well.
+    """
     model, optimizer, loader = build(task)
     model = torch.nn.Sequential(model[0], torch.nn.Dropout(dropout), *model[1:])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9)
@@ -93,26 +98,32 @@ def train(
                 if batches in saves:
                     elche.save(folder)
             rates.append(scheduler.get_last_lr()[0])
+            if saves_epochs:
+                elche.save(folder)
         progress = elche.progress_steps()
-        samples = sum(elche.epoch_metrics().rank_samples)
+        samples = sum(elche.epoch_metrics().rank_samples) if epochs else 0
     elche.shutdown()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return Trained(seen.pairs, seen.draws, epochs, progress, rates, state, samples)
 
 
-def train_until_killed(task: Task, folder: str, victim: int, delay_s: float) -> Trained:
-    """Trains with a checkpoint in every 0.2 s; after a while a rank is killed.
+def train_until_killed(
+    task: Task, folder: str, victim: int, delay_s: float, *, is_inside: bool
+) -> Trained:
+    """Trains with a checkpoint in every 0.2 s, or epoch; then a rank is killed.
 
     Any number of seconds from the beginning of all, setting up included.
     """
     if int(os.environ["RANK"]) == victim:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    os.environ["ELCHE_CHECKPOINT_DIR"] = folder
-    os.environ["ELCHE_CHECKPOINT_EVERY_S"] = "0.2"
+    by_time = {"ELCHE_CHECKPOINT_DIR": folder, "ELCHE_CHECKPOINT_EVERY_S": "0.2"}
+    by_time = by_time if is_inside else {}
+    os.environ.update(by_time)
     try:
-        return train(task, folder, resumes=None)
+        return train(task, folder, resumes=None, saves_epochs=not is_inside)
     finally:
-        del os.environ["ELCHE_CHECKPOINT_DIR"], os.environ["ELCHE_CHECKPOINT_EVERY_S"]
+        for name in by_time:
+            del os.environ[name]
         if int(os.environ["RANK"]) == victim:  # it was not in time
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -33,7 +33,7 @@ WAIT_S = 200.0
 # Whoever ends has been told, or killed by the second signal: nobody is ended for time.
 PATIENT = (
     "from elche.runtime.process import rank_processes as r; "
-    "r.GRACE_S = r.HEED_S = r.KILL_AFTER_S = 1e4; "
+    "r.GRACE_S = r.HEED_S = r.OWN_END_S = r.KILL_AFTER_S = 1e4; "
     "from elche.cli.main import main; main()"
 )
 

@@ -30,6 +30,7 @@ result = elche.Trainer(
     batch_size=4,
     epochs=1_000_000,
     policy=sys.argv[1],
+    checkpoint_dir=sys.argv[2] if sys.argv[2:] else None,
 ).fit()
 model = [value.item() for value in result.model_state.values()]
 print(f"ended by {result.stopped_by}: {result.report.samples} {model}", flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any, ClassVar, final
 
 import torch
 from typing_extensions import Self
@@ -21,7 +23,12 @@ class NormScope:
 
     Args:
         group: the ranks that normalise together; None for no group.
+
+    Attributes:
+        divided_by: the call inside which each rank has batches of its own, if any.
     """
+
+    divided_by: ClassVar[str] = ""
 
     def __init__(self, group: Members | None = None) -> None:
         self._group = group
@@ -34,6 +41,16 @@ class NormScope:
 
     def __reduce__(self) -> tuple[type[NormScope], tuple[()]]:
         return NormScope, ()
+
+    @classmethod
+    @contextlib.contextmanager
+    def dividing(cls, call: str) -> Iterator[None]:
+        """Ranks have different batches inside, so that layers cannot meet."""
+        cls.divided_by = call
+        try:
+            yield
+        finally:
+            cls.divided_by = ""
 
     @property
     def rank(self) -> int:

@@ -135,7 +135,7 @@ class SyncBatchNorm(BatchNormBase):
 
         Raises:
             ConfigError: the input has fewer than two dimensions, or the union batch
-                one value per channel only.
+                one value per channel only, or this is the inside of `elche.evaluate`.
             CommunicationError: not all ranks came in time.
             ProtocolError: ranks are in different layers.
         """
@@ -149,6 +149,12 @@ class SyncBatchNorm(BatchNormBase):
         is_again = graph_task_id() != -1
         if self._scope.world_size == 1:
             return self._normalised_again(input) if is_again else super().forward(input)
+        if self._scope.divided_by:
+            raise ConfigError(
+                f"SyncBatchNorm {self._name!r} is in training mode inside "
+                f"{self._scope.divided_by}, where ranks have different batches and "
+                "never meet in it; call model.eval() before"
+            )
         self._check_input_dim(input)
         statistics = self._union(input.detach())
         if not is_again:

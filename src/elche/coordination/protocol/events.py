@@ -194,10 +194,14 @@ class EpochLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCut:
-    """Rank 0 asks for a pause of the epoch: all is committed, and the rest is kept."""
+    """A rank asks for a pause of the epoch: all is committed, and the rest is kept.
+
+    ``is_end``: no rank goes on with the rest.
+    """
 
     rank: int
     epoch: int
+    is_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,8 +231,9 @@ class EndEpoch:
     """Every contribution of the epoch is in the model that all ranks hold.
 
     ``plan`` records the epoch for a replay (told to the first rank only).
-    ``is_early``: a rank's loop has left it before its end. ``left``: it was cut (see
-    `EpochCut`), and these ranges of its positions are still to be trained on.
+    ``is_early``: a rank's loop has left it before its end, or is to end with the cut.
+    ``left``: it was cut (see `EpochCut`), and these ranges of its positions are still
+    to be trained on.
     """
 
     rank: int

@@ -188,8 +188,7 @@ async def _launch(
     environments = rank_environments(config.world_size, address, key)
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if network is None else None
-    makes = "ELCHE_CHECKPOINT_DIR" in {**os.environ, **config.environment}
-    processes = RankProcesses(server, makes_checkpoints=makes)
+    processes = RankProcesses(server)
     on_ready(processes)
     output = RankOutput(config.on_line, display)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None

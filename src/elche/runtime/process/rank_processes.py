@@ -23,8 +23,9 @@ LATE_S = (3.0, 4.0)
 HEED_S = 4.0
 """For all after another signal: with KILL_AFTER_S, less than `docker stop` waits."""
 KILL_AFTER_S = 5.0
-LAST_CHECKPOINT_S: Final = 30.0
-"""For ranks that make a last checkpoint after a signal, before they are ended."""
+OWN_END_S = 30.0
+"""For ranks that end by themselves after a signal, perhaps with a last checkpoint;
+one that trains alone, and does not say so, may be such a rank."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -48,7 +49,6 @@ class RankProcesses:
 
     Args:
         server: the run's coordinator, told of ends and of interruptions.
-        makes_checkpoints: after a signal ranks make a last one, and end by themselves.
 
     Attributes:
         signal: the first signal that the launcher was sent, if any.
@@ -57,11 +57,8 @@ class RankProcesses:
         failed_s: when the first failure was seen, by the monotonic clock.
     """
 
-    def __init__(
-        self, server: CoordinatorServer, *, makes_checkpoints: bool = False
-    ) -> None:
+    def __init__(self, server: CoordinatorServer) -> None:
         self._server = server
-        self._makes_checkpoints = makes_checkpoints
         self._processes: list[RankProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
@@ -101,16 +98,16 @@ class RankProcesses:
             for rank in ranks
             if self._processes[rank].returncode is None
         )
+        is_alone = ranks == range(1) and not self._server.is_connected(0)
         if not heed:
             self._server.take(Interrupted(by=number.name))
         if number != signal.SIGINT or not _has_terminal():
             heed_s = HEED_S
-            is_alone = ranks == range(1) and not self._server.is_connected(0)
-            if (heed or is_alone) and self._makes_checkpoints:
-                heed_s = LAST_CHECKPOINT_S
             for rank, process in enumerate(self._processes):
                 if heed or not self._server.is_connected(rank):
                     _send(process, number)
+        if heed or is_alone:
+            heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
 
     def _run_ended(self, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests to end a training: from any thread, and by signals."""
+"""Requests to end a run early: from any thread, and by signals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, Final, final
 
 from elche.errors import AbortedError
 
-REASONS: Final = ("early stopping", "stop", "SIGINT", "SIGTERM")
-"""Why a training ends before its last epoch."""
 SIGNALS: Final = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
 }
 """With the handlers that are replaced; one of the user's stays."""
+REASONS: Final = ("stop", *(number.name for number in SIGNALS))
+"""Why a run ends early, beside what the training itself decides."""
 
 
 @final
 class StopRequest:
-    """What was asked of a training; the training thread looks between batches.
+    """What was asked of a run; the training thread looks between batches.
 
     Attributes:
         reason: one of `REASONS`, "" if it is to go on.
@@ -58,10 +58,10 @@ class StopRequest:
 
 @final
 class SignalStops:
-    """Has the first SIGINT or SIGTERM stop a training, and the second abort it.
+    """Has the first SIGINT or SIGTERM stop a run, and the second abort it.
 
     Args:
-        request: of that training.
+        request: of that run.
         abort: what the second does; None: what it would have done without this.
     """
 
@@ -77,7 +77,8 @@ class SignalStops:
         """Takes over those that the script has not, in the main thread.
 
         Returns:
-            Whether both come here now.
+            Whether both come here now, but for one that is ignored (as SIGINT is in
+            the background of a shell).
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -85,7 +86,8 @@ class SignalStops:
             if signal.getsignal(number) == default:
                 self._replaced[number] = default
                 signal.signal(number, self._handle)
-        return self._replaced.keys() == SIGNALS.keys()
+        mine = (self._handle, signal.SIG_IGN)
+        return all(signal.getsignal(number) in mine for number in SIGNALS)
 
     def close(self) -> None:
         """Gives them back; in the main thread."""

@@ -1,0 +1,174 @@
+"""A Trainer that makes checkpoints and is stopped: a result, and a last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elche
+from elche.errors import DeadlineError
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.distributed.cases.tasks import identical
+from tests.distributed.test_sync import FOUR_TO_ONE
+from tests.harness.rank_pool import RankPool
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
+SAMPLES, EPOCHS, BATCH = 600, 3, 4
+STEPS = SAMPLES // BATCH
+WAIT_S = 200.0
+DATA = TensorDataset(torch.arange(float(SAMPLES))[:, None] / SAMPLES)
+Act = Callable[[], None]
+
+
+class Loss:
+    """Does something in a batch of training or of evaluation, counted on this rank."""
+
+    def __init__(
+        self, act: Act | None = None, at: int = 0, *, in_evaluation: bool = False
+    ) -> None:
+        self._act, self._at, self._in_evaluation = act, at, in_evaluation
+        self.batches = [0, 0]
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        kind = not model.training
+        self.batches[kind] += 1
+        is_here = kind == self._in_evaluation and self.batches[kind] == self._at
+        if is_here and self._act is not None:
+            self._act()
+        loss: torch.Tensor = (model(batch[0]) - batch[0]).square().mean()
+        return loss
+
+
+def trainer(folder: Path | None, loss: Loss, **options: Any) -> elche.Trainer:
+    return elche.Trainer(
+        lambda: nn.Linear(1, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        loss,
+        dataset=DATA,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        seed=5,
+        checkpoint_dir=folder,
+        **options,
+    )
+
+
+def num_checkpoints(folder: Path) -> int:
+    return len(list(folder.glob("checkpoint-*/manifest.json")))
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("way", ["fit", "start", "stop"])
+def test_inside_an_epoch_it_goes_on_from_there(tmp_path: Path, way: str) -> None:
+    whole = trainer(None, Loss()).fit()
+    reached, may_go = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        reached.set()
+        assert may_go.wait(WAIT_S)
+
+    asked = trainer(tmp_path, Loss(waits if way == "stop" else terminated, STEPS + 7))
+    if way == "fit":
+        first = asked.fit()
+    else:
+        handle = asked.start()
+        if way == "stop":
+            assert reached.wait(WAIT_S)
+            with pytest.raises(DeadlineError):
+                handle.stop(0.0)
+            may_go.set()
+        first = handle.join(WAIT_S)
+    assert first.stopped_by == ("stop" if way == "stop" else "SIGTERM")
+    assert num_checkpoints(tmp_path) == 1
+    done = [record.samples for record in first.history]
+    assert done[0] == SAMPLES
+    assert 0 < done[1] < SAMPLES
+    rest = trainer(tmp_path, Loss(), resume=True).fit()
+    assert [record.epoch for record in rest.history] == [0, 1, 2]
+    assert rest.history[1].samples == SAMPLES - done[1]
+    assert identical([rest.model_state, whole.model_state])
+
+
+def test_in_an_evaluation_it_breaks_that_off(tmp_path: Path) -> None:
+    loss = Loss(terminated, STEPS + 1, in_evaluation=True)
+    early = elche.EarlyStopping(patience=EPOCHS)
+    options = {"eval_dataset": DATA, "early_stopping": early}
+    first = trainer(tmp_path, loss, **options).fit()
+    assert first.stopped_by == "SIGTERM"
+    assert loss.batches[1] == STEPS + 1
+    assert [record.eval_loss is None for record in first.history] == [False, True]
+    assert first.best_metric == first.history[0].eval_loss
+    again = Loss()
+    rest = trainer(tmp_path, again, resume=True, **options).fit()
+    assert again.batches[0] == STEPS
+    assert [record.eval_loss is None for record in rest.history] == [False, True, False]
+
+
+def test_in_the_last_evaluation_too() -> None:
+    loss = Loss(terminated, 2 * STEPS + 1, in_evaluation=True)
+    result = trainer(None, loss, eval_dataset=DATA).fit()
+    assert result.stopped_by == "SIGTERM"
+    assert result.history[-1].eval_loss is None
+    assert loss.batches[1] == 2 * STEPS + 1
+
+
+def stopped_on(folder: Path, policy: str, stopping: int, where: str) -> Any:
+    act = terminated if elche.rank() == stopping else None
+    is_evaluation = where == "evaluation"
+    loss = Loss(act, 1 if is_evaluation else 5, in_evaluation=is_evaluation)
+    data = DATA if is_evaluation else None
+    result = trainer(folder, loss, policy=policy, eval_dataset=data).fit()
+    return [
+        result.model_state,
+        result.stopped_by,
+        [(record.epoch, record.samples, record.eval_loss) for record in result.history],
+    ]
+
+
+def resumed(folder: Path, policy: str) -> Any:
+    result = trainer(folder, Loss(), policy=policy, resume=True).fit()
+    return [result.model_state, [record.samples for record in result.history]]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("policy", "stopping", "where"),
+    [
+        ("sync", 0, "training"),
+        ("sync", 1, "training"),
+        ("cadence", 1, "training"),
+        ("async", 0, "training"),
+        ("sync", 1, "evaluation"),
+    ],
+)
+def test_a_signal_on_one_rank_stops_all(
+    ranks2: RankPool, tmp_path: Path, policy: str, stopping: int, where: str
+) -> None:
+    options: dict[str, Any] = {"case_setup": serve_in_thread, "env": FOUR_TO_ONE}
+    both = ranks2.run(stopped_on, tmp_path, policy, stopping, where, **options)
+    assert identical([each[0] for each in both])
+    assert both[0][1:] == both[1][1:]
+    _, stopped_by, records = both[0]
+    assert stopped_by == "SIGTERM"
+    assert num_checkpoints(tmp_path) == 1
+    epoch, samples, loss = records[-1]
+    assert (samples == SAMPLES) == (where == "evaluation")
+    assert loss is None
+    again = ranks2.run(resumed, tmp_path, policy, **options)
+    assert identical([each[0] for each in again])
+    left = [] if where == "evaluation" else [SAMPLES - samples]
+    own = again[0][1][epoch + (where == "evaluation") :]
+    assert own == [*left, *[SAMPLES] * (EPOCHS - epoch - 1)]

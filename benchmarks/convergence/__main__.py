@@ -27,6 +27,7 @@ from benchmarks.convergence.brief import LENGTHS as SHORT_LENGTHS
 from benchmarks.convergence.brief import STUDIES as BRIEF
 from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
+from benchmarks.convergence.equal import STUDIES as EQUAL
 from benchmarks.convergence.frontier import LARGE, LARGE_WIDTH
 from benchmarks.convergence.frontier import STUDIES as FRONTIER
 from benchmarks.convergence.report import Line, differences_table, line, table
@@ -44,7 +45,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
 }
 """What is learnt, by the name in the results."""
-STUDIES = SETTLED | FRONTIER | BRIEF
+STUDIES = SETTLED | FRONTIER | BRIEF | EQUAL
 
 
 def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:

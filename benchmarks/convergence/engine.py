@@ -1,8 +1,8 @@
 """Trains virtual ranks in one process, by the arithmetic of `elche.comm`.
 
 Time is counted in *ticks*, batches of the fastest rank. A rank of half the speed ends a
-batch at every second tick. Ranks are kept fastest first, so those that end a batch at a
-tick are the first so many rows of every tensor.
+batch at every second tick. Batches are those of local steps: a batch of the task, or
+what it is cut into.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def train(
     Returns:
         What the task reports of each column.
     """
-    streams = torch.stack([task.stream(c.seed, batches) for c in columns], dim=1)
+    drawn = [task.stream(c.seed, batches) for c in columns]
+    size = task.batch_size // method.cut
+    if size * method.cut != task.batch_size:
+        raise ValueError(f"{task.batch_size} samples do not divide by {method.cut}")
+    streams = torch.stack([each.view(-1, size) for each in drawn], dim=1)
     ranks = len(method.speeds)
     held = Replicas(task, columns, ranks, method.optimizer)
     if ranks == 1:
@@ -54,19 +58,26 @@ def _train_alone(held: Replicas, method: Method, streams: Tensor) -> None:
     is_compressed = method.top < 1.0 or method.codec != "fp32"
     compressor = Compressor(held, method) if is_compressed else None
     waiting: list[Tensor] = []
+    before = held.theta.clone()
     for start in range(0, batches, size):
         samples = streams[start : start + size]
-        if compressor is None:
-            held.gradients(1, _union(samples))
+        if method.extrapolated:
+            now = held.theta.clone()
+            held.theta.add_(now - before, alpha=method.delay)
+            held.gradients([0], _union(samples))
+            held.theta.copy_(now)
+            before = now
+        elif compressor is None:
+            held.gradients([0], _union(samples))
         else:
             compressor.gradients(samples)
-        held.clip(1)
+        held.clip([0])
         if method.delay:
             waiting.append(held.grad.clone())
             if len(waiting) <= method.delay:
                 continue
             held.grad.copy_(waiting.pop(0))
-        held.step(1, method.rate_at((start + len(samples) / 2) / batches))
+        held.step([0], method.rate_at((start + len(samples) / 2) / batches))
 
 
 def _union(samples: Tensor) -> Tensor:
@@ -100,7 +111,7 @@ class Compressor:
         """
         total = torch.zeros_like(self._held.grad[0])
         for residual, batch in zip(self._residual, samples, strict=False):
-            self._held.gradients(1, batch[None])
+            self._held.gradients([0], batch[None])
             message = self._held.grad[0] + residual
             sent = message
             if self._method.top < 1.0:
@@ -122,9 +133,9 @@ def _train_in_common(
     total, size = len(streams), method.first_batches or len(method.speeds)
     for begin in range(start, stop, size):
         samples = streams[begin : min(begin + size, stop)]
-        held.gradients(1, _union(samples))
-        held.clip(1)
-        held.step(1, method.rate_at((begin + len(samples) / 2) / total))
+        held.gradients([0], _union(samples))
+        held.clip([0])
+        held.step([0], method.rate_at((begin + len(samples) / 2) / total))
 
 
 def _train_together(held: Replicas, method: Method, streams: Tensor) -> Tensor:
@@ -149,29 +160,29 @@ def _train_in_windows(
     held: Replicas, method: Method, streams: Tensor, start: int, stop: int
 ) -> Tensor:
     """Runs the ranks tick by tick, with their windows on the way."""
-    every = [round(1.0 / speed) for speed in method.speeds]
     total = len(streams)
     sync = Synchroniser(held, method)
-    counts = torch.zeros(len(every))
+    counts = torch.zeros(len(method.speeds))
     done, tick, opened = start, 0, 0
     while done < stop:
         tick += 1
-        active = sum(tick % ticks == 0 for ticks in every)
-        active = min(active, stop - done)
-        progress = (done + active / 2) / total
-        held.gradients(active, streams[done : done + active])
+        active = method.active_at(tick)[: stop - done]
+        if not active:
+            continue
+        progress = (done + len(active) / 2) / total
+        held.gradients(active, streams[done : done + len(active)])
         held.clip(active)
         factor = method.rate_at(progress) * _rewarmed(method, tick - opened)
         held.step(active, factor)
-        done += active
-        counts[:active] += 1
+        done += len(active)
+        counts[active] += 1
         window = method.window_ticks(method.anchor_at(done / total))
         passed = tick - opened
         sync.adopt(tick, progress)
         if passed == window:
             lag = window if method.lag < 0 else min(method.lag, window)
             sync.begin(tick + lag, counts)
-            counts = torch.zeros(len(every))
+            counts = torch.zeros(len(method.speeds))
         if passed >= window:
             opened = tick
         sync.adopt(tick, progress)

@@ -17,8 +17,10 @@ FLEETS: dict[str, tuple[float, ...]] = {
     "1:4": (1.0, 0.25),
     "1:1:2:4": (1.0, 1.0, 0.5, 0.25),
     "8 mixed": (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25),
+    "4 unequal": (1.0, 0.67, 0.4, 0.25),
 }
 """Relative speeds, fastest first; named by the times of a batch."""
+OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,11 @@ class Method:
         fleet: a name in ``FLEETS``.
         batches_per_step: of one device only: batches in a step's gradient. As many as
             there are ranks is DDP, as many as fit in a window a gradient window.
+        cut: local batches that a batch of the task is cut into. With as many as there
+            are ranks the global batch is that of one device: elche's windows.
         delay: of one device only: steps that a gradient is late.
+        extrapolated: such a gradient is taken where the parameters will be if the last
+            step is repeated as often.
         anchor: batches of the slowest rank in a window.
         first_anchor: a shorter anchor for the first fifth of the run; 0 for none.
         last_anchor: a shorter anchor for the last fifth; 0 for none.
@@ -62,7 +68,8 @@ class Method:
         mix: part of the way to the mean that a rank goes; the outer step beyond the
             mean it takes whole, so that the ranks' mean is the consensus.
         codec: how drifts travel, with error feedback; of one device: gradients.
-        optimizer: ``"adamw"`` or ``"sgd"`` (momentum 0.9).
+        optimizer: ``"adamw"``, ``"sgd"`` (momentum 0.9) or ``"muon"`` (for hidden
+            matrices, with AdamW for the rest).
 
     Raises:
         ValueError: a value is unknown, or two do not go together.
@@ -70,7 +77,9 @@ class Method:
 
     fleet: str = "1"
     batches_per_step: int = 1
+    cut: int = 1
     delay: int = 0
+    extrapolated: bool = False
     anchor: int = 1
     first_anchor: int = 0
     last_anchor: int = 0
@@ -99,7 +108,7 @@ class Method:
             ("weights", self.weights, ("equal", "samples", "sqrt")),
             ("state", self.state, STATES),
             ("outer", self.outer, OUTERS),
-            ("optimizer", self.optimizer, ("adamw", "sgd")),
+            ("optimizer", self.optimizer, OPTIMIZERS),
         ):
             if value not in known:
                 raise ValueError(f"unknown {name} {value!r}; known are {known}")
@@ -112,6 +121,8 @@ class Method:
             raise ValueError("between the common steps no part of the run is left")
         if self.first_batches and (self.first_sync == 0.0 or self.last_sync > 0.0):
             raise ValueError("first_batches needs common steps at the beginning only")
+        if self.extrapolated and self.delay == 0:
+            raise ValueError("only gradients that are late are extrapolated")
         if self.state == "late" and self.lag == 0:
             raise ValueError("state 'late' needs a lag")
         if self.state in ("average", "second") and self.lag != 0:
@@ -150,6 +161,14 @@ class Method:
         """Momentum of an outer step after a part of the run."""
         left = 1.0 - progress
         return self.outer_momentum * (left / self.fade if left < self.fade else 1.0)
+
+    def active_at(self, tick: int) -> list[int]:
+        """Ranks that end a batch at a tick, counted from 1."""
+        return [
+            rank
+            for rank, speed in enumerate(self.speeds)
+            if math.floor(tick * speed + 1e-9) > math.floor((tick - 1) * speed + 1e-9)
+        ]
 
     def window_ticks(self, anchor: int) -> int:
         """Batches of the fastest rank in a window."""

@@ -38,6 +38,7 @@ from elche.runtime.rank_settings import (
     batch_norm_hint,
     check_shared,
     check_training,
+    optimizers_of,
 )
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
@@ -48,7 +49,9 @@ from elche.runtime.windows.model_copies import check_copies
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Optimizer = TypeVar(
+    "Optimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+)
 
 
 def setup(
@@ -78,7 +81,8 @@ def setup(
 
     Args:
         model: the model; the same on every rank.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several in a list, such as Muon for the matrices
+            and AdamW for the rest, each of which the loop steps in every batch.
         loader: a DataLoader. Its ``batch_size`` is the global batch under every
             policy: a local step of a window takes its part by the number of ranks
             (or ``local_batch_size``). Every process of several ranks that loads (each
@@ -147,7 +151,8 @@ def set_up(
 ) -> tuple[Model, Optimizer, Any]:
     """What :func:`setup` does, with its arguments as one value."""
     config = asked.config
-    check_training(model, optimizer, loader)
+    optimizers = optimizers_of(optimizer)
+    check_training(model, optimizers, loader)
     check_copies(asked.copies, model)
     shutdown()
     placement = read_placement()
@@ -176,7 +181,7 @@ def set_up(
     training = Training(
         config=config,
         model=model,
-        optimizer=optimizer,
+        optimizers=optimizers,
         loader=positions,
         weights=weights,
         micro_batches=asked.micro_batches,
@@ -191,13 +196,15 @@ def set_up(
         single.attach()
         process.begin(single, _facts_alone(placement, asked), single.timeline)
         process.checkpoints.begin_run(single, asked.schedulers)
+        process.checkpoints.register(_named(optimizers[1:]))
         return model, optimizer, RunLoader(loader, positions, single)
-    check_shared(model, optimizer, positions, config)
+    check_shared(model, optimizers, positions, config)
     check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
     process.checkpoints.begin_run(run, asked.schedulers)
+    process.checkpoints.register(_named(optimizers[1:]))
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):
@@ -209,6 +216,13 @@ def set_up(
         if hint := batch_norm_hint(model, config.policy):
             _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
+
+
+def _named(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers beside the main one, by their names in a checkpoint."""
+    return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
 
 
 def rank() -> int:

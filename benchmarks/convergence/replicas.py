@@ -176,8 +176,3 @@ class Replicas:
         count = len(self.columns)
         for row, steps in enumerate(self._steps):
             steps.copy_(self._steps[row % count])
-
-    def reset_state(self) -> None:
-        """Forgets the optimizer's state of all ranks."""
-        for held in (*self.state, *self._steps):
-            held.zero_()

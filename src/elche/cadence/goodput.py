@@ -20,6 +20,7 @@ from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import (
     REFERENCE_BATCHES,
+    check_optimizer,
     check_policy,
     check_run_batches,
     sample_efficiency,
@@ -77,6 +78,7 @@ class MeasuredCluster:
             device alone train on; None if local steps have as many.
         run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
             in samples weighs less in a longer one.
+        optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -94,6 +96,7 @@ class MeasuredCluster:
     min_share_samples: int = 1
     sync_batch_size: int | None = None
     run_batches: float = REFERENCE_BATCHES
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
@@ -125,6 +128,7 @@ class MeasuredCluster:
         check_measure("copy_batches", self.copy_batches)
         check_measure("jitter", self.jitter)
         check_run_batches(self.run_batches)
+        check_optimizer(self.optimizer)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
@@ -339,10 +343,17 @@ class Fleet:
     ) -> Prediction:
         alone = self._alone[size - 1]
         hardware = batches * self._cluster.batch_size / window_s / alone
-        length = self._cluster.run_batches
-        sample = 1.0  # steps of `sync` are those of one device
-        if policy != "sync":
-            sample = sample_efficiency(policy, size, batches, lag, run_batches=length)
+        cluster = self._cluster
+        part = cluster.batch_size / cluster.global_batch_size
+        sample = sample_efficiency(
+            policy,
+            size,
+            batches,
+            lag,
+            run_batches=cluster.run_batches * part,
+            global_batch=cluster.world_size * part,
+            optimizer=cluster.optimizer,
+        )
         return Prediction(
             policy=policy,
             world_size=size,

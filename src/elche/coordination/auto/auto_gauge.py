@@ -88,6 +88,7 @@ class Gauge:
         config: the run's settings.
         world_size: ranks.
         min_share_samples: samples that a rank without a share runs its loop on.
+        optimizer: kind of the model's.
 
     Attributes:
         cut: of the batches that windows would train on.
@@ -97,10 +98,15 @@ class Gauge:
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, min_share_samples: int
+        self,
+        config: RunConfig,
+        world_size: int,
+        min_share_samples: int,
+        optimizer: str = "adam",
     ) -> None:
         self._config = config
         self._few = max(1, min_share_samples)
+        self._optimizer = optimizer
         self.cut = local_cut(config.windows, world_size, self._few)
         self._ranks = [_Costs() for _ in range(world_size)]
         self._exposed_s: list[float] = []
@@ -216,7 +222,7 @@ class Gauge:
             reports: one of each rank, in order.
             probe_s: what one reduction takes.
         """
-        other = Gauge(self._config, len(reports), self._few)
+        other = Gauge(self._config, len(reports), self._few, self._optimizer)
         other.begin_epoch(self._run_batches)
         other.is_cold = True
         other.took_steps([replace(report, warm=True) for report in reports])
@@ -296,6 +302,7 @@ class Gauge:
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self._run_batches,
+            optimizer=self._optimizer,
         )
 
 

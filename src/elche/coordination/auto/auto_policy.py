@@ -90,7 +90,8 @@ class AutoPolicy(Policy):
         self._config = settings.config
         self._phase = _Phase.CALIBRATING if len(members) > 1 else _Phase.FIXED
         self._switch = PolicySwitch(members, settings)
-        self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
+        least, kind = settings.min_share_samples, settings.optimizer_kind
+        self._gauge = Gauge(self._config, len(members), least, kind)
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._calibration = Calibration(
             self._gauge, self._switch.sync, self._new_chooser, self._ahead_steps

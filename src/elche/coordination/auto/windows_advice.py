@@ -40,8 +40,8 @@ class AdvisedSync(SyncPolicy):
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         super().__init__(members, settings)
-        least = settings.min_share_samples
-        self._gauge: Gauge | None = Gauge(settings.config, len(members), least)
+        least, kind = settings.min_share_samples, settings.optimizer_kind
+        self._gauge: Gauge | None = Gauge(settings.config, len(members), least, kind)
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
 

@@ -97,8 +97,8 @@ class Contents:
                 raise ConfigError(
                     f"{type(optimizer).__name__} steps the model beside the optimizer "
                     "of elche.setup: give setup both in a list, or call "
-                    "elche.register_for_checkpointing(optimizer) before the first epoch, "
-                    "so that it can be resumed"
+                    "elche.register_for_checkpointing(optimizer) before the first "
+                    "epoch, so that it can be resumed"
                 )
         for optimizer in self.parts.optimizers:
             known = [getattr(e, "optimizer", None) for e in registered]

@@ -12,13 +12,11 @@ was found.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 
@@ -111,31 +109,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("convergence.jsonl"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--json", type=Path, help="write the table here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results)
     results.load()
     names = list(STUDIES) if args.study == "all" else [args.study]
-    started_s, found = time.monotonic(), {}
+    started_s = time.monotonic()
     for name in names:
         left_s = args.seconds - (time.monotonic() - started_s)
         trials = STUDIES[name]()
         if not args.table and not run(trials, results, left_s):
             print("more to run")
             return
-        made = lines(trials, results)
-        found[name] = [each.as_dict() for each in made]
-        print(f"{name}\n\n{table(made)}\n")
-    if args.json is not None:
-        rows = (f' "{name}": {_rows(found[name])}' for name in names)
-        args.json.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        print(f"{name}\n\n{table(lines(trials, results))}\n")
     print("complete")
-
-
-def _rows(found: Sequence[dict[str, Any]]) -> str:
-    """JSON of a table, a line per row."""
-    return "[\n  " + ",\n  ".join(json.dumps(row) for row in found) + "\n ]"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.results import Results, Setting
@@ -89,15 +88,6 @@ class Line:
     efficiency: float
     low: float
     high: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values, rounded."""
-        found: dict[str, Any] = {"batches": self.batches}
-        found |= {"method": self.method.as_dict(), "lr": self.lr, "seeds": self.seeds}
-        for name in ("value", "penalty", "half", "efficiency", "low", "high"):
-            number = getattr(self, name)
-            found[name] = round(number, 4) if math.isfinite(number) else None
-        return found
 
 
 def line(

@@ -76,8 +76,7 @@ class MeasuredCluster:
             share runs its loop on as many that do not count.
         sync_batch_size: samples of a global batch, which a step of ``sync`` and one
             device alone train on; None if local steps have as many.
-        run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
-            in samples weighs less in a longer one.
+        run_batches: global ones, in the whole run.
         optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
 
     Raises:
@@ -350,8 +349,8 @@ class Fleet:
             size,
             batches,
             lag,
-            run_batches=cluster.run_batches * part,
-            global_batch=cluster.world_size * part,
+            run_batches=cluster.run_batches,
+            global_batch=size * part,
             optimizer=cluster.optimizer,
         )
         return Prediction(

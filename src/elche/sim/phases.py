@@ -138,7 +138,7 @@ def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
             batches,
             lag,
             run_batches=run_batches(sim),
-            global_batch=sim.cluster.world_size * local / whole,
+            global_batch=ranks * local / whole,
         )
     return PhaseReport(
         policy=began.policy,

@@ -123,7 +123,7 @@ class Gauge:
         self.is_cold = False
 
     def begin_epoch(self, run_batches: float) -> None:
-        """An epoch begins, in a run expected to have so many local batches."""
+        """An epoch begins, in a run expected to have so many batches."""
         self._run_batches = run_batches
         self._grants.clear()
 

@@ -190,8 +190,7 @@ class AutoPolicy(Policy):
                 self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
             )
         self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
-        local_batches = sizes.cut_by(self._gauge.cut).num_batches
-        self._gauge.begin_epoch(float(self._length.epochs * local_batches))
+        self._gauge.begin_epoch(float(self._length.epochs * sizes.num_batches))
         return self._switch.begin_epoch(epoch, sizes, now_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:

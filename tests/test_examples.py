@@ -41,10 +41,22 @@ def test_own_loop(policy: str) -> None:
     assert shown[-1] > 80
 
 
-def test_own_loop_alone() -> None:
-    ended = _run(sys.executable, "examples/own_loop.py")
+@pytest.mark.parametrize("name", ["own_loop", "muon"])
+def test_own_loops_alone(name: str) -> None:
+    ended = _run(sys.executable, f"examples/{name}.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("held-out digits right") == 5
+
+
+def test_muon_beside_adamw_in_windows() -> None:
+    launcher = ("-m", "elche", "run", "--speeds", "1,0.5", "--policy", "cadence")
+    ended = _run(
+        *(sys.executable, *launcher, "--ms-per-sample", "0.2", "examples/muon.py")
+    )
+    assert ended.returncode == 0, ended.stderr
+    shown = [float(text) for text in re.findall(r"([\d.]+)% of held-out", ended.stdout)]
+    assert len(shown) == 5
+    assert shown[-1] > 80
 
 
 def test_trainer() -> None:

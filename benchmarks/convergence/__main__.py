@@ -1,39 +1,32 @@
 """What ways of sharing a training cost in samples, on virtual ranks in one process.
 
-    python -m benchmarks.convergence --study lags
-    python -m benchmarks.convergence --study lags --table --json lags.json
-    python -m benchmarks.convergence --study grown --table --against 4
+    python -m benchmarks.convergence --study star
+    python -m benchmarks.convergence --table --results docs/convergence_runs.jsonl
 
 The first runs what is missing of a study, one thread, and prints its table; every run
 is a line of `--results`, so it may be stopped and begun again (`--seconds`). The second
-only prints; the third prints the differences, seed by seed, to the study's fourth
-line as well. All studies take some six hours of a core. `docs/convergence.md` says
-what was found.
+only prints. All studies take half an hour of a core. `docs/convergence.md` says what
+was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 import torch
 
-from benchmarks.convergence.brief import LENGTHS as SHORT_LENGTHS
-from benchmarks.convergence.brief import STUDIES as BRIEF
 from benchmarks.convergence.digits import Digits
 from benchmarks.convergence.engine import train
-from benchmarks.convergence.frontier import LARGE, LARGE_WIDTH
-from benchmarks.convergence.frontier import STUDIES as FRONTIER
-from benchmarks.convergence.report import Line, differences_table, line, table
+from benchmarks.convergence.method import Method
+from benchmarks.convergence.report import Line, line, table
 from benchmarks.convergence.results import Results, Setting
 from benchmarks.convergence.search import Trial, wanted
-from benchmarks.convergence.study import LENGTHS, LONG, TEXT_BATCHES, alone
-from benchmarks.convergence.study import STUDIES as SETTLED
+from benchmarks.convergence.study import ALONE, LARGE, LARGE_WIDTH, STUDIES
 from benchmarks.convergence.tasks import Task, Text
 
 COLUMNS = 4
@@ -44,7 +37,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
 }
 """What is learnt, by the name in the results."""
-STUDIES = SETTLED | FRONTIER | BRIEF
 
 
 def run(trials: Sequence[Trial], results: Results, seconds: float) -> bool:
@@ -82,41 +74,28 @@ def lines(trials: Sequence[Trial], results: Results) -> list[Line]:
     """The lines of a study's table, as far as they were run."""
     found = []
     for trial in {each.setting.key(): each for each in trials}.values():
-        single = alone(trial.setting)
+        setting = trial.setting
+        optimizer = setting.method.optimizer
+        single = replace(setting, method=Method(optimizer=optimizer))
         lr = results.best(single, (0,))
         if lr is None:
-            raise SystemExit("run the study 'base' (or 'digits') first: one device")
-        by_seed, known = results.of(single)[lr], curve_of(results, single)
-        made = line(trial.setting, results, by_seed, known)
+            continue
+        made = line(setting, results, results.of(single)[lr], curve_of(results, single))
         found += [made] if made is not None else []
     return found
 
 
 def curve_of(results: Results, single: Setting) -> dict[int, float]:
     """Mean loss of one device by the length of its run, each at its best rate."""
+    if single.task == "text" and single.method == Method():
+        return ALONE
     found = {}
-    for length in (*SHORT_LENGTHS, *LENGTHS, TEXT_BATCHES, LONG * 3 // 4, LONG):
+    for length in ALONE:
         setting = replace(single, batches=length)
         lr = results.best(setting, (0,))
-        if length <= single.batches and lr is not None:
-            values = results.of(setting)[lr].values()
-            found[length] = sum(values) / len(values)
+        if lr is not None:
+            found[length] = mean(results.of(setting)[lr].values())
     return found if len(found) > 1 else {}
-
-
-def against(trials: Sequence[Trial], results: Results, number: int) -> str:
-    """A study's settings beside one of them, seed by seed.
-
-    Args:
-        trials: the study.
-        results: what is known.
-        number: which of the settings that were run, from 1.
-    """
-    every = {trial.setting.key(): trial.setting for trial in trials}
-    known = [setting for setting in every.values() if results.of(setting)]
-    if not 1 <= number <= len(known):
-        raise SystemExit(f"--against: expected a line from 1 to {len(known)}")
-    return differences_table(known, known[number - 1], results)
 
 
 def main() -> None:
@@ -130,34 +109,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("convergence.jsonl"))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--against", type=int, help="a line of the study's table")
-    parser.add_argument("--json", type=Path, help="write the table here too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(args.results)
     results.load()
     names = list(STUDIES) if args.study == "all" else [args.study]
-    started_s, found = time.monotonic(), {}
+    started_s = time.monotonic()
     for name in names:
         left_s = args.seconds - (time.monotonic() - started_s)
         trials = STUDIES[name]()
         if not args.table and not run(trials, results, left_s):
             print("more to run")
             return
-        made = lines(trials, results)
-        found[name] = [each.as_dict() for each in made]
-        print(f"{name}\n\n{table(made)}\n")
-        if args.against is not None:
-            print(f"{against(trials, results, args.against)}\n")
-    if args.json is not None:
-        rows = (f' "{name}": {_rows(found[name])}' for name in names)
-        args.json.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        print(f"{name}\n\n{table(lines(trials, results))}\n")
     print("complete")
-
-
-def _rows(found: Sequence[dict[str, Any]]) -> str:
-    """JSON of a table, a line per row."""
-    return "[\n  " + ",\n  ".join(json.dumps(row) for row in found) + "\n ]"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from benchmarks.convergence.muon import MuonRows
 from benchmarks.convergence.tasks import Task
 
 BETAS = (0.9, 0.99)
@@ -43,7 +44,7 @@ class Replicas:
         task: what is trained.
         columns: the runs.
         ranks: ranks of each.
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: ``"adamw"``, ``"sgd"`` or ``"muon"``.
     """
 
     def __init__(
@@ -56,67 +57,85 @@ class Replicas:
         self.optimizer = optimizer
         self.theta = start.repeat(ranks, 1, 1)
         self.buffers = torch.stack([held for _, held in begun]).repeat(ranks, 1, 1)
-        moments = 2 if optimizer == "adamw" else 1
+        moments = 1 if optimizer == "sgd" else 2
         self.state = [torch.zeros_like(self.theta) for _ in range(moments)]
         self.grad = torch.zeros_like(self.theta)
         rows = ranks * len(columns)
         self._steps = [torch.zeros(()) for _ in range(rows)]
         self._leaves: dict[int, list[Tensor]] = {}
+        self._muon = MuonRows(task.shapes, task.matrices, WEIGHT_DECAY)
 
-    def gradients(self, ranks: int, samples: Tensor) -> None:
-        """Gradients of the first ranks, into ``grad``.
+    def gradients(self, ranks: Sequence[int], samples: Tensor) -> None:
+        """Gradients of some ranks, into ``grad``.
 
         Args:
-            ranks: how many.
+            ranks: which, in ascending order.
             samples: of shape (ranks, columns, samples).
         """
-        rows = ranks * len(self.columns)
-        if ranks not in self._leaves:
-            flat = self.theta[:ranks].view(rows, -1)
-            self._leaves[ranks] = [
-                part.detach().requires_grad_() for part in self.task.views(flat)
-            ]
-        leaves = self._leaves[ranks]
-        buffers = self.buffers[:ranks].view(rows, -1)
-        loss = self.task.losses(leaves, buffers, samples.reshape(rows, -1))
+        rows = len(ranks) * len(self.columns)
+        leaves, is_first = self._leaves_of(ranks, rows)
+        buffers = self.buffers[: len(ranks)] if is_first else self.buffers[ranks]
+        flat = buffers.view(rows, -1)
+        loss = self.task.losses(leaves, flat, samples.reshape(rows, -1))
         grads = torch.autograd.grad(loss, leaves)
-        flat = self.grad[:ranks].view(rows, -1)
-        for into, found in zip(self.task.views(flat), grads, strict=True):
-            into.copy_(found)
+        if is_first:
+            into = self.task.views(self.grad[: len(ranks)].view(rows, -1))
+            for part, found in zip(into, grads, strict=True):
+                part.copy_(found)
+            return
+        self.buffers[ranks] = buffers
+        found = torch.cat([grad.view(rows, -1) for grad in grads], dim=1)
+        self.grad[ranks] = found.view(len(ranks), len(self.columns), -1)
 
-    def clip(self, ranks: int) -> None:
-        """Clips the gradients of the first ranks, each by itself."""
-        flat = self.grad[:ranks].view(ranks * len(self.columns), -1)
-        norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-        flat.mul_((MAX_NORM / (norms + 1e-6)).clamp(max=1.0))
+    def _leaves_of(self, ranks: Sequence[int], rows: int) -> tuple[list[Tensor], bool]:
+        """Parameters by tensor, and whether they are views of the first ranks'."""
+        count = len(ranks)
+        is_first = ranks[-1] == count - 1
+        if is_first and count in self._leaves:
+            return self._leaves[count], True
+        held = self.theta[:count] if is_first else self.theta[ranks]
+        parts = self.task.views(held.view(rows, -1))
+        leaves = [part.detach().requires_grad_() for part in parts]
+        if is_first:
+            self._leaves[count] = leaves
+        return leaves, is_first
+
+    def clip(self, ranks: Sequence[int]) -> None:
+        """Clips the gradients of some ranks, each by itself."""
+        for rank in ranks:
+            flat = self.grad[rank]
+            norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+            flat.mul_((MAX_NORM / (norms + 1e-6)).clamp(max=1.0))
 
     @torch.no_grad()
-    def step(self, ranks: int, factor: float) -> None:
-        """One step of the first ranks, with torch's own fused optimizers.
+    def step(self, ranks: Sequence[int], factor: float) -> None:
+        """One step of some ranks, with torch's own fused optimizers.
 
         Args:
-            ranks: how many.
+            ranks: which.
             factor: on the columns' learning rates.
         """
         count = len(self.columns)
         by_rate: dict[float, list[int]] = {}
-        for row in range(ranks * count):
-            by_rate.setdefault(self.columns[row % count].lr, []).append(row)
+        for rank in ranks:
+            for column, each in enumerate(self.columns):
+                by_rate.setdefault(each.lr, []).append(rank * count + column)
         for lr, rows in by_rate.items():
-            self._fused(rows, lr * factor)
+            self._step_rows(rows, lr * factor)
 
-    def _fused(self, rows: Sequence[int], lr: float) -> None:
-        """AdamW, or SGD with momentum."""
+    def _step_rows(self, rows: Sequence[int], lr: float) -> None:
+        """One step of some rows at one learning rate."""
 
-        def lines(tensor: Tensor) -> list[Tensor]:
+        def lines(tensor: Tensor, parts: Sequence[slice]) -> list[Tensor]:
             flat = tensor.view(len(self._steps), -1)
-            return [flat[row] for row in rows]
+            return [flat[row, part] for row in rows for part in parts]
 
+        whole = [slice(None)]
         if self.optimizer == "sgd":
             torch._fused_sgd_(
-                lines(self.theta),
-                lines(self.grad),
-                lines(self.state[0]),
+                lines(self.theta, whole),
+                lines(self.grad, whole),
+                lines(self.state[0], whole),
                 weight_decay=0.0,
                 momentum=MOMENTUM,
                 lr=lr,
@@ -128,13 +147,19 @@ class Replicas:
             return
         steps = [self._steps[row] for row in rows]
         torch._foreach_add_(steps, 1.0)
+        parts = whole
+        if self.optimizer == "muon":
+            parts = self._muon.others
+            held = [t.view(len(self._steps), -1) for t in (self.theta, self.grad)]
+            momentum = self.state[0].view(len(self._steps), -1)
+            self._muon.step(rows, lr, *held, momentum)
         torch._fused_adamw_(
-            lines(self.theta),
-            lines(self.grad),
-            lines(self.state[0]),
-            lines(self.state[1]),
+            lines(self.theta, parts),
+            lines(self.grad, parts),
+            lines(self.state[0], parts),
+            lines(self.state[1], parts),
             [],
-            steps,
+            [each for each in steps for _ in parts],
             lr=lr,
             beta1=BETAS[0],
             beta2=BETAS[1],
@@ -151,8 +176,3 @@ class Replicas:
         count = len(self.columns)
         for row, steps in enumerate(self._steps):
             steps.copy_(self._steps[row % count])
-
-    def reset_state(self) -> None:
-        """Forgets the optimizer's state of all ranks."""
-        for held in (*self.state, *self._steps):
-            held.zero_()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.convergence.engine import Column
 from benchmarks.convergence.results import Results, Setting
 
-STEP = 1.6
+STEP = 2.0
 MOST_RATES = 7
 SCREENING = (0,)
 

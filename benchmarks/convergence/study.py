@@ -1,4 +1,9 @@
-"""The studies: which methods are compared, and where to seek their learning rates."""
+"""The study at equal global batch: a star around four unequal ranks.
+
+Every rank takes local steps on its part of the one device's batch, as elche trains.
+Where a trial is not tuned it takes the learning rate that is best for one device, or at
+eight ranks twice that.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,50 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.convergence.method import Method
+from benchmarks.convergence.method import FLEETS, Method
 from benchmarks.convergence.results import Setting
 from benchmarks.convergence.search import Trial
 
-TEXT_BATCHES = 8000
-LONG = 16_000
+SEEDS = 3
+BATCHES = 2000
 DIGITS_BATCHES = 1000
-LENGTHS = (1000, 2000, 3000, 4000, 5000, 6000)
-FINAL_SEEDS = 8
+RATE = 4e-3
+LARGE = "text 480"
+LARGE_WIDTH = 480
+ALONE: dict[int, float] = {
+    300: 2.4902,
+    500: 2.3475,
+    750: 2.2663,
+    1000: 2.2073,
+    1500: 2.1255,
+    2000: 2.0616,
+    3000: 1.9760,
+    4000: 1.9160,
+    5000: 1.8666,
+    6000: 1.8277,
+    8000: 1.7694,
+    12_000: 1.7011,
+    16_000: 1.6474,
+}
+"""Loss of one device with AdamW by the length of its run, each with its own schedule
+and tuned learning rate: means of four seeds, eight at 8000 (2026-11-21 and 22)."""
 
 
-def alone(setting: Setting) -> Setting:
-    """One device with as many samples of the same task."""
-    optimizer = setting.method.optimizer
-    return Setting(setting.task, setting.batches, Method(optimizer=optimizer))
+def nesterov(outer_lr: float) -> dict[str, Any]:
+    """Settings of elche's default outer step."""
+    return {"outer": "nesterov", "outer_lr": outer_lr, "outer_momentum": 0.5}
 
 
-def text(
-    centre: float, *, seeds: int = 2, batches: int = TEXT_BATCHES, **settings: Any
+def windows(fleet: str, centre: float = RATE, **settings: Any) -> Trial:
+    """Ranks that take local steps on a part of the one device's batch."""
+    cut = len(FLEETS[fleet])
+    return alone(centre, fleet=fleet, cut=cut, **settings)
+
+
+def alone(
+    centre: float = RATE, *, seeds: int = SEEDS, batches: int = BATCHES, **settings: Any
 ) -> Trial:
-    """A trial of the text task."""
+    """A trial of the text task; of one device unless the settings name a fleet."""
     return Trial(Setting("text", batches, Method(**settings)), centre, seeds)
 
 
@@ -35,273 +63,112 @@ def untuned(*trials: Trial) -> list[Trial]:
     return [replace(trial, tuned=False) for trial in trials]
 
 
-def nesterov(outer_lr: float, momentum: float = 0.5) -> dict[str, Any]:
-    """Settings of the outer step."""
-    return {"outer": "nesterov", "outer_lr": outer_lr, "outer_momentum": momentum}
+TWO: dict[str, Any] = {"fleet": "2", "seeds": 2, **nesterov(0.7)}
+FOUR: dict[str, Any] = {"fleet": "4", **nesterov(1.0)}
+EIGHT: dict[str, Any] = {"fleet": "8", "centre": 2 * RATE, "seeds": 2, **nesterov(1.0)}
 
 
-def slowmo(outer_lr: float, momentum: float) -> dict[str, Any]:
-    """Settings of the outer step."""
-    return {"outer": "slowmo", "outer_lr": outer_lr, "outer_momentum": momentum}
+def ranks() -> list[Trial]:
+    """One device, and 2, 4 and 8 ranks with both outer steps, each tuned."""
+    fleets = (("4", 1.0), ("2", 0.7), ("8", 1.0))
+    trials = [alone(seeds=4)]
+    for fleet, outer_lr in fleets:
+        trials += [windows(fleet), windows(fleet, **nesterov(outer_lr))]
+    return trials
 
 
-def base() -> list[Trial]:
-    """One device, and DDP (as many batches in a step as there are ranks)."""
+def star() -> list[Trial]:
+    """Anchor, optimizer state, lag and codec, one at a time."""
+    return untuned(
+        windows(**FOUR, anchor=5),
+        windows(**FOUR, anchor=20),
+        windows(**FOUR, anchor=5, state="average"),
+        windows(**FOUR, anchor=20, state="average"),
+        windows(**FOUR, lag=2),
+        windows(**FOUR, lag=-1),
+        windows(**FOUR, anchor=5, lag=4),
+        windows(**FOUR, anchor=5, lag=-1),
+        windows(**FOUR, codec="int8", seeds=2),
+        windows(**FOUR, codec="int4", seeds=2),
+        *(
+            windows(**ends, anchor=anchor)
+            for ends in (TWO, EIGHT)
+            for anchor in (5, 20)
+        ),
+        *(windows(**ends, anchor=5, lag=-1) for ends in (TWO, EIGHT)),
+        windows(**EIGHT, lag=2),
+    )
+
+
+def lengths() -> list[Trial]:
+    """Runs of 500 and 8000 batches."""
+    trials = []
+    for batches, centre in ((500, 6.4e-3), (8000, RATE)):
+        at: dict[str, Any] = {"batches": batches, "centre": centre}
+        trials += [
+            alone(**at),
+            windows(**FOUR | at),
+            windows(**TWO | at),
+            windows(**EIGHT | {"batches": batches}),
+            windows(**FOUR | at, anchor=5, seeds=2),
+        ]
+    return untuned(*trials)
+
+
+def of_optimizer(optimizer: str, centre: float) -> list[Trial]:
+    """One device, four and eight ranks, tuned; and shorter runs of one device."""
+    at: dict[str, Any] = {"optimizer": optimizer, "centre": centre}
     return [
-        text(2.5e-3, seeds=FINAL_SEEDS),
-        text(6e-3, seeds=FINAL_SEEDS, batches_per_step=4),
-        text(8e-3, seeds=FINAL_SEEDS, batches_per_step=8),
-    ]
-
-
-def curve() -> list[Trial]:
-    """One device with fewer samples: what a loss is worth."""
-    return [text(4e-3, seeds=4, batches=length) for length in LENGTHS]
-
-
-def outers() -> list[Trial]:
-    """The outer step at eight ranks, blocking, state averaged, windows of 110."""
-    steps = [
-        {},
-        nesterov(1.0),
-        nesterov(1.4),
-        nesterov(2.0),
-        nesterov(0.7, 0.7),
-        nesterov(1.4, 0.7),
-        nesterov(0.5, 0.8),
-        slowmo(1.0, 0.6),
-    ]
-    return [text(5e-3, seeds=4, fleet="8 mixed", anchor=5, **step) for step in steps]
-
-
-def lags() -> list[Trial]:
-    """Lag apart from optimizer state, at eight ranks and windows of 110 batches."""
-    fixed: dict[str, Any] = {"fleet": "8 mixed", "anchor": 5}
-    usual, long = nesterov(1.0), nesterov(0.7, 0.7)
-    return untuned(
-        text(8e-3, state="average", **usual, **fixed),
-        text(8e-3, state="local", **usual, **fixed),
-        text(8e-3, state="local", lag=4, **usual, **fixed),
-        text(8e-3, state="late", lag=4, **usual, **fixed),
-        text(8e-3, state="local", lag=-1, **usual, **fixed),
-        text(8e-3, state="local", lag=4, **long, **fixed),
-        text(8e-3, state="local", lag=4, anticipate=True, **long, **fixed),
-        text(8e-3, state="local", lag=-1, **long, **fixed),
-        text(8e-3, state="local", lag=-1, anticipate=True, **long, **fixed),
-    )
-
-
-def shape() -> list[Trial]:
-    """Blocking with averaged state: shorter and sparse synchronisation."""
-    fixed = {"fleet": "8 mixed", **nesterov(1.0)}
-    return untuned(
-        text(8e-3, anchor=1, **fixed),
-        text(8e-3, anchor=5, first_anchor=1, **fixed),
-        text(8e-3, anchor=5, weights="samples", **fixed),
-        text(8e-3, anchor=1, top=0.2, **fixed),
-    )
-
-
-def sparse() -> list[Trial]:
-    """The same with local state, and overlapped."""
-    fixed: dict[str, Any] = {"fleet": "8 mixed", "state": "local", **nesterov(1.0)}
-    return untuned(
-        text(8e-3, anchor=1, **fixed),
-        text(8e-3, anchor=2, **fixed),
-        text(8e-3, anchor=1, lag=2, **fixed),
-        text(8e-3, anchor=1, lag=-1, **fixed),
-        text(8e-3, seeds=4, anchor=5, **fixed),
-        text(8e-3, anchor=5, first_anchor=1, **fixed),
-        text(8e-3, anchor=5, first_anchor=1, lag=4, **fixed),
-        text(8e-3, anchor=1, top=0.2, **fixed),
-        text(8e-3, anchor=1, top=0.05, **fixed),
-        text(8e-3, anchor=1, top=0.2, lag=2, **fixed),
-    )
-
-
-def codecs() -> list[Trial]:
-    """What quantised drifts cost, at eight ranks with local state."""
-    fixed = {"fleet": "8 mixed", "state": "local", **nesterov(1.0)}
-    return untuned(
-        text(8e-3, anchor=5, codec="int8", **fixed),
-        text(8e-3, anchor=5, codec="int4", **fixed),
-        text(8e-3, anchor=1, codec="int8", **fixed),
-        text(8e-3, anchor=1, codec="int4", **fixed),
-        text(8e-3, anchor=1, codec="int4", lag=2, **fixed),
-    )
-
-
-def four() -> list[Trial]:
-    """Four ranks."""
-    fixed = {"fleet": "1:1:2:4"}
-    short = {"anchor": 1, "state": "local", **fixed}
-    return untuned(
-        text(6e-3, anchor=5, **nesterov(1.0), **fixed),
-        text(6e-3, anchor=5, **nesterov(1.4), **fixed),
-        text(6e-3, anchor=5, **nesterov(0.7), **fixed),
-        text(6e-3, anchor=5, state="local", **nesterov(1.0), **fixed),
-        text(6e-3, anchor=5, state="local", lag=4, **nesterov(1.0), **fixed),
-        text(6e-3, anchor=5, state="late", lag=4, **nesterov(1.0), **fixed),
-        text(6e-3, anchor=5, state="local", lag=-1, **nesterov(1.0), **fixed),
-        text(6e-3, anchor=5, state="local", lag=-1, **nesterov(0.7), **fixed),
-        text(6e-3, anchor=2, state="local", **nesterov(1.0), **fixed),
-        text(6e-3, **nesterov(1.0), **short),
-        text(6e-3, lag=2, **nesterov(1.0), **short),
-        text(6e-3, codec="int4", **nesterov(1.0), **short),
-    )
-
-
-def rates() -> list[Trial]:
-    """Four ranks, overlapped in the shortest windows: the outer rate."""
-    fixed: dict[str, Any] = {"fleet": "1:1:2:4", "anchor": 1, "lag": 2}
-    fixed["state"] = "local"
-    return [text(6e-3, seeds=4, **nesterov(rate), **fixed) for rate in (0.7, 1.0, 1.4)]
-
-
-def gradients() -> list[Trial]:
-    """Gradient windows (22 and 110 batches a step), and gradients that come late."""
-    return [
-        text(8e-3, batches_per_step=22),
-        text(8e-3, batches_per_step=110),
-        text(8e-3, batches_per_step=8, delay=1),
-        text(5e-3, batches_per_step=8, delay=2),
-        text(5e-3, batches_per_step=8, delay=4),
-    ]
-
-
-def anchors() -> list[Trial]:
-    """Long windows, blocking."""
-    local: dict[str, Any] = {"state": "local"}
-    return untuned(
-        text(8e-3, fleet="8 mixed", anchor=20, **local, **nesterov(1.0)),
-        text(8e-3, fleet="8 mixed", anchor=20, **nesterov(1.0)),
-        text(6e-3, fleet="1:1:2:4", anchor=20, **local, **nesterov(1.0)),
-        text(6e-3, fleet="1:1:2:4", anchor=20, **nesterov(1.0)),
-        text(4e-3, fleet="1:4", anchor=100, **local, **nesterov(1.0)),
-    )
-
-
-def sgd() -> list[Trial]:
-    """SGD with momentum 0.9 in place of AdamW; the first is one device."""
-    fixed: dict[str, Any] = {"optimizer": "sgd", "fleet": "8 mixed", **nesterov(1.0)}
-    return [
-        text(0.2, seeds=4, optimizer="sgd"),
-        text(0.8, seeds=4, optimizer="sgd", batches_per_step=8),
-        text(0.4, seeds=4, anchor=1, state="local", **fixed),
-        text(0.4, seeds=4, anchor=1, lag=2, state="local", **fixed),
-        text(0.4, seeds=4, anchor=5, state="local", **fixed),
-        text(0.4, seeds=4, anchor=5, **fixed),
+        alone(**at),
+        windows(**FOUR | at),
+        windows(**EIGHT | at),
+        *untuned(*(alone(**at, batches=n, seeds=2) for n in (1000, 1500))),
     ]
 
 
 def eight() -> list[Trial]:
-    """Eight ranks, overlapped in the shortest windows: the outer step."""
-    fixed: dict[str, Any] = {"fleet": "8 mixed", "anchor": 1, "lag": 2}
-    fixed["state"] = "local"
-    return [
-        text(8e-3, seeds=4, **nesterov(1.0), **fixed),
-        *untuned(
-            text(8e-3, seeds=4, **nesterov(0.7, 0.7), **fixed),
-            text(8e-3, seeds=4, **nesterov(0.7), **fixed),
-            text(8e-3, seeds=4, **nesterov(1.4), **fixed),
-            text(1.28e-2, seeds=4, **fixed),
-        ),
-    ]
-
-
-def two() -> list[Trial]:
-    """Two ranks, overlapped."""
-    fixed: dict[str, Any] = {"fleet": "1:4", "state": "local", "seeds": 4}
+    """Eight ranks: what is lost to speeds, optimizer state and averaged Adam steps."""
+    mixed, equal = EIGHT | {"seeds": 3}, EIGHT | {"seeds": 3, "fleet": "8 equal"}
     return untuned(
-        text(4e-3, anchor=1, lag=2, **nesterov(0.7), **fixed),
-        text(4e-3, anchor=5, lag=4, **nesterov(0.7), **fixed),
-        text(4e-3, anchor=5, lag=4, **nesterov(1.0), **fixed),
-        text(4e-3, anchor=5, lag=-1, **nesterov(0.7), **fixed),
-        text(4e-3, anchor=5, lag=4, weights="samples", **fixed),
-        text(4e-3, anchor=20, lag=4, **nesterov(0.7), **fixed),
+        windows(**mixed, state="average"),
+        windows(**mixed, state="second"),
+        windows(**equal),
+        windows(**equal, state="average"),
+        windows(**mixed, first_sync=0.2),
     )
 
 
-def rules() -> list[Trial]:
-    """How drifts weigh, and what becomes of the optimizer's state; blocking."""
-    two: dict[str, Any] = {"fleet": "1:4", "anchor": 5, **nesterov(0.7)}
-    eight: dict[str, Any] = {"fleet": "8 mixed", "anchor": 5, **nesterov(1.0)}
+def late() -> list[Trial]:
+    """`sync` one step late, and with gradients where the step will have led."""
+    trials = []
+    for optimizer, seeds in (("adamw", 3), ("muon", 1)):
+        at: dict[str, Any] = {"optimizer": optimizer, "seeds": seeds, "delay": 1}
+        trials += [alone(**at), alone(**at, extrapolated=True)]
+    return untuned(*trials)
+
+
+def others() -> list[Trial]:
+    """Images, a million parameters, and one device with half the batch."""
+
+    def both(task: str, lr: float, batches: int, seeds: int) -> list[Trial]:
+        four = Method(fleet="4", cut=4, **nesterov(1.0))
+        settings = [Setting(task, batches, each) for each in (Method(), four)]
+        return [Trial(setting, lr, seeds) for setting in settings]
+
     return untuned(
-        text(4e-3, **two),
-        text(4e-3, state="reset", **two),
-        text(4e-3, weights="sqrt", **two),
-        text(4e-3, weights="samples", **two),
-        text(8e-3, state="reset", **eight),
-        text(8e-3, weights="sqrt", **eight),
-        text(4e-3, state="local", **two),
-        text(4e-3),
-    )
-
-
-def long() -> list[Trial]:
-    """Eight ranks with twice as many samples; the first three are one device."""
-    fixed: dict[str, Any] = {"batches": LONG, "fleet": "8 mixed", "state": "local"}
-    return untuned(
-        text(4e-3, batches=LONG, seeds=4),
-        text(4e-3, batches=LONG * 3 // 4, seeds=4),
-        text(8e-3, batches=LONG, seeds=4, batches_per_step=8),
-        text(8e-3, anchor=1, lag=2, seeds=4, **nesterov(1.0), **fixed),
-        text(8e-3, anchor=5, **nesterov(1.0), **fixed),
-        text(8e-3, anchor=5, lag=4, seeds=4, **nesterov(1.0), **fixed),
-    )
-
-
-def final() -> list[Trial]:
-    """More seeds of what matters most."""
-    eight: dict[str, Any] = {"fleet": "8 mixed", **nesterov(1.0)}
-    four: dict[str, Any] = {"fleet": "1:1:2:4", **nesterov(1.0)}
-    more = {"seeds": FINAL_SEEDS, "state": "local"}
-    return untuned(
-        text(8e-3, anchor=1, lag=2, codec="int4", **more, **eight),
-        text(8e-3, anchor=5, seeds=FINAL_SEEDS, **eight),
-        text(8e-3, anchor=5, lag=4, **more, **eight),
-        text(8e-3, anchor=1, **more, **eight),
-        text(6e-3, anchor=1, lag=2, **more, **four),
-        text(6e-3, anchor=5, lag=4, **more, **four),
-    )
-
-
-def digits() -> list[Trial]:
-    """Error rate of a network with batch norm, ten seeds, one learning rate."""
-
-    def trial(**settings: Any) -> Trial:
-        return Trial(Setting("digits", DIGITS_BATCHES, Method(**settings)), 3e-3, 10)
-
-    late: dict[str, Any] = {"state": "local", **nesterov(1.0)}
-    return untuned(
-        trial(),
-        trial(batches_per_step=8),
-        trial(fleet="8 mixed", anchor=1, state="local", **nesterov(1.0)),
-        trial(fleet="8 mixed", anchor=1, lag=2, codec="int4", **late),
-        trial(fleet="8 mixed", anchor=5, lag=4, **late),
-        trial(fleet="8 mixed", anchor=5, **nesterov(1.0)),
-        trial(fleet="1:1:2:4", anchor=5, lag=4, **late),
-        trial(fleet="1:4", anchor=5, state="local", lag=4, **nesterov(0.7)),
+        *both("digits", 3e-3, DIGITS_BATCHES, 4),
+        *both(LARGE, 1.6e-3, BATCHES, 2),
+        *(alone(lr, seeds=1, cut=2) for lr in (RATE / 2, RATE)),
     )
 
 
 STUDIES: dict[str, Callable[[], list[Trial]]] = {
-    "base": base,
-    "curve": curve,
-    "outers": outers,
-    "lags": lags,
-    "shape": shape,
-    "sparse": sparse,
-    "codecs": codecs,
-    "gradients": gradients,
-    "anchors": anchors,
-    "sgd": sgd,
+    "ranks": ranks,
+    "star": star,
+    "muon": lambda: of_optimizer("muon", RATE),
+    "lengths": lengths,
+    "sgd": lambda: of_optimizer("sgd", 0.2),
     "eight": eight,
-    "four": four,
-    "rates": rates,
-    "two": two,
-    "rules": rules,
-    "long": long,
-    "final": final,
-    "digits": digits,
+    "late": late,
+    "others": others,
 }

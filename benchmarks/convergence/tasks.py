@@ -34,12 +34,14 @@ class Task(ABC):
         batch_size: samples of a local step.
         shapes: of the parameters of one replica.
         buffer_size: elements of the buffers of one replica, such as running statistics.
+        matrices: indices of the hidden layers' matrices among the shapes: Muon's.
     """
 
     name: str
     batch_size: int
     shapes: Sequence[tuple[int, ...]]
     buffer_size: int = 0
+    matrices: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -112,6 +114,7 @@ class Text(Task):
             (width, VOCABULARY_SIZE),
             (VOCABULARY_SIZE,),
         ]
+        self.matrices = range(1, 2 + 4 * BLOCKS, 2)
 
     @override
     def initial(self, seed: int) -> tuple[Tensor, Tensor]:

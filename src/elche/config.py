@@ -248,7 +248,7 @@ def default_outer_lr(world_size: int, outer: str = "nesterov") -> float:
 
     Equal drift weights shrink the step of the mean, the more so the more ranks.
     Nesterov's rates restore it, up to about 1.5 for rate times (1 + momentum)
-    (measured: `docs/convergence.md`, "The outer step"); SlowMo's is its paper's 1.
+    (measured: `docs/convergence.md`); SlowMo's is its paper's 1.
 
     Args:
         world_size: ranks.

@@ -39,6 +39,7 @@ from elche.runtime.rank_settings import (
     check_shared,
     check_training,
     fused_hint,
+    optimizers_of,
 )
 from elche.runtime.report.run_summary import RunFacts
 from elche.runtime.run import Run
@@ -49,7 +50,9 @@ from elche.runtime.windows.model_copies import check_copies
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Optimizer = TypeVar(
+    "Optimizer", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+)
 
 
 def setup(
@@ -79,7 +82,8 @@ def setup(
 
     Args:
         model: the model; the same on every rank.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several in a list, such as Muon for the matrices
+            and AdamW for the rest, each of which the loop steps in every batch.
         loader: a DataLoader. Its ``batch_size`` is the global batch under every
             policy: a local step of a window takes its part by the number of ranks
             (or ``local_batch_size``). Every process of several ranks that loads (each
@@ -148,7 +152,8 @@ def set_up(
 ) -> tuple[Model, Optimizer, Any]:
     """What :func:`setup` does, with its arguments as one value."""
     config = asked.config
-    check_training(model, optimizer, loader)
+    optimizers = optimizers_of(optimizer)
+    check_training(model, optimizers, loader)
     check_copies(asked.copies, model)
     shutdown()
     placement = read_placement()
@@ -170,7 +175,7 @@ def set_up(
     training = Training(
         config=config,
         model=model,
-        optimizer=optimizer,
+        optimizers=optimizers,
         loader=positions,
         weights=weights,
         micro_batches=asked.micro_batches,
@@ -186,13 +191,15 @@ def set_up(
         single.attach()
         process.begin(single, _facts_alone(placement, asked), single.timeline)
         process.checkpoints.begin_run(single, asked.schedulers, asked.stops)
+        process.checkpoints.register(_named(optimizers[1:]))
         return model, optimizer, RunLoader(loader, positions, single)
-    check_shared(model, optimizer, positions, config)
+    check_shared(model, optimizers, positions, config)
     check_unstarted(loader)
     _watch_process()
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
     process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
+    process.checkpoints.register(_named(optimizers[1:]))
     for scheduler in asked.schedulers:
         run.follow(scheduler)
     if isinstance(positions.dataset, StreamView):
@@ -201,10 +208,18 @@ def set_up(
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
-        for hint in (batch_norm_hint(model, config.policy), fused_hint(optimizer)):
+        fused = [fused_hint(each) for each in optimizers]
+        for hint in (batch_norm_hint(model, config.policy), *fused):
             if hint:
                 _write_stderr(hint)
     return model, optimizer, RunLoader(loader, positions, run)
+
+
+def _named(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers beside the main one, by their names in a checkpoint."""
+    return {f"optimizer {index}": each for index, each in enumerate(optimizers, 2)}
 
 
 def rank() -> int:

@@ -59,7 +59,7 @@ def register_for_checkpointing(*objects: Any, **named: Any) -> None:
     """Has the state of these objects saved and resumed with the run.
 
     Whatever has ``state_dict()`` and ``load_state_dict()``: a GradScaler, schedulers
-    that elche does not follow, optimizers beside the one given to `elche.setup`, an EMA
+    that elche does not follow, optimizers beside those given to `elche.setup`, an EMA
     that is none of ``copies=``, counters of your own. What moves with the model is
     stored once where ranks hold it in common, anything else for each rank. Call it
     after `elche.setup`, on every rank, in the same order.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.cadence.convergence import UPDATES, sample_efficiency
+from elche.cadence.convergence import UPDATES, optimizer_kind, sample_efficiency
 from elche.cadence.goodput import (
     Fleet,
     MeasuredCluster,
@@ -49,70 +50,92 @@ def clusters(draw: st.DrawFn) -> MeasuredCluster:
 
 
 @pytest.mark.parametrize(
-    ("policy", "ranks", "window_batches", "expected"),
+    ("ranks", "window_batches", "run_batches", "optimizer", "measured"),
     [
-        ("sync", 2, 2, 1.0),
-        ("sync", 4, 4, 0.97),
-        ("sync", 8, 8, 0.88),
-        ("cadence", 2, 5, 0.99),
-        ("cadence", 2, 25, 0.98),
-        ("cadence", 2, 100, 0.89),
-        ("cadence", 2, 500, 0.79),
-        ("cadence", 4, 50, 0.82),
-        ("cadence", 8, 20, 0.77),
-        ("cadence", 8, 100, 0.61),
-        ("async", 2, 5, 0.99),
-        ("async", 2, 25, 0.96),
-        ("async", 4, 50, 0.78),
-        ("async", 8, 100, 0.54),
-        ("async", 8, 400, 0.35),
-        ("cadence", 4, 1000, 0.39),
-        ("cadence", 8, 2000, 0.20),
-        ("async", 4, 1000, 0.39),
-        ("async", 8, 2000, 0.20),
+        (2, 5, 2000, "adam", 0.98),
+        (4, 9.3, 2000, "adam", 0.95),
+        (4, 46, 2000, "adam", 0.91),
+        (4, 186, 2000, "adam", 0.76),
+        (8, 22, 2000, "adam", 0.87),
+        (2, 5, 500, "adam", 0.99),
+        (4, 9.3, 500, "adam", 0.96),
+        (4, 46, 500, "adam", 0.90),
+        (8, 22, 500, "adam", 0.85),
+        (2, 5, 8000, "adam", 0.96),
+        (4, 9.3, 8000, "adam", 0.92),
+        (4, 46, 8000, "adam", 0.90),
+        (4, 9.3, 2000, "sgd", 1.0),
+        (8, 22, 2000, "sgd", 0.99),
     ],
 )
-def test_the_table_holds_what_was_measured(
-    policy: str, ranks: int, window_batches: int, expected: float
+def test_the_table_is_near_what_was_measured(
+    ranks: int, window_batches: float, run_batches: int, optimizer: str, measured: float
 ) -> None:
-    lag = 4 if policy == "async" and window_batches > 12 else 0
-    assert sample_efficiency(policy, ranks, window_batches, lag) == pytest.approx(
-        expected
-    )
+    """Three seeds know it to some hundredths only."""
+    given = {"run_batches": run_batches, "optimizer": optimizer}
+    blocking = sample_efficiency("cadence", ranks, window_batches, **given)
+    assert blocking == pytest.approx(measured, abs=0.045)
+    overlapped = sample_efficiency("async", ranks, window_batches, 0.2, **given)
+    assert overlapped == blocking
 
 
 @pytest.mark.parametrize(
-    ("policy", "ranks", "window_batches", "run_batches", "measured"),
+    ("ranks", "window_batches", "run_batches", "measured"),
     [
-        ("sync", 8, 8, 1000, 0.474),
-        ("sync", 8, 8, 2000, 0.665),
-        ("cadence", 2, 5, 500, 0.833),
-        ("cadence", 2, 5, 1000, 0.918),
-        ("cadence", 2, 25, 500, 0.805),
-        ("cadence", 2, 25, 1000, 0.885),
-        ("async", 2, 5, 1000, 0.915),
-        ("async", 2, 25, 1000, 0.855),
-        ("async", 4, 11, 1000, 0.678),
-        ("async", 4, 11, 2000, 0.798),
-        ("async", 8, 22, 1000, 0.365),
-        ("async", 8, 22, 2000, 0.508),
-        ("async", 2, 25, 500, 0.778),
-        ("async", 2, 100, 1000, 0.745),
-        ("async", 4, 55, 1000, 0.55),
-        ("async", 4, 55, 2000, 0.673),
-        ("async", 8, 110, 1000, 0.276),
-        ("async", 8, 110, 2000, 0.364),
-        ("async", 8, 22, 16_000, 0.85),
-        ("async", 8, 110, 16_000, 0.64),
+        (2, 5, 1000, 0.915),
+        (2, 25, 1000, 0.855),
+        (4, 11, 1000, 0.678),
+        (4, 11, 2000, 0.798),
+        (4, 55, 2000, 0.673),
+        (8, 22, 1000, 0.365),
+        (8, 22, 2000, 0.508),
     ],
 )
-def test_runs_of_other_lengths_are_near_what_was_measured(
-    policy: str, ranks: int, window_batches: int, run_batches: int, measured: float
+def test_local_batches_as_large_as_one_devices_cost_that_too(
+    ranks: int, window_batches: int, run_batches: int, measured: float
 ) -> None:
-    found = sample_efficiency(policy, ranks, window_batches, run_batches=run_batches)
+    """Of the former study, overlapped."""
+    found = sample_efficiency(
+        "async", ranks, window_batches, run_batches=run_batches, global_batch=ranks
+    )
     assert found == pytest.approx(measured, abs=0.1)
-    late = sample_efficiency(policy, ranks, window_batches, 1.0, run_batches=1e9)
-    assert late == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (("AdamW",), "adam"),
+        ((), "adam"),
+        (("SGD",), "sgd"),
+        (("SGD", "AdamW"), "adam"),
+        (("Muon", "AdamW"), "muon"),
+        (("SingleDeviceMuon",), "muon"),
+    ],
+)
+def test_kinds_of_optimizers(names: tuple[str, ...], kind: str) -> None:
+    assert optimizer_kind(names) == kind
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one of adam, sgd, muon, got 'lion'"):
+        sample_efficiency("async", 2, 5, optimizer="lion")
+    with pytest.raises(ConfigError, match="one of adam, sgd, muon, got 'lion'"):
+        cluster(1.0, sync_s=0.0, optimizer="lion")
+
+
+def test_a_prediction_counts_the_kind_and_the_size_of_local_batches() -> None:
+    given = {"sync_s": 0.001, "run_batches": 400.0, "max_anchor": 1}
+    speeds = (1.0, 1.0, 1.0, 1.0)
+    whole = predict("cadence", cluster(*speeds, **given))
+    parts = predict("cadence", cluster(*speeds, **given, sync_batch_size=128))
+    by_sgd = predict(
+        "cadence", cluster(*speeds, **given, sync_batch_size=128, optimizer="sgd")
+    )
+    table = partial(sample_efficiency, "cadence", 4, 4.0)
+    assert parts.sample_efficiency == table(run_batches=400.0)
+    assert by_sgd.sample_efficiency == table(run_batches=400.0, optimizer="sgd")
+    assert whole.sample_efficiency == table(run_batches=400.0, global_batch=4.0)
+    assert whole.sample_efficiency < parts.sample_efficiency < by_sgd.sample_efficiency
 
 
 @given(
@@ -138,8 +161,8 @@ def test_a_run_has_batches(run_batches: float) -> None:
         sample_efficiency("async", 2, 5, run_batches=run_batches)
 
 
-def test_a_global_batch_of_one_batch_costs_nothing_on_any_number_of_ranks() -> None:
-    assert sample_efficiency("sync", 10_000, 1) == 1.0
+def test_steps_of_sync_are_those_of_one_device() -> None:
+    assert sample_efficiency("sync", 10_000, 1, run_batches=1.0) == 1.0
 
 
 def test_one_rank_loses_nothing() -> None:
@@ -147,27 +170,25 @@ def test_one_rank_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("window_batches", [1, 25, 1000])
-def test_a_lag_costs_up_to_five_percent_and_only_async(window_batches: int) -> None:
+def test_a_lag_costs_beyond_a_third_of_the_window_and_only_async(
+    window_batches: int,
+) -> None:
     lags = [window_batches * part / 40 for part in range(100)]
     found = [sample_efficiency("async", 2, window_batches, lag) for lag in lags]
     assert found == sorted(found, reverse=True)
     assert found[0] == found[5]  # a quarter of what a rank runs in the window
-    assert found[-1] == pytest.approx(0.95 * found[0])
+    assert found[-1] == found[20]  # all of it
+    assert 0.93 * found[0] < found[-1] < 0.99 * found[0]
     assert sample_efficiency("cadence", 2, window_batches, 1e9) == sample_efficiency(
         "cadence", 2, window_batches
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "window", "remains"), [(2, 25, 0.95), (4, 50, 0.74), (8, 100, 0.63)]
-)
-def test_a_whole_window_of_lag_costs_more_the_more_ranks_there_are(
-    ranks: int, window: int, remains: float
-) -> None:
+@pytest.mark.parametrize(("ranks", "window"), [(2, 25), (4, 50), (8, 100)])
+def test_a_late_average_costs_by_its_lag(ranks: int, window: int) -> None:
     whole = sample_efficiency("async", ranks, window, window / ranks)
     part = sample_efficiency("async", ranks, window, window / ranks * 2 / 3)
     none = sample_efficiency("async", ranks, window)
-    assert whole == pytest.approx(remains * none)
     assert part == pytest.approx(math.sqrt(whole * none))
 
 
@@ -235,8 +256,7 @@ def test_goodput_of_sync_on_eight_ranks_in_the_prototypes() -> None:
     )
     assert found.hardware_efficiency == pytest.approx(0.857, abs=0.03)
     assert found.sample_efficiency == 1.0  # theirs was of one device at 32
-    price = sample_efficiency("sync", 8, 8.0)
-    assert found.goodput * price == pytest.approx(4.1, rel=0.03)
+    assert found.goodput * 0.88 == pytest.approx(4.1, rel=0.03)
 
 
 def test_sync_splits_the_batch_as_the_balancer_does() -> None:

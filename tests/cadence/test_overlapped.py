@@ -105,6 +105,7 @@ def clusters(draw: st.DrawFn) -> MeasuredCluster:
     return MeasuredCluster(
         seconds_per_sample=[each_s / 8 for each_s in batch_s],
         batch_size=8,
+        sync_batch_size=8 * len(batch_s),
         sync_s=draw(st.just(0.0) | st.floats(1e-5, 100.0)),
         copy_batches=draw(st.floats(0.0, 1.0)),
         max_anchor=draw(MOST),

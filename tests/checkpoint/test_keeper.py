@@ -130,6 +130,34 @@ def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     assert [[len(list(loader)), len(list(loader))] for _ in elche.epochs(1)] == [[0, 2]]
 
 
+def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon([model[1].weight]),
+        torch.optim.Adam([*model[0].parameters(), model[1].bias]),
+    ]
+    data = DataLoader(TensorDataset(torch.randn(10, 3)), batch_size=4)
+    return elche.setup(model, optimizers, data)
+
+
+def test_all_optimizers_of_a_list_are_resumed(tmp_path: Path) -> None:
+    model, optimizers, loader = two_optimizers()
+    for _ in elche.epochs(1):
+        for _ in loader:
+            step(model, *optimizers)
+        elche.save(tmp_path)
+    elche.shutdown()
+    _, again, _ = two_optimizers()
+    assert elche.resume(tmp_path)
+    for one, other in zip(optimizers, again, strict=True):
+        kept, found = one.state_dict()["state"], other.state_dict()["state"]
+        assert kept.keys() == found.keys() != set()
+        for at, state in kept.items():
+            for name, value in state.items():
+                assert torch.equal(value, found[at][name])
+
+
 def other_model(folder: Path) -> None:
     set_up(width=5)
     elche.resume(folder)

@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import elche
 from elche.config import RunConfig
 from elche.errors import ConfigError
-from elche.runtime.rank_settings import check_shared
+from elche.runtime.rank_settings import check_shared, describe
+from elche.runtime.training import Training
 
 SYNC = RunConfig(policy="sync")
+SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -110,6 +112,9 @@ def test_a_step_adds_a_handful_of_calls() -> None:
     [
         ({"model": "m"}, "expected model to be a torch.nn.Module"),
         ({"optimizer": 3}, "expected a torch.optim.Optimizer"),
+        ({"optimizer": []}, r"or several in a list, got \[\]"),
+        ({"optimizer": [SGD, 3]}, r"or several in a list, got \[SGD"),
+        ({"optimizer": [SGD, SGD]}, "an optimizer comes twice"),
         ({"loader": [1]}, "expected a torch.utils.data.DataLoader"),
         ({"config": {"seed": 1}}, r"expected config to be an elche\.RunConfig, got \{"),
     ],
@@ -145,6 +150,20 @@ def test_an_optimizer_of_another_model() -> None:
         elche.setup(model, other, loader)
 
 
+def test_every_optimizer_of_a_list_is_compared_between_ranks() -> None:
+    model, sgd, loader = _parts()
+    adam = torch.optim.Adam([model.bias], lr=0.3)
+    returned = elche.setup(model, [sgd, adam], loader)
+    assert returned[1] == [sgd, adam]
+    training = Training(config=SYNC, model=model, optimizers=[sgd, adam], loader=loader)
+    found = describe(training, None).optimizer
+    assert (found["class"], found["lr"]) == ("SGD", 0.1)
+    assert (found["2.class"], found["2.lr"]) == ("Adam", 0.3)
+    stranger = [sgd, torch.optim.Adam([nn.Parameter(torch.zeros(1))])]
+    with pytest.raises(ConfigError, match="Adam holds none of the model's"):
+        elche.setup(model, stranger, loader)
+
+
 def test_no_epochs() -> None:
     with pytest.raises(ConfigError, match="expected epochs of at least 1, got 0"):
         elche.setup(*_parts(), epochs=0)
@@ -155,16 +174,14 @@ def test_an_optimizer_with_a_quantised_state_is_refused_by_name() -> None:
     space = {"__module__": "bitsandbytes.optim.adamw"}
     eight_bits = type("AdamW8bit", (torch.optim.AdamW,), space)
     with pytest.raises(ConfigError, match="AdamW8bit of bitsandbytes quantises its"):
-        check_shared(model, eight_bits(model.parameters()), loader, SYNC)
+        check_shared(model, [eight_bits(model.parameters())], loader, SYNC)
 
 
 def test_an_optimizer_with_parameters_of_its_own() -> None:
     model, _, loader = _parts()
     strange = [*model.parameters(), nn.Parameter(torch.ones(3))]
     with pytest.raises(ConfigError, match=r"1 parameters that are not the model's"):
-        check_shared(
-            model, torch.optim.SGD(strange, lr=0.1), loader, RunConfig(policy="sync")
-        )
+        check_shared(model, [torch.optim.SGD(strange, lr=0.1)], loader, SYNC)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +196,14 @@ def test_tensors_that_cannot_be_shared(weight: torch.Tensor, fault: str) -> None
     model, optimizer, loader = _parts()
     model.register_buffer("bad", weight)
     with pytest.raises(ConfigError, match=fault):
-        check_shared(model, optimizer, loader, SYNC)
+        check_shared(model, [optimizer], loader, SYNC)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="0: sparse gradients cannot be reduced"):
-        check_shared(model, optimizer, _parts()[2], SYNC)
+        check_shared(model, [optimizer], _parts()[2], SYNC)
 
 
 def test_the_state_of_a_run_is_asked_for_between_epochs() -> None:

@@ -261,6 +261,22 @@ def test_linear_scaling_on_one_device_changes_nothing() -> None:
     assert set(kept.rates) == {0.5}
 
 
+def test_all_optimizers_of_a_list_step_by_the_schedule() -> None:
+    kept = Kept(lr=0.5), Kept(lr=0.25)
+
+    def both(parameters: Any) -> list[torch.optim.Optimizer]:
+        return [each([p]) for each, p in zip(kept, parameters, strict=True)]
+
+    given = {"dataset": DATA, "batch_size": 4, "epochs": 2, "lr_scale": 3.0}
+    model = elche.Trainer(ones, both, nn.L1Loss(), **given, lr_schedule=lambda p: 1 - p)
+    state = model.fit().model_state
+    for each in kept:
+        progress = [0.0, 0.2, 0.4, 0.5, 0.7, 0.9]
+        assert each.rates == pytest.approx([3 * each.lr * (1 - p) for p in progress])
+    assert state["weight"] != 1.0
+    assert state["bias"] != 0.0
+
+
 def test_a_scale_is_on_top_of_a_schedule() -> None:
     kept = Kept(lr=0.5)
     trainer(optimizer=kept, lr_scale=3.0, lr_schedule=lambda p: 1 - p).fit()

@@ -20,6 +20,7 @@ from elche.cadence.alignment import aligned_anchor, lost_share
 from elche.cadence.balancer import split_for_makespan
 from elche.cadence.convergence import (
     REFERENCE_BATCHES,
+    check_optimizer,
     check_policy,
     check_run_batches,
     sample_efficiency,
@@ -75,9 +76,9 @@ class MeasuredCluster:
             share runs its loop on as many that do not count.
         sync_batch_size: samples of a global batch, which a step of ``sync`` and one
             device alone train on; None if local steps have as many.
-        run_batches: of ``batch_size``, of all ranks in the whole run: what windows cost
-            in samples weighs less in a longer one.
-        doubt: relative error that gains predicted from these times may have.
+            run_batches: global ones, in the whole run.
+            doubt: relative error that gains predicted from these times may have.
+            optimizer: its kind, see :func:`elche.cadence.convergence.optimizer_kind`.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of its range.
@@ -96,6 +97,7 @@ class MeasuredCluster:
     sync_batch_size: int | None = None
     run_batches: float = REFERENCE_BATCHES
     doubt: float = 0.0
+    optimizer: str = "adam"
 
     def __post_init__(self) -> None:
         ranks = len(self.seconds_per_sample)
@@ -128,6 +130,7 @@ class MeasuredCluster:
         check_measure("jitter", self.jitter)
         check_measure("doubt", self.doubt)
         check_run_batches(self.run_batches)
+        check_optimizer(self.optimizer)
         check_measure("overhead_target", self.overhead_target)
         target = min(max(float(self.overhead_target), 0.01), 0.50)
         object.__setattr__(self, "overhead_target", target)
@@ -350,10 +353,17 @@ class Fleet:
     ) -> Prediction:
         alone = self._alone[size - 1]
         hardware = batches * self._cluster.batch_size / window_s / alone
-        length = self._cluster.run_batches
-        sample = 1.0  # steps of `sync` are those of one device
-        if policy != "sync":
-            sample = sample_efficiency(policy, size, batches, lag, run_batches=length)
+        cluster = self._cluster
+        part = cluster.batch_size / cluster.global_batch_size
+        sample = sample_efficiency(
+            policy,
+            size,
+            batches,
+            lag,
+            run_batches=cluster.run_batches,
+            global_batch=size * part,
+            optimizer=cluster.optimizer,
+        )
         return Prediction(
             policy=policy,
             world_size=size,

@@ -96,8 +96,9 @@ class Contents:
             if not any(optimizer is each for each in registered):
                 raise ConfigError(
                     f"{type(optimizer).__name__} steps the model beside the optimizer "
-                    "of elche.setup: call elche.register_for_checkpointing(optimizer) "
-                    "before the first epoch, so that it can be resumed"
+                    "of elche.setup: give setup both in a list, or call "
+                    "elche.register_for_checkpointing(optimizer) before the first "
+                    "epoch, so that it can be resumed"
                 )
         for optimizer in self.parts.optimizers:
             known = [getattr(e, "optimizer", None) for e in registered]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elche.cadence.convergence import optimizer_kind
 from elche.config import RunConfig
 from elche.coordination.protocol.events import EpochOpened, Join, Left
 
@@ -20,7 +21,7 @@ class Settings:
     Attributes:
         config: the run's settings.
         loader: what describes the data: length, batch size, and so on.
-        optimizer: the optimizer's class and hyperparameters.
+        optimizer: class and hyperparameters of each optimizer that was handed over.
         min_share_samples: least samples of a rank that has any, under ``sync``.
         epochs: epochs of the run if known.
         micro_batches: the loop runs a share above a rank's ``max_samples`` in several
@@ -36,6 +37,12 @@ class Settings:
     epochs: int | None = None
     micro_batches: bool = False
     is_default: bool = False
+
+    @property
+    def optimizer_kind(self) -> str:
+        """Kind of the optimizers, as the convergence table has it."""
+        classes = (k for k in self.optimizer if k.rpartition(".")[2] == "class")
+        return optimizer_kind(str(self.optimizer[name]) for name in classes)
 
     def as_pairs(self) -> tuple[tuple[str, str], ...]:
         """(name, JSON value) pairs, as a :class:`Join` carries them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def describe(training: Training, epochs: int | None) -> Settings:
     """Everything but tensors that must agree between ranks."""
-    optimizer, loader = training.optimizer, training.loader
+    loader = training.loader
     return Settings(
         config=training.config,
         loader={
@@ -44,19 +45,28 @@ def describe(training: Training, epochs: int | None) -> Settings:
             "weight_of": training.weights is not None,
         },
         optimizer={
-            "class": type(optimizer).__name__,
-            **{
-                name if index == 0 else f"group {index}.{name}": value
-                for index, group in enumerate(optimizer.param_groups)
-                for name, value in plain_settings(group)
-            },
-            "state": state_layout(optimizer),
+            name if place == 0 else f"{place + 1}.{name}": value
+            for place, optimizer in enumerate(training.optimizers)
+            for name, value in _described(optimizer).items()
         },
         min_share_samples=min_share_samples(training.model),
         epochs=epochs,
         micro_batches=training.micro_batches,
         is_default=training.is_default and not sync_batchnorm_layers(training.model),
     )
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's class, settings and state layout."""
+    return {
+        "class": type(optimizer).__name__,
+        **{
+            name if index == 0 else f"group {index}.{name}": value
+            for index, group in enumerate(optimizer.param_groups)
+            for name, value in plain_settings(group)
+        },
+        "state": state_layout(optimizer),
+    }
 
 
 def join_event(
@@ -95,8 +105,27 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{dtype} (frozen)" if is_frozen else dtype
 
 
+def optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """An optimizer, or those in a list or tuple.
+
+    Raises:
+        ConfigError: it is none of these, or one comes twice.
+    """
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    optimizers = tuple(o for o in found if isinstance(o, torch.optim.Optimizer))
+    if not found or len(optimizers) < len(found):
+        raise ConfigError(
+            f"expected a torch.optim.Optimizer, or several in a list, got {given!r}"
+        )
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError(f"an optimizer comes twice in the list: {given!r}")
+    return optimizers
+
+
 def check_training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loader: DataLoader[Any],
 ) -> None:
     """Refuses arguments of the wrong type, and those that train nothing.
 
@@ -105,16 +134,15 @@ def check_training(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected model to be a torch.nn.Module, got {model!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"expected a torch.utils.data.DataLoader, got {loader!r}")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters; build it from this "
-            "model's parameters()"
-        )
+    for optimizer in optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held.isdisjoint(map(id, model.parameters())):
+            raise ConfigError(
+                f"the optimizer {type(optimizer).__name__} holds none of the model's "
+                "parameters; build it from this model's parameters()"
+            )
     try:
         empty = len(loader.dataset) == 0  # type: ignore[arg-type]
     except TypeError:
@@ -125,7 +153,7 @@ def check_training(
 
 def check_shared(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     loader: DataLoader[Any],
     config: RunConfig,
 ) -> None:
@@ -166,9 +194,11 @@ def check_shared(
         if fault:
             raise ConfigError(f"{name} {fault}")
     refuse_sync_norms(model, policy)
-    _check_optimizer(optimizer, config)
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, config)
     own = {id(parameter) for parameter in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [group for each in optimizers for group in each.param_groups]
+    held = [p for group in groups for p in group["params"]]
     strange = [p for p in held if id(p) not in own]
     if strange:
         raise ConfigError(

@@ -81,7 +81,7 @@ class Run:
         self._memory_bytes = welcome.memory_bytes
         self._training = training
         skips = ScalerSkips(training.optimizer, self.notifications.scalars)
-        optimizers = OptimizersSeen(training.model, training.optimizer)
+        optimizers = OptimizersSeen(training.model, training.optimizers)
         self._synchroniser = Synchroniser(
             training.config,
             training.model,
@@ -131,7 +131,7 @@ class Run:
             worker.send(join_event(placement, settings, model, loader))
             welcome = worker.expect(Welcome, "all ranks to join")
             worker.form_group(welcome, config.transport.kind)
-            states = state_tensors(training.optimizer)
+            states = [t for o in training.optimizers for t in state_tensors(o)]
             named = [
                 *shared_tensors(model, worker.group),
                 *((f"state {index}", state) for index, state in enumerate(states)),

@@ -79,7 +79,7 @@ class SingleRun:
         self.notifications = RunNotifications(0)
         self.timeline = Timeline(0)
         self._skips = ScalerSkips(training.optimizer, self.notifications.scalars)
-        self._optimizers = OptimizersSeen(training.model, training.optimizer)
+        self._optimizers = OptimizersSeen(training.model, training.optimizers)
         self.progress_samples = 0
         self.progress_steps = 0.0
         self.is_in_epoch = self.was_left_early = self._has_left = False

@@ -125,7 +125,7 @@ class Training:
     Attributes:
         config: the agreed settings.
         model: the model, equal on all ranks.
-        optimizer: its optimizer.
+        optimizers: those that step it and were handed over, the main one first.
         loader: the user's loader.
         weights: what batches weigh in means; None: their samples.
         micro_batches: the loop runs a batch above the rank's ``max_samples`` in several
@@ -138,7 +138,7 @@ class Training:
 
     config: RunConfig
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     loader: DataLoader[Any]
     weights: BatchWeights | None = None
     micro_batches: bool = False
@@ -146,3 +146,8 @@ class Training:
     is_default: bool = False
     epochs: int | None = None
     pauses: Pauses = field(default_factory=Pauses)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The main one."""
+        return self.optimizers[0]

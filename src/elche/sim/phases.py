@@ -90,9 +90,9 @@ def effective_samples(phases: tuple[PhaseReport, ...]) -> float:
 
 
 def run_batches(sim: Simulation) -> float:
-    """Local batches of all ranks in the whole run, as it was meant to be."""
+    """Batches of one device in the whole run, as it was meant to be."""
     run = sim.cluster.run
-    return float(run.epochs * BatchSizes(run.sizes, _cut(sim)).num_batches)
+    return float(run.epochs * BatchSizes(run.sizes).num_batches)
 
 
 def _cut(sim: Simulation) -> BatchCut:
@@ -125,14 +125,20 @@ def _between(sim: Simulation, began: Phase, end: Phase) -> PhaseReport:
     }
     most = max((counts[0] for counts in done.values()), default=0)
     ranks = sum(counts[0] > TRIALS * most for counts in done.values())
-    batches = samples / max(1, windows)
-    batches /= _cut(sim).largest_of(sim.cluster.run.sizes[0][0])
+    whole = sim.cluster.run.sizes[0][0]
+    local = _cut(sim).largest_of(whole)
+    batches = samples / max(1, windows) / local
     _, adoptions, late = max(done.values(), default=(0, 0, 0))
     lag = late / max(1, adoptions)
     efficiency = 1.0
-    if samples and ranks and began.policy != "sync":
+    if samples and ranks:
         efficiency = sample_efficiency(
-            began.policy, ranks, batches, lag, run_batches=run_batches(sim)
+            began.policy,
+            ranks,
+            batches,
+            lag,
+            run_batches=run_batches(sim),
+            global_batch=ranks * local / whole,
         )
     return PhaseReport(
         policy=began.policy,

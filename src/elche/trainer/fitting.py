@@ -50,7 +50,7 @@ class Fitting:
         self._stops = stops
         self._epochs = TrainedEpochs(recipe.config)
         self._config = recipe.config
-        model, optimizer, loader = recipe.build()
+        model, optimizers, loader = recipe.build()
         run = self._config.run
         asked = SetupConfig(
             config=run,
@@ -61,8 +61,8 @@ class Fitting:
             is_default=recipe.names_no_policy,
             stops=stops,
         )
-        self._model, self._optimizer, self._loader = session.set_up(
-            model, optimizer, loader, asked
+        self._model, self._optimizers, self._loader = session.set_up(
+            model, optimizers, loader, asked
         )
         self._weights = recipe.weights()
         metrics = session_metrics.current_metrics()
@@ -77,7 +77,8 @@ class Fitting:
             self._config.run.sums_gradients and session.current_run() is not None
         )
         self._clip_norm = None if run_clips else self._config.max_grad_norm
-        self._schedule = self._rates(optimizer, length * self._config.epochs)
+        total = length * self._config.epochs
+        self._schedules = [s for o in optimizers if (s := self._rates(o, total))]
         current = session.current_run()
         self._parts = MicroBatches(
             self._model,
@@ -150,8 +151,8 @@ class Fitting:
         with contextlib.closing(iter(self._loader)) as batches:
             for batch in batches:
                 self.metrics.take_windows()
-                if self._schedule is not None:
-                    self._schedule.step()
+                for schedule in self._schedules:
+                    schedule.step()
                 self._step(batch)
                 if self._is_to_stop():
                     break
@@ -209,8 +210,9 @@ class Fitting:
         )
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if self._config.run.loss_reduction == "sum":
             loss = loss.detach() / (self.metrics.weight_in_hand or 1.0)
         self.metrics.log("loss", loss)

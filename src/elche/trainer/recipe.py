@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 from elche import session
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights
+from elche.runtime.rank_settings import optimizers_of
 from elche.trainer.trainer_config import TrainerConfig
 
 ModelFn = Callable[[], nn.Module]
-OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFn = Callable[
+    [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
@@ -25,7 +28,7 @@ class Recipe:
 
     Args:
         model_fn: makes the model.
-        optimizer_fn: makes its optimizer.
+        optimizer_fn: makes its optimizer, or several.
         loss_fn: of output and target, or of model and batch.
         config: the settings.
         names_no_policy: the policy is the default's.
@@ -84,8 +87,10 @@ class Recipe:
             )
         return loss.reshape(())
 
-    def build(self) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
-        """Makes model, optimizer and loader of this rank."""
+    def build(
+        self,
+    ) -> tuple[nn.Module, tuple[torch.optim.Optimizer, ...], DataLoader[Any]]:
+        """Makes model, optimizers and loader of this rank."""
         config = self.config
         if config.run.seed is not None:
             torch.manual_seed(config.run.seed)
@@ -93,7 +98,7 @@ class Recipe:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"expected model_fn to return a Module, got {model!r}")
         model.to(session.device())
-        optimizer = self._optimizer_fn(model.parameters())
+        optimizers = optimizers_of(self._optimizer_fn(model.parameters()))
         loader: DataLoader[Any] = DataLoader(
             config.dataset,
             batch_size=config.batch_size,
@@ -102,7 +107,7 @@ class Recipe:
             collate_fn=config.collate_fn,
             num_workers=config.num_workers,
         )
-        return model, optimizer, loader
+        return model, optimizers, loader
 
     def weights(self) -> BatchWeights | None:
         """What batches weigh; None: their samples."""

@@ -30,7 +30,8 @@ class Trainer:
     Args:
         model_fn: makes the model; called once on every rank, which then gets rank 0's
             parameters.
-        optimizer_fn: makes the optimizer from the model's parameters.
+        optimizer_fn: makes the optimizer from the model's parameters, or several in a
+            list, which are stepped one after another.
         loss_fn: ``loss_fn(output, target)`` of a batch ``(input, target)``, such as
             ``nn.CrossEntropyLoss()``; or ``loss_fn(model, batch)`` if its first
             parameter is called ``model``. Returns a scalar: the mean over the batch
@@ -179,7 +180,7 @@ class Trainer:
                 "fit() has returned, or give eval_dataset"
             )
         session.refuse_beside()
-        model, optimizer, loader = self._recipe.build()
+        model, optimizers, loader = self._recipe.build()
         state = self._state if state is None else state
         if state is not None:
             model.load_state_dict(state)
@@ -188,7 +189,7 @@ class Trainer:
         per_epoch = self.config.samples_per_epoch
         asked = SetupConfig(config=config, samples_per_epoch=per_epoch)
         with session.failing_together():
-            model, *_ = session.set_up(model, optimizer, loader, asked)
+            model, *_ = session.set_up(model, optimizers, loader, asked)
             yield model.eval()
         session.shutdown()
 

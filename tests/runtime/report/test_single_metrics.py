@@ -46,7 +46,7 @@ def single_run(loader: DataLoader[Any]) -> SingleRun:
     training = Training(
         config=RunConfig(),
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)],
         loader=loader,
     )
     return SingleRun(training, torch.device("cpu"), window_s=0.0)

@@ -32,7 +32,7 @@ class Loop:
         self.model = nn.Linear(2, 2) if model is None else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.skips = ScalerSkips(self.optimizer, ScalarLog())
-        seen = OptimizersSeen(self.model, self.optimizer)
+        seen = OptimizersSeen(self.model, [self.optimizer])
         self.known = AveragedModel(self.model)
         self.copies = ModelCopies(self.model, [self.known])
         self.schedulers = FollowedSchedulers("sync", float, StepCount())

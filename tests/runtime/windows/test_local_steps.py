@@ -16,7 +16,7 @@ def test_those_that_hold_a_nan_begin_anew(only_lost: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     first = torch.optim.AdamW(model[0].parameters())
     second = torch.optim.Adafactor(model[1].parameters())
-    seen = OptimizersSeen(model, first)
+    seen = OptimizersSeen(model, [first])
     steps = LocalSteps(model, seen)
     seen.attach()
     model(torch.ones(4, 3)).sum().backward()

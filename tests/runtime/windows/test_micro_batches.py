@@ -388,7 +388,7 @@ def training_of(options: dict[str, Any]) -> Training:
         micro_batches=rest.pop("micro_batches", False),
         config=RunConfig(**rest),
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)],
         loader=DataLoader(TensorDataset(torch.zeros(32, 1)), batch_size=16),
     )
 

@@ -165,7 +165,7 @@ def test_lookahead_is_refused_where_parameters_are_averaged() -> None:
     model, _, loader = build(Task())
     lookahead = type("Lookahead", (torch.optim.SGD,), {})
     optimizer = lookahead(model.parameters(), lr=0.1)
-    check_shared(model, optimizer, loader, RunConfig(policy="sync"))
+    check_shared(model, [optimizer], loader, RunConfig(policy="sync"))
     for policy in ("async", "auto"):
         with pytest.raises(ConfigError, match="Lookahead takes parameters back to"):
-            check_shared(model, optimizer, loader, RunConfig(policy=policy))
+            check_shared(model, [optimizer], loader, RunConfig(policy=policy))

@@ -125,6 +125,7 @@ class Gauge:
         config: the run's settings.
         world_size: ranks.
         min_share_samples: samples that a rank without a share runs its loop on.
+        optimizer: kind of the model's.
 
     Attributes:
         cut: of the batches that windows would train on.
@@ -134,10 +135,15 @@ class Gauge:
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, min_share_samples: int
+        self,
+        config: RunConfig,
+        world_size: int,
+        min_share_samples: int,
+        optimizer: str = "adam",
     ) -> None:
         self._config = config
         self._few = max(1, min_share_samples)
+        self._optimizer = optimizer
         self.cut = local_cut(config.windows, world_size, self._few)
         self._ranks = [_Costs() for _ in range(world_size)]
         self._exposed_s: list[float] = []
@@ -154,7 +160,7 @@ class Gauge:
         self.is_cold = False
 
     def begin_epoch(self, run_batches: float) -> None:
-        """An epoch begins, in a run expected to have so many local batches."""
+        """An epoch begins, in a run expected to have so many batches."""
         self._run_batches = run_batches
         self._grants.clear()
 
@@ -260,7 +266,7 @@ class Gauge:
             reports: one of each rank, in order.
             probe_s: what one reduction takes.
         """
-        other = Gauge(self._config, len(reports), self._few)
+        other = Gauge(self._config, len(reports), self._few, self._optimizer)
         other.begin_epoch(self._run_batches)
         other.is_cold = True
         other.took_steps([replace(report, warm=True) for report in reports])
@@ -365,4 +371,5 @@ class Gauge:
             min_share_samples=self._few,
             run_batches=self._run_batches,
             doubt=self._doubt,
+            optimizer=self._optimizer,
         )

@@ -93,7 +93,8 @@ class AutoPolicy(Policy):
         self._config = settings.config
         self._phase = _Phase.CALIBRATING if len(members) > 1 else _Phase.FIXED
         self._switch = PolicySwitch(members, settings)
-        self._gauge = Gauge(self._config, len(members), settings.min_share_samples)
+        least, kind = settings.min_share_samples, settings.optimizer_kind
+        self._gauge = Gauge(self._config, len(members), least, kind)
         self._ahead_steps = max(member.horizon_batches for member in members) + 2
         self._calibration = Calibration(
             self._gauge, self._switch.sync, self._new_chooser
@@ -196,8 +197,7 @@ class AutoPolicy(Policy):
                 self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
             )
         self._batch_size = max(sizes.runs, key=lambda run: run[1])[0]
-        local_batches = sizes.cut_by(self._gauge.cut).num_batches
-        self._gauge.begin_epoch(float(self._length.epochs * local_batches))
+        self._gauge.begin_epoch(float(self._length.epochs * sizes.num_batches))
         return self._switch.begin_epoch(epoch, sizes, now_s)
 
     def handle(self, event: Event, now_s: float) -> Outcome:

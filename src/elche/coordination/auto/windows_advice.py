@@ -40,8 +40,8 @@ class AdvisedSync(SyncPolicy):
 
     def __init__(self, members: Sequence[Member], settings: Settings) -> None:
         super().__init__(members, settings)
-        least = settings.min_share_samples
-        self._gauge: Gauge | None = Gauge(settings.config, len(members), least)
+        least, kind = settings.min_share_samples, settings.optimizer_kind
+        self._gauge: Gauge | None = Gauge(settings.config, len(members), least, kind)
         self._length = RunLength(settings.epochs)
         self._batch_size = 0
 
@@ -53,8 +53,7 @@ class AdvisedSync(SyncPolicy):
             length = replace(
                 self._length, begun_epochs=epoch + 1, epoch_batches=sizes.num_batches
             )
-            local_batches = sizes.cut_by(self._gauge.cut).num_batches
-            self._gauge.begin_epoch(float(length.epochs * local_batches))
+            self._gauge.begin_epoch(float(length.epochs * sizes.num_batches))
             self._batch_size = sizes.runs[0][0]
         return super().begin_epoch(epoch, sizes, now_s, plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -19,12 +20,14 @@ class OptimizersSeen:
 
     Args:
         model: what is trained.
-        optimizer: the one given to `elche.setup`; the first of them.
+        optimizers: those given to `elche.setup`; they come first.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         self._model = model
-        self._first = optimizer
+        self._given = list(optimizers)
         self._others: list[weakref.ref[torch.optim.Optimizer]] = []
         self._passed_over: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
@@ -49,12 +52,11 @@ class OptimizersSeen:
     def all(self) -> list[torch.optim.Optimizer]:
         """Those that are still there, in the order in which they stepped first."""
         others = (ref() for ref in self._others)
-        return [self._first, *(other for other in others if other is not None)]
+        return [*self._given, *(other for other in others if other is not None)]
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._first or any(r() is optimizer for r in self._others):
-            return
-        if optimizer in self._passed_over:
+        known = (*self._given, *(ref() for ref in self._others))
+        if optimizer in self._passed_over or any(o is optimizer for o in known):
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(parameter) in held for parameter in self._model.parameters()):

@@ -37,8 +37,8 @@ def plain_loop(elche: Any) -> Trained:
 
 @feature(
     "R",
-    why="amplifies rounding; without a line search; `async`: averages interrupt its"
-    " history, it may diverge",
+    why="amplifies rounding; without a line search; windows: its history begins anew"
+    " at each average",
 )
 def lbfgs(elche: Any) -> Trained:
     """LBFGS with its closure."""

@@ -85,7 +85,7 @@ class WindowConfig:
         optimizer_state: whether optimizer state stays ``"local"``, is averaged with
             the parameters (``"average"``, under ``cadence``; worth its bytes only where
             windows are fixed and long), or is ``"reset"`` at each synchronisation, of
-            all optimizers that step the model.
+            all optimizers that step the model; that of LBFGS always is.
         outer: the outer optimizer, an `elche.OuterConfig`.
     """
 

@@ -26,6 +26,7 @@ from elche.coordination.protocol.events import (
 )
 from elche.coordination.protocol.instructions import (
     Abort,
+    Adopt,
     BarrierPassed,
     BeginEpoch,
     CloseWindow,
@@ -478,6 +479,18 @@ def test_a_broken_epoch_of_sync_is_told_when_all_have_left_it() -> None:
         metrics = EpochMetrics.from_json(message.values)
         assert (metrics.rank_samples, metrics.synchronisations) == ((8, 8), 2)
         assert metrics.busy_s == (0.6, 0.6)
+
+
+def test_ranks_that_left_in_one_step_with_other_models_take_one_over() -> None:
+    """One broke off before its optimizer's step, one after it."""
+    core, _ = opened(plan_of("sync"))
+    for rank, checksum in enumerate("ab"):
+        left = EpochLeft(
+            rank=rank, epoch=0, step=1, samples=4, busy_s=0.5, checksum=checksum
+        )
+        told = core.handle(left, 2.0)
+    assert [type(message) for message in told] == [Adopt] * 2
+    assert {message.source for message in told if isinstance(message, Adopt)} == {0}
 
 
 def test_a_rank_that_left_joins_what_all_others_have_begun() -> None:

@@ -129,6 +129,17 @@ def test_the_others_end_what_was_granted_and_all_hold_its_model(
         assert difference(ranks[0].state, alone(task, ranks)) <= 1e-10
 
 
+def test_ranks_that_leave_one_step_before_and_after_its_optimizer(
+    ranks3: RankPool,
+) -> None:
+    # Once: all had left after the same step, so nobody took a model over.
+    places = {0: (5, "backward"), 1: (5, "end"), 2: (5, "end")}
+    ranks = ranks3.run(leave, task_of(), places, case_setup=serve_in_thread)
+    assert [rank.error for rank in ranks] == [""] * 3
+    assert identical([rank.after_break for rank in ranks])
+    assert identical([rank.state for rank in ranks])
+
+
 @pytest.mark.parametrize("model", ["norm", "unused"])
 def test_buffers_and_unused_parameters(ranks2: RankPool, model: str) -> None:
     task = task_of(model=model, optimizer="sgd")

@@ -11,7 +11,7 @@ from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
 
 MAX_GROWTH = 2
-"""The most an anchor may grow by in one report, as a factor."""
+"""The most an anchor may grow or fall by in one report, as a factor."""
 SYNC_HISTORY = 3
 """Synchronisations whose median time counts."""
 ROOM_SLACK = 2
@@ -94,7 +94,7 @@ class Anchor:
             if wanted > self._value:
                 self._value, self._raised_from = wanted, None
         elif overhead < self._target / 2 and self._value > self.minimum:
-            self._fall_to(self._value - 1)
+            self._fall_to(max(self._fallen(overhead), self.minimum))
 
     def make_room(self, least: int) -> bool:
         """Raises the anchor to ``least`` at once, as far as the maximum allows.
@@ -182,6 +182,16 @@ class Anchor:
             anchor._fall_to(anchor._value)
         anchor._sync_ms = [check_measure("sync_ms", ms) for ms in state["sync_ms"]]
         return anchor
+
+    def _fallen(self, overhead: float) -> int:
+        """The anchor whose overhead is half the target, or nearer to that than now.
+
+        Where room was made, one less: noise in what is asked for is to move little.
+        """
+        if self._room > 1:
+            return self._value - 1
+        wanted = math.ceil(2 * self._value * overhead / self._target - _ROUNDING)
+        return max(wanted, math.ceil(self._value / MAX_GROWTH))
 
     def _fall_to(self, value: int) -> None:
         self._value = value

@@ -577,7 +577,14 @@ class RunEpochs:
             self._copies,
             self.members.leave_out,
             self.members.unknown,
+            self._checksum,
         )
+
+    def _checksum(self) -> str:
+        """Equal where ranks left an epoch with equal parameters."""
+        if self._is_mixed:
+            return f"of rank {self._worker.rank}"
+        return checksum(self._training.model)
 
     def _drain_scalars(self, final: bool) -> Scalars:
         self._skips.settle()

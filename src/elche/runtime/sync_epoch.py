@@ -176,7 +176,14 @@ class SyncEpoch:
         self._numbers.report(final=True)
         passes = self._reducer.backward_passes
         scalars = self._hooks.scalars(True)
-        left = self._reports.left(handed_out, cost, scalars, passes=passes, apart=apart)
+        left = self._reports.left(
+            handed_out,
+            cost,
+            scalars,
+            passes=passes,
+            apart=apart,
+            checksum=self._hooks.checksum(),
+        )
         self._worker.send(left)
         if broken is not None:
             raise broken  # most likely this rank fails; others do not wait for it

@@ -63,6 +63,7 @@ class EpochHooks:
         copies: of the model, that the loop keeps.
         leave_out: shares steps among others from now on; returns what reduces them.
         unknown: names state of this rank that cannot be carried to another, or "".
+        checksum: of the parameters; of this rank alone where devices round differently.
     """
 
     on_error: Callable[[ElcheError], None]
@@ -78,6 +79,7 @@ class EpochHooks:
     copies: ModelCopies | None = None
     leave_out: Callable[[LeaveOut], GradientReducer] | None = None
     unknown: Callable[[], str] = str
+    checksum: Callable[[], str] = str
 
 
 class WindowEpoch:

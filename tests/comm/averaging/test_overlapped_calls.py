@@ -140,6 +140,21 @@ def test_state_is_reset_when_a_mean_is_adopted() -> None:
         assert bool(optimizer.state) is not reset
 
 
+def test_lbfgs_begins_anew_when_a_mean_is_adopted() -> None:
+    """Its curvature is read from how parameters moved; a mean moves them, too."""
+    model = nn.ParameterList([torch.ones(2)])
+    optimizer = torch.optim.LBFGS(model.parameters())
+    group = Bus(1).group(0)
+    averager = OverlappedAverager(list(model), model, lambda: [optimizer], group)
+    averager.build()
+    optimizer.step(lambda: (model[0] ** 4).sum().backward() or 1.0)
+    assert optimizer.state
+    averager.snapshot(1.0)
+    averager.begin(plan(weight=1.0, active_ranks=1))
+    averager.adopt(plan(weight=1.0, active_ranks=1))
+    assert not optimizer.state
+
+
 def test_a_drained_rank_holds_the_mean_to_the_bit() -> None:
     """0.1 + (mean − 0.1) is not the mean; the ranks began at different values."""
     bus = Bus(3)

@@ -325,6 +325,7 @@ def test_nobody_outlives_launcher_and_rank_killed_at_any_moment(
             began_s = time.monotonic()
             until(lambda: all(map(_has_ended, pids)))  # noqa: B023 - called here
             longest_s = max(longest_s, time.monotonic() - began_s)
+    print(f"{policy}: 17 times, outlived by {longest_s:.2f} s at most")
     assert longest_s <= 10.0
 
 

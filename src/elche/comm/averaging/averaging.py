@@ -45,7 +45,8 @@ class Averager:
         model: the model, for its buffers.
         optimizers: those that step the parameters locally.
         group: the process group.
-        reset_state: forget the optimizers' state at every synchronisation.
+        reset_state: forget the optimizers' state at every synchronisation, LBFGS' in
+            any case: it reads curvature from how far parameters moved.
         codec: how parameters travel; see :func:`open_coded_exchange`.
         has_momentum: the outer optimizer is expected to have one.
     """
@@ -240,10 +241,11 @@ class Averager:
     def _end(self) -> None:
         """What remains when parameters and state are written."""
         self._buffers.apply()
-        if self._reset_state:
-            for optimizer in self._optimizers():
-                for group in self._groups:
-                    forget_state(optimizer, group.tensors)
+        for optimizer in self._optimizers():
+            if isinstance(optimizer, torch.optim.LBFGS):  # a jump is no step of its own
+                forget_state(optimizer)
+            for group in self._groups if self._reset_state else ():
+                forget_state(optimizer, group.tensors)
 
 
 class ParameterAverager(Averager):

@@ -174,7 +174,8 @@ class EpochLeft:
 
     Under ``sync`` also what it did since its last report; see `StepsDone`. It has taken
     part in ``passes`` backward passes of the run, and takes part in later ones of the
-    others with nothing, unless ``apart`` says why it cannot.
+    others with nothing, unless ``apart`` says why it cannot. ``checksum`` is of the
+    parameters that it has left: before the step's optimizer, or after it.
     """
 
     rank: int
@@ -190,6 +191,7 @@ class EpochLeft:
     broken: OwnPart = ()
     passes: int = 0
     apart: str = ""
+    checksum: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

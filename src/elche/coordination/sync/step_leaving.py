@@ -7,7 +7,7 @@ gone before such a pass ends, and leave its share out of the mean. Whoever took 
 steps than the rest takes over the model before the epoch ends:
 
     no rank left ── EpochLeft ──► leaving ── granted steps done, or all have left ──►
-        over, where all left after the same step; else taking over the model ──► over
+        over, where all left with the same model; else taking over one ──► over
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class EarlyEnd:
         if staying := self.staying(members):
             return staying[0]
         places = {r: (left.step, left.passes) for r, left in self._left.items()}
-        if len(set(places.values())) == 1 and not is_needed:
+        models = {(*places[r], left.checksum) for r, left in self._left.items()}
+        if len(models) == 1 and not is_needed:
             return None
         last = max(places.values())
         return min(rank for rank, place in places.items() if place == last)

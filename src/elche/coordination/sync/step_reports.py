@@ -102,6 +102,7 @@ class StepReports:
         *,
         passes: int,
         apart: str = "",
+        checksum: str = "",
     ) -> EpochLeft:
         """The loop has broken off after so many steps: what was not said of them.
 
@@ -111,6 +112,7 @@ class StepReports:
             scalars: what was logged since the last report.
             passes: backward passes of the run so far.
             apart: why this rank cannot take part in later ones, if it cannot.
+            checksum: of the parameters.
         """
         if cost is not None:
             self._times.add(cost)
@@ -129,6 +131,7 @@ class StepReports:
             broken=self._numbers.broken,
             passes=passes,
             apart=apart,
+            checksum=checksum,
         )
 
     def void(self) -> None:

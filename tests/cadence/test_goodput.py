@@ -91,7 +91,7 @@ def test_an_average_a_whole_window_late_is_near_what_was_measured(
 ) -> None:
     lag = window_batches / 4
     found = sample_efficiency("async", 4, window_batches, lag)
-    assert found == pytest.approx(measured, abs=0.02)
+    assert found == pytest.approx(measured, abs=0.06)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,10 @@ def test_the_reason_holds_the_numbers() -> None:
     choice = Chooser().observe(cluster(1.0, 0.25, sync_s=0.317))
     assert choice.reason == (
         "async on 2 ranks: predicted 1.12 times the fastest device alone (hardware "
-        "efficiency 1.00, sample efficiency 0.90, windows of 0.961 s, 6 batches of the "
+        "efficiency 1.00, sample efficiency 0.90, windows of 0.801 s, 5 batches of the "
         "slowest rank); sync 1.00 on 1 rank; cadence 1.00 on 1 rank"
     )
-    assert (choice.anchor, choice.prediction.anchor) == (3, 6)
+    assert (choice.anchor, choice.prediction.anchor) == (3, 5)
     assert [found.policy for found in choice.alternatives] == ["sync", "cadence"]
     near = Chooser().observe(cluster(1.0, 0.25, sync_s=0.006))
     assert near.reason.endswith("; cadence 1.17; async 1.19, not clearly better")

@@ -52,18 +52,25 @@ def clusters(draw: st.DrawFn) -> MeasuredCluster:
 @pytest.mark.parametrize(
     ("ranks", "window_batches", "run_batches", "optimizer", "measured"),
     [
-        (2, 5, 2000, "adam", 0.98),
-        (4, 9.3, 2000, "adam", 0.95),
-        (4, 46, 2000, "adam", 0.91),
-        (4, 186, 2000, "adam", 0.76),
-        (8, 22, 2000, "adam", 0.87),
         (2, 5, 500, "adam", 0.99),
-        (4, 9.3, 500, "adam", 0.96),
-        (4, 46, 500, "adam", 0.90),
-        (8, 22, 500, "adam", 0.85),
+        (2, 5, 2000, "adam", 0.98),
+        (2, 25, 2000, "adam", 0.97),
+        (2, 100, 2000, "adam", 0.88),
         (2, 5, 8000, "adam", 0.96),
+        (4, 9.3, 500, "adam", 0.96),
+        (4, 9.3, 2000, "adam", 0.95),
         (4, 9.3, 8000, "adam", 0.92),
+        (4, 46, 500, "adam", 0.90),
+        (4, 46, 2000, "adam", 0.91),
         (4, 46, 8000, "adam", 0.90),
+        (4, 186, 2000, "adam", 0.76),
+        (8, 22, 500, "adam", 0.85),
+        (8, 22, 2000, "adam", 0.87),
+        (8, 22, 8000, "adam", 0.74),
+        (8, 110, 2000, "adam", 0.76),
+        (8, 440, 2000, "adam", 0.46),
+        (4, 9.3, 2000, "muon", 0.93),
+        (8, 22, 2000, "muon", 0.83),
         (4, 9.3, 2000, "sgd", 1.0),
         (8, 22, 2000, "sgd", 0.99),
     ],
@@ -71,12 +78,20 @@ def clusters(draw: st.DrawFn) -> MeasuredCluster:
 def test_the_table_is_near_what_was_measured(
     ranks: int, window_batches: float, run_batches: int, optimizer: str, measured: float
 ) -> None:
-    """Three seeds know it to some hundredths only."""
+    """One to three seeds know it to some hundredths only."""
     given = {"run_batches": run_batches, "optimizer": optimizer}
     blocking = sample_efficiency("cadence", ranks, window_batches, **given)
-    assert blocking == pytest.approx(measured, abs=0.045)
-    overlapped = sample_efficiency("async", ranks, window_batches, 0.2, **given)
-    assert overlapped == blocking
+    assert blocking == pytest.approx(measured, abs=0.081)
+    assert blocking == sample_efficiency("async", ranks, window_batches, 0.2, **given)
+
+
+@pytest.mark.parametrize(("window_batches", "measured"), [(9.3, 0.92), (46, 0.78)])
+def test_an_average_a_whole_window_late_is_near_what_was_measured(
+    window_batches: float, measured: float
+) -> None:
+    lag = window_batches / 4
+    found = sample_efficiency("async", 4, window_batches, lag)
+    assert found == pytest.approx(measured, abs=0.06)
 
 
 @pytest.mark.parametrize(

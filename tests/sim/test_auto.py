@@ -193,10 +193,10 @@ def test_windows_are_chosen_where_the_run_is_long_enough_to_measure() -> None:
 
 
 def test_a_short_run_pays_no_price_that_it_cannot_win_back() -> None:
-    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, samples=16_000))
+    report = run(cluster_of(1.0, 0.5, sync_batches=30.0, samples=4_800))
     assert "left out: rank 1" in report.choices[-1].reason
     assert report.phases[-1].ranks == 1  # which is timed again now and then
-    assert report.goodput > 0.8  # all but the start and a step
+    assert report.goodput > 0.55  # all but the start and a step
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,7 +11,7 @@ from elche.cadence.throughput import check_int, check_measure
 from elche.errors import ConfigError
 
 MAX_GROWTH = 2
-"""The most an anchor may grow or fall by in one report, as a factor."""
+"""The most an anchor may grow by in one report, as a factor."""
 SYNC_HISTORY = 3
 """Synchronisations whose median time counts."""
 ROOM_SLACK = 2
@@ -184,14 +184,14 @@ class Anchor:
         return anchor
 
     def _fallen(self, overhead: float) -> int:
-        """The anchor whose overhead is half the target, or nearer to that than now.
+        """Half the way to the anchor whose overhead is half the target.
 
         Where room was made, one less: noise in what is asked for is to move little.
         """
         if self._room > 1:
             return self._value - 1
         wanted = math.ceil(2 * self._value * overhead / self._target - _ROUNDING)
-        return max(wanted, math.ceil(self._value / MAX_GROWTH))
+        return (wanted + self._value) // 2  # a spike lengthens a window once
 
     def _fall_to(self, value: int) -> None:
         self._value = value

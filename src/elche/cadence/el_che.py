@@ -104,8 +104,9 @@ class ElChe:
       planned, so a spike moves nothing and a short last window says nothing; and
       the anchor at most doubles per report. A lasting rise by the factor f is
       answered in full after 1 + ceil(log2 f) reports.
-    * It falls as fast, by one per report only while room is made (below). By one, it
-      came back from two stalls in a row after ten windows, each longer than needed.
+    * It falls half the way per report, by one only while room is made (below). By one,
+      it came back from two stalls in a row after ten windows, each longer than needed;
+      the whole way, a spike cost more than it may.
     * The reference rank keeps its place until another one is 10 % slower.
     * The dead zone is on the ratio of measured times, not on the count, which at
       a small anchor would drown in rounding. It is 10 % for a fresh ratio and

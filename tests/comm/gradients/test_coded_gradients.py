@@ -181,6 +181,35 @@ def test_what_is_not_sent_is_kept(
 
 
 @pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("cap_bytes", CAPS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_nobody_uses_in_a_pass_keeps_what_was_left_out(
+    codec: str, cap_bytes: int, world_size: int
+) -> None:
+    """In every other pass no rank uses the second layer, and drops its sum."""
+    plan = [(4 if number % 2 == 0 else 2,) * world_size for number in range(8)]
+
+    def run(group: ThreadGroup, model: Net) -> tuple[list[Gradients], Any]:
+        reducer, found = coded(model, group, codec, cap_bytes), []
+        for number, sizes in enumerate(plan):
+            model.zero_grad()
+            step(reducer, model, group, number, sizes)
+            found.append(gradients_of(model))
+        return found, residuals(reducer)
+
+    ranks = on_ranks(world_size, run, [Net() for _ in range(world_size)])
+    got = total(ranks[0][0])
+    true = total([true_gradient(number, sizes) for number, sizes in enumerate(plan)])
+    for index in range(1, len(got)):  # nobody uses the first one
+        left = sum(left[index].double() for _, left in ranks) / world_size
+        one, other = got[index], true[index]
+        assert one is not None
+        assert other is not None
+        mine, want = one.flatten(), other.flatten()
+        torch.testing.assert_close(mine + left, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("cap_bytes", CAPS)
 def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(

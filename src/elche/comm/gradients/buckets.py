@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -310,12 +310,26 @@ class Bucket:
 
     def settle(self, *, keeps: bool) -> None:
         """The sum was taken, or comes to nothing: then nothing was left out of it."""
-        if self._coded is None:
+        coded = self._coded
+        if coded is None:
             return
-        if keeps:
-            self._coded.release()
-        else:
-            self._coded.rollback()
+        if not keeps:
+            coded.rollback()
+            return
+        unused = [index for index, used in enumerate(self.used()) if not used]
+        before = self._residual_parts(coded.state_dict()) if unused else []
+        coded.release()
+        lost = [index for index in unused if bool(before[index].any())]
+        if lost:  # their sums are not handed out: what was left out is still left
+            state = coded.state_dict()
+            left = self._residual_parts(state)
+            for index in lost:
+                left[index].copy_(before[index])
+            coded.load_state_dict(state)
+
+    def _residual_parts(self, state: dict[str, Any]) -> Sequence[torch.Tensor]:
+        """A view per parameter of the residual, as the exchange has it."""
+        return torch.split(state["residual"], self._sizes[:-1])
 
     def residuals(self) -> list[torch.Tensor]:
         """What earlier passes left out, per parameter and flat; empty without codec."""

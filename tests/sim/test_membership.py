@@ -268,3 +268,26 @@ def test_a_rank_may_join_while_the_last_window_runs(at_s: float) -> None:
     slow = replace(cluster, link=Link(latency_s=0.02, bytes_per_s=2e7, efficiency=1.0))
     sim = simulate(slow)
     assert not sim.history.aborts
+
+
+@pytest.mark.parametrize("policy", WINDOWS)
+@pytest.mark.parametrize("dies_after_s", [0.04, 0.055, 0.1, 0.4])
+def test_who_was_never_handed_the_model_does_not_go_on_with_its_own(
+    policy: str, dies_after_s: float
+) -> None:
+    device = replace(DEVICE, count=1)
+    alone = replace(
+        cluster_of(
+            policy,
+            Fault(at_s=1.0, join=device),
+            Fault(at_s=1.0 + dies_after_s, kill_rank=0),
+        ),
+        devices=(device,),
+    )
+    history = simulate(alone).history
+    if dies_after_s < 0.4:
+        (abort,) = history.aborts.values()
+        assert "no remaining rank holds the model" in abort.reason
+    else:
+        assert not history.aborts
+        assert history.committed[0, 1] == frozenset(range(1000))

@@ -125,6 +125,32 @@ def test_in_the_last_evaluation_too() -> None:
     assert loss.batches[1] == 2 * STEPS + 1
 
 
+def test_between_epochs_what_follows_is_not_lost(tmp_path: Path) -> None:
+    """The next epoch is one batch, and over before it could be cut."""
+    few = TensorDataset(DATA.tensors[0][:BATCH])
+
+    def made(loss: Loss, **options: Any) -> elche.Trainer:
+        return elche.Trainer(
+            lambda: nn.Linear(1, 1),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+            loss,
+            dataset=few,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            seed=5,
+            checkpoint_dir=tmp_path,
+            **options,
+        )
+
+    loss, again = Loss(), Loss()
+    first = made(loss, on_epoch_end=lambda record: terminated()).fit()
+    assert first.stopped_by == "SIGTERM"
+    assert len(first.history) == loss.batches[0]
+    rest = made(again, resume=True).fit()
+    assert len(rest.history) == EPOCHS
+    assert loss.batches[0] + again.batches[0] == EPOCHS
+
+
 def stopped_on(folder: Path, policy: str, stopping: int, where: str) -> Any:
     act = terminated if elche.rank() == stopping else None
     is_evaluation = where == "evaluation"

@@ -203,6 +203,7 @@ class CheckpointKeeper(Pauses):
     def begin_pass(self) -> bool:
         """The loop goes over the loader; False for a pass that is done already."""
         self._passes += 1
+        self._has_ended = False
         if not self._has_begun:
             self._begin()
         is_done = self._passes <= self._passes_done
@@ -223,6 +224,7 @@ class CheckpointKeeper(Pauses):
         """Makes what is asked for, inside an epoch."""
         passes = self._passes - 1 if self._counts_epochs else 0
         self._save(self._epoch, passes, is_end=is_end)
+        self._has_ended = is_end  # asked for meanwhile, it is when the rest is done
 
     def end(self) -> None:
         """A loop has ended as it was asked: the last checkpoint, if none was made."""

@@ -177,6 +177,12 @@ class Reductions:
         """A rank has joined; it does not hold the common model."""
         self.joining.append(rank)
 
+    @property
+    def lacking(self) -> set[int]:
+        """Ranks that have joined and have not said that they were handed the model."""
+        said = {} if self.running is None else self.running.reports
+        return {rank for rank in self.joining if rank not in said}
+
     def remove(self, rank: int) -> None:
         """A rank is gone."""
         if rank in self.joining:

@@ -128,15 +128,22 @@ def resume_reduction(
     Args:
         state: of the epoch.
         planner: plans the reduction again.
-        reduced: the last window whose result each member holds.
+        reduced: the last window whose result each member holds; one that joins names
+            the one that it is to be handed.
 
     Returns:
         What the members are told.
     """
-    reductions, running = state.reductions, state.resume()
+    reductions = state.reductions
+    lacking = reductions.lacking
+    running = state.resume()
     if running is None:
         return []
-    holders = [rank for rank, window in reduced.items() if window >= running.window]
+    holders = [
+        rank
+        for rank, window in reduced.items()
+        if window >= running.window and rank not in lacking
+    ]
     if running.is_handover:
         holders += [rank for rank in state.members if rank not in reductions.joining]
     if holders:

@@ -61,7 +61,7 @@ class LinkBenchConfig(BenchConfig):
             options["transport"] = TransportConfig(kind="gloo")
             options["codec"] = self.codec
         if self.time_capped and "ddp" in name:
-            steps = self.seconds / self.reduction_s
+            steps = self.seconds / self.reduction_s(name)
             samples = min(samples, self.whole_batches(steps * self.samples_per_batch))
         return replace(
             spec, samples=samples, options=options, sent_counter=str(SENT_BYTES)
@@ -83,13 +83,14 @@ class LinkBenchConfig(BenchConfig):
         words += ["--link-delay-ms", f"{self.link_delay_ms:g}", "--codec", self.codec]
         return shlex.join(["python", "-m", "benchmarks.links", *words])
 
-    @property
-    def reduction_s(self) -> float:
-        """Least time that DDP needs to reduce the model's gradients once."""
+    def reduction_s(self, name: str) -> float:
+        """Least time of a sum of the model's gradients, encoded under elche."""
         workload = build_workload(self.model)
         numel = sum(p.numel() for p in workload.model_fn().parameters())
         ranks = self.devices.count
-        return 2.0 * (ranks - 1) / ranks * 4.0 * numel * 8.0 / (1e6 * self.link_mbit)
+        codec = CODECS[self.codec if name.startswith("elche-") else "fp32"]
+        sent_bytes = 2.0 * (ranks - 1) / ranks * codec.encoded_bytes(numel)
+        return sent_bytes * 8.0 / (1e6 * self.link_mbit)
 
 
 def run_link_bench(config: LinkBenchConfig, json_path: str | None) -> int:

@@ -1,4 +1,4 @@
-"""What a codec left out of gradients, as a state like that of averaged parameters.
+"""Residuals of encoded gradients, as a state like that of averaged parameters.
 
 One group of all trained parameters, in the order of their definition: buckets may be
 laid out otherwise when it is loaded, and ranks may be others.

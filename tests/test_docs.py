@@ -128,7 +128,7 @@ def test_a_command_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(ROOT)
         understood(words[1:])
     else:
-        assert words[0] in ("pip", "python", "torchrun"), line
+        assert words[0] in ("pip", "python", "torchrun", "srun", "mpirun"), line
         for word in words:
             if word.startswith("examples/"):
                 assert (ROOT / word).exists()

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -65,12 +66,15 @@ def map_together(group: Members, size_bytes: int) -> mmap.mmap | None:
             descriptor = os.memfd_create("elche")
             os.ftruncate(descriptor, size_bytes)
             os.pwrite(descriptor, _TOKEN.pack(token), size_bytes)
+    # Ranks that are told to be of different hosts share nothing, wherever they run.
+    host = zlib.crc32(os.environ.get("ELCHE_HOST", "").encode())
     where = torch.tensor(
-        [os.getpid(), descriptor, token], dtype=torch.int64, device="cpu"
+        [os.getpid(), descriptor, token, host], dtype=torch.int64, device="cpu"
     )
     group.broadcast(where, "sharing memory")
-    pid, number, token = where.tolist()
-    memory = _map(pid, number, token, size_bytes)
+    pid, number, token, host_of_memory = where.tolist()
+    same_host = host_of_memory == host
+    memory = _map(pid, number, token, size_bytes) if same_host else None
     missing = torch.tensor([int(memory is None)], device="cpu")
     group.all_reduce(missing, "agreeing on shared memory")
     if descriptor >= 0:

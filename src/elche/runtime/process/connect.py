@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +21,11 @@ from elche.comm.control.control_channel import ControlChannel
 from elche.errors import CommunicationError, ConfigError
 from elche.runtime.process.coordinator import KEY_BYTES
 from elche.runtime.process.environment import Placement
+from elche.runtime.process.launchers import read_launcher
 
 logger = logging.getLogger(__name__)
+
+AUTO = "auto"
 
 _started: list[subprocess.Popen[str]] = []
 _hosted: list[dist.TCPStore] = []
@@ -39,7 +44,10 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         ConfigError: the launcher's environment is incomplete.
     """
     if placement.coordinator is None:
-        address, key = _find_under_torchrun(placement, timeout_s)
+        environment = read_launcher(os.environ)
+        if placement.listen == AUTO:
+            placement = replace(placement, listen=_own_address(environment))
+        address, key = _find_under_torchrun(placement, environment, timeout_s)
         placement = replace(placement, coordinator=address, key=key)
     assert placement.coordinator is not None
     channel = ControlChannel.connect(
@@ -67,28 +75,41 @@ def stop_coordinator() -> None:
     _hosted.clear()
 
 
+def _own_address(environment: Mapping[str, str]) -> str:
+    """This host's address on the route to rank 0's."""
+    host = environment.get("MASTER_ADDR", "")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(
+            host or None, 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:  # sends nothing
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CommunicationError(
+            f"ELCHE_LISTEN=auto found no route to MASTER_ADDR {host!r}: {error}; set "
+            "ELCHE_LISTEN to this host's own address"
+        ) from error
+
+
 def _find_under_torchrun(
-    placement: Placement, timeout_s: float
+    placement: Placement, environment: Mapping[str, str], timeout_s: float
 ) -> tuple[tuple[str, int], bytes]:
     """Rank 0 starts the coordinator and tells the others through torchrun's store.
 
     On one host it tells them the name of a file, which holds the key.
     """
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if host is None or port is None:
         raise ConfigError(
             f"WORLD_SIZE is {placement.world_size}, but neither ELCHE_COORDINATOR nor "
             "MASTER_ADDR and MASTER_PORT are set; start the script with `elche run` or "
-            "torchrun"
+            "torchrun, or set both (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
         )
-    local = _number("LOCAL_WORLD_SIZE", placement.world_size)
-    if local < placement.world_size and "ELCHE_LISTEN" not in os.environ:
-        raise ConfigError(
-            f"{placement.world_size - local} ranks are on other hosts, but elche "
-            "listens on loopback; set ELCHE_LISTEN on every host to its own address "
-            "on a network that you trust (nothing is encrypted)"
-        )
-    number = _number("MASTER_PORT", 0)
+    local = _number(environment, "LOCAL_WORLD_SIZE", placement.world_size)
+    if "ELCHE_LISTEN" not in environment:
+        _check_on_one_host(placement, environment, host, local)
+    number = _number(environment, "MASTER_PORT", 0)
     name = f"{host}:{port}"
     if name in _found:
         return _found[name]
@@ -126,6 +147,34 @@ def _find_under_torchrun(
     return _found[name]
 
 
+def _check_on_one_host(
+    placement: Placement, environment: Mapping[str, str], host: str, local: int
+) -> None:
+    """Refuses ranks on other hosts: they would look for this one on their loopback."""
+    how = (
+        "set ELCHE_LISTEN on every host to its own address, or to auto, on a network "
+        "that you trust (nothing is encrypted)"
+    )
+    if local < placement.world_size:
+        raise ConfigError(
+            f"{placement.world_size - local} ranks are on other hosts, but elche "
+            f"listens on loopback; {how}"
+        )
+    if "LOCAL_WORLD_SIZE" not in environment and not _is_loopback(host):
+        raise ConfigError(
+            f"MASTER_ADDR is {host} and LOCAL_WORLD_SIZE is not set: ranks may be on "
+            f"several hosts, but elche listens on loopback; {how}, or LOCAL_WORLD_SIZE="
+            f"{placement.world_size} if all are on this one"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        return False
+
+
 def _hide(text: str) -> str:
     """Writes a file that only this user can read; returns its path.
 
@@ -150,8 +199,8 @@ def _read_hidden(path: str) -> str:
         return file.read()
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
     if not text.isdigit():
         raise ConfigError(f"expected {name} to be a number, got {text!r}")
     return int(text)

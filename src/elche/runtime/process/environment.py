@@ -1,8 +1,8 @@
 """This process's role in the run, read from the launcher's environment variables.
 
 `elche run` sets everything; torchrun sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``
-and elche starts its coordinator beside rank 0; a plain ``python script.py`` sets
-nothing and is a run of one rank.
+(`launchers` reads others' words for them) and elche starts its coordinator beside rank
+0; a plain ``python script.py`` sets nothing and is a run of one rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from elche.errors import ConfigError
 from elche.runtime.emulation import EmulationConfig
+from elche.runtime.process.launchers import read_launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class Placement:
         device: where this rank computes.
         coordinator: host and port of the coordinator; None when there is none yet.
         key: the run's shared secret.
-        listen: address that this process listens on for other ranks.
+        listen: address that this process listens on for other ranks; ``auto`` until
+            `connect` has found it.
         speed: relative speed of an emulated device; None for a real one.
         ms_per_sample: an emulated device's time per sample at speed 1.
         fixed_ms: an emulated device's time per pass beside its samples'.
@@ -79,11 +81,19 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
     Raises:
         ConfigError: a variable is malformed or names a device that does not exist.
     """
+    environment = read_launcher(environment)
     world_size = _int(environment, "WORLD_SIZE", 1)
     rank = _int(environment, "RANK", 0)
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"expected 0 <= RANK < WORLD_SIZE, got {rank} of {world_size}"
+        )
+    listen = environment.get("ELCHE_LISTEN", "127.0.0.1")
+    if listen in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"expected ELCHE_LISTEN to be an address that other hosts reach, got "
+            f"{listen!r}; give this host's own, or auto for the one on the route to "
+            "MASTER_ADDR"
         )
     speed = environment.get("ELCHE_SPEED")
     local_rank = _int(environment, "LOCAL_RANK", rank)
@@ -109,7 +119,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
             device=device,
             coordinator=coordinator,
             key=bytes.fromhex(environment.get("ELCHE_KEY", "")),
-            listen=environment.get("ELCHE_LISTEN", "127.0.0.1"),
+            listen=listen,
             speed=float(speed) if speed is not None else None,
             ms_per_sample=float(environment.get("ELCHE_MS_PER_SAMPLE", "1.25")),
             fixed_ms=float(environment.get("ELCHE_FIXED_MS", "0")),

@@ -1,0 +1,162 @@
+"""Ranks that srun, mpirun and others start, by the variables that those set."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from elche.errors import ConfigError
+from elche.runtime.process.connect import connect
+from elche.runtime.process.environment import read_placement
+from elche.runtime.process.launchers import read_launcher
+
+# What each launcher sets on the last rank, of what elche reads; from their documents.
+SRUN = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "rack[03-04,7]-a",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+TRAINING = """
+import torch
+import elche
+model = torch.nn.Linear(3, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model, optimizer, loader = elche.setup(model, optimizer, loader, leave_out=False)
+for x, y in loader:
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(sum(p.sum().item() for p in model.parameters()), elche.summary().transport)
+elche.shutdown()
+"""
+
+
+def test_srun_is_read() -> None:
+    read = read_launcher(SRUN)
+    assert (read["RANK"], read["WORLD_SIZE"]) == ("4", "5")
+    assert (read["LOCAL_RANK"], read["LOCAL_WORLD_SIZE"]) == ("0", "1")
+    assert (read["MASTER_ADDR"], read["MASTER_PORT"]) == ("rack03-a", "19567")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a,b[1-2]", "a"), ("n[007,9],b", "n007")]
+)
+def test_the_first_node_of_srun_is_rank_0s(nodes: str, first: str) -> None:
+    assert read_launcher(SRUN | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_a_batch_script_of_slurm_is_one_process() -> None:
+    alone = {"SLURM_NTASKS": "5", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
+    assert read_placement(alone).world_size == 1
+
+
+def test_a_malformed_srun_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_TASKS_PER_NODE.*set RANK"):
+        read_launcher(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"})
+
+
+def test_mpi_is_read() -> None:
+    placement = read_placement(MPIRUN)
+    assert (placement.rank, placement.world_size) == (3, 4)
+    assert read_launcher(MPIRUN)["LOCAL_WORLD_SIZE"] == "2"
+    assert read_placement(MPIEXEC).rank == 1
+
+
+def test_what_is_set_stays() -> None:
+    assert read_launcher(SRUN | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
+    assert read_launcher(KUBEFLOW | MPIRUN)["RANK"] == "1"
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0", "::"])
+def test_an_address_that_nobody_reaches_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"other hosts reach.*or auto"):
+        read_placement({"ELCHE_LISTEN": listen})
+
+
+@pytest.mark.parametrize(
+    ("told", "match"),
+    [
+        (KUBEFLOW, "LOCAL_WORLD_SIZE is not set.*ELCHE_LISTEN"),
+        (SRUN, "4 ranks are on other hosts.*ELCHE_LISTEN"),
+        (MPIRUN, "neither ELCHE_COORDINATOR nor MASTER_ADDR.*mpirun -x"),
+    ],
+)
+def test_several_hosts_without_an_address_are_refused_at_once(
+    told: dict[str, str], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=match):
+        connect(read_placement(), timeout_s=300.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "transport"),
+    [({}, "shared memory"), ({"ELCHE_LISTEN": "auto", "ELCHE_HOST": "{}"}, "gloo")],
+)
+def test_ranks_of_srun_train_together(more: dict[str, str], transport: str) -> None:
+    port = _free_port()
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("ELCHE_")},
+            "SLURM_JOB_ID": str(port - 15000),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "OMP_NUM_THREADS": "1",
+            **{name: value.format(rank) for name, value in more.items()},
+        }
+        command = [sys.executable, "-c", TRAINING]
+        ranks.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
+    sums = [rank.communicate(timeout=60.0)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert sums[0] == sums[1]
+    assert sums[0].endswith(f"{transport}\n")
+
+
+def _free_port() -> int:
+    """A port among those that a job of Slurm gets."""
+    for port in random.sample(range(15000, 25000), 50):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("localhost", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")

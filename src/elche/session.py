@@ -5,6 +5,7 @@ One run at a time per process. On one device nothing is wrapped, hooked or start
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -192,6 +193,8 @@ def set_up(
         process.begin(single, _facts_alone(placement, asked), single.timeline)
         process.checkpoints.begin_run(single, asked.schedulers, asked.stops)
         process.checkpoints.register(_named(optimizers[1:]))
+        atexit.unregister(shutdown)
+        atexit.register(shutdown)  # a checkpoint may still be written then, or a trace
         return model, optimizer, RunLoader(loader, positions, single)
     check_shared(model, optimizers, positions, config)
     check_unstarted(loader)

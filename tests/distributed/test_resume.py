@@ -136,6 +136,16 @@ def test_auto_goes_on_from_windows_with_one_optimizer_state(
     assert identical([rank.state for rank in again])
 
 
+def test_windows_go_on_from_sync_with_a_codec(ranks2: RankPool, tmp_path: Path) -> None:
+    # Once: refused, because its residuals of gradients belonged to "other parameters".
+    folder, sync = str(tmp_path), asking("sync", codec="int4")
+    ranks2.run(train, sync, folder, (16,), case_setup=serve_in_thread)
+    windows = asking("cadence", codec="int4")
+    again = ranks2.run(train, windows, folder, (), True, case_setup=serve_in_thread)
+    assert_once(all_pairs(again), 3)
+    assert identical([rank.state for rank in again])
+
+
 def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
     ranks2: RankPool, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
-from elche.torch_internals import is_compiled
+from elche.torch_internals.passes import is_compiled
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Private names of torch: in one module, and each can be missing."""
+"""Private names of torch: in one room, and each can be missing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
-from elche import torch_internals
 from elche.pipeline.split_backward.deferred import DeferredWeight
-from elche.torch_internals import INTERNALS, PARAMETER_MARK, SCALER_FLAG
+from elche.torch_internals import batches
+from elche.torch_internals.batches import tree_map
+from elche.torch_internals.groups import PARAMETER_MARK, SCALER_FLAG
+from elche.torch_internals.lookup import INTERNALS
 from tests.torch_without import CHECKS, REFUSED, split_backward
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "elche"
-HOME = SRC / "torch_internals.py"
+HOME = SRC / "torch_internals"
 NOT_TORCH = ("_fields", "_extra_state", "_elche_")
 """Of namedtuples, of state dicts' format, and what elche sets on a user's objects."""
 ELSEWHERE = {
@@ -105,8 +107,8 @@ def test_nested_values_are_mapped_as_torch_does() -> None:
     def call(item: object) -> object:
         return item if is_leaf(item) else -1
 
-    own = torch_internals._map(call, tree, is_leaf)
-    assert own == torch_internals.tree_map(call, tree, is_leaf=is_leaf)
+    own = batches._map(call, tree, is_leaf)
+    assert own == tree_map(call, tree, is_leaf=is_leaf)
     assert own == {"a": [-1, (-1, packed)], "b": ()}
 
 
@@ -158,11 +160,11 @@ def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 def test_no_other_module_names_what_is_private_to_torch() -> None:
     trees = {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
-    own = _own_names([tree for path, tree in trees.items() if path != HOME])
+    own = _own_names([tree for path, tree in trees.items() if path.parent != HOME])
     found = [
         f"{path.relative_to(SRC)}:{line}: {name}"
         for path, tree in trees.items()
-        if path != HOME
+        if path.parent != HOME
         for line, name in _foreign(tree, own)
         if name not in ELSEWHERE.get(str(path.relative_to(SRC)), ())
     ]

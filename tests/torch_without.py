@@ -99,7 +99,7 @@ def split_backward() -> None:
     from elche.pipeline.split_backward.backward import StageBackward
     from elche.pipeline.split_backward.guard import ContributionGuard
     from elche.pipeline.stage import Layer, Stage
-    from elche.torch_internals import CAN_SPLIT
+    from elche.torch_internals.passes import CAN_SPLIT
 
     model, plain = Net(), Net()
     for each in (model, plain):  # a user's hook, which nobody may pass over
@@ -131,10 +131,11 @@ def split_with(name: str) -> Callable[[], None]:
     """As :func:`split_backward`; what the rest is about is not split at all."""
 
     def check() -> None:
-        from elche import torch_internals
+        from elche.torch_internals.lookup import INTERNALS
+        from elche.torch_internals.passes import CAN_SPLIT
 
-        assert name not in {i.name for i in torch_internals.INTERNALS if i.is_there}
-        assert not torch_internals.CAN_SPLIT
+        assert name not in {i.name for i in INTERNALS if i.is_there}
+        assert not CAN_SPLIT
         split_backward()
 
     return check
@@ -201,7 +202,7 @@ def wrapper() -> None:
     """elche.DistributedDataParallel, with hooks that come before its own."""
     from elche.ddp.group import DEFAULT_TIMEOUT_S
     from elche.ddp.wrapper import DistributedDataParallel
-    from elche.torch_internals import INTERNALS
+    from elche.torch_internals.lookup import INTERNALS
 
     dist.init_process_group(
         "gloo",
@@ -269,7 +270,7 @@ def buffers() -> None:
 
 
 def held() -> None:
-    from elche.torch_internals import held_buffers, unsaved_buffers
+    from elche.torch_internals.held import held_buffers, unsaved_buffers
 
     model = nn.BatchNorm1d(3)
     model.register_buffer("passing", torch.ones(3), persistent=False)
@@ -307,7 +308,7 @@ def losses() -> None:
     """A loss that is a mean trains; of a sum it is known only with the name."""
     from elche.errors import ConfigError
     from elche.runtime.watch.loss_reduction import SumLossWatch
-    from elche.torch_internals import INTERNALS
+    from elche.torch_internals.lookup import INTERNALS
 
     model = nn.Linear(2, 2)
     found = []
@@ -329,7 +330,7 @@ def late() -> None:
     """A late backward pass of another method is seen only with the name."""
     from elche.errors import ConfigError
     from elche.runtime.watch.live_graph import LiveGraph
-    from elche.torch_internals import INTERNALS
+    from elche.torch_internals.lookup import INTERNALS
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graphs = LiveGraph(model)
@@ -359,7 +360,7 @@ def batches() -> None:
 
 
 def leaves() -> None:
-    from elche.torch_internals import tree_leaves
+    from elche.torch_internals.batches import tree_leaves
 
     assert tree_leaves(({"a": [1, 2]}, 3, None)) in ([1, 2, 3, None], [1, 2, 3])
 
@@ -382,7 +383,7 @@ def stream() -> None:
     from torch.utils.data import get_worker_info
     from torch.utils.data._utils import worker
 
-    from elche.torch_internals import as_if_alone
+    from elche.torch_internals.batches import as_if_alone
 
     with as_if_alone():
         assert get_worker_info() is None
@@ -393,7 +394,7 @@ def stream() -> None:
 
 
 def gloo() -> None:
-    from elche.torch_internals import gloo_options
+    from elche.torch_internals.groups import gloo_options
 
     options = gloo_options(timedelta(seconds=7), "127.0.0.1")
     dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)

@@ -5,6 +5,7 @@ One run at a time per process. On one device nothing is wrapped, hooked or start
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -151,7 +152,6 @@ def set_up(
     model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
 ) -> tuple[Model, Optimizer, Any]:
     """What :func:`setup` does, with its arguments as one value."""
-    config = asked.config
     optimizers = optimizers_of(optimizer)
     check_training(model, optimizers, loader)
     check_copies(asked.copies, model)
@@ -159,24 +159,39 @@ def set_up(
     placement = read_placement()
     process.placement = placement
     watch_launcher(placement.rank)
-    weights = (
-        None
-        if asked.weight_of is None
-        else BatchWeights(asked.weight_of, placement.rank)
-    )
+    training = _place(model, optimizers, loader, asked, placement)
+    run: Run | SingleRun
+    if placement.world_size == 1:
+        run = _begin_alone(training, asked, placement)
+    else:
+        check_shared(model, optimizers, training.loader, asked.config)
+        check_unstarted(loader)
+        _watch_process()
+        run = _begin_shared(training, asked, placement)
+    return model, optimizer, RunLoader(loader, training.loader, run)
+
+
+def _place(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loader: DataLoader[Any],
+    asked: SetupConfig,
+    placement: Placement,
+) -> Training:
+    """Moves the model to this rank's device, and makes the loader's positions."""
+    of_batch = asked.weight_of
+    weights = None if of_batch is None else BatchWeights(of_batch, placement.rank)
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     model.to(placement.device)
     if placement.emulation is not None:
         process.emulation = emulate(model, placement.emulation)
-    positions = by_position(
-        loader, asked.samples_per_epoch, placement.world_size, config.seed
-    )
-    training = Training(
-        config=config,
+    world_size, seed = placement.world_size, asked.config.seed
+    return Training(
+        config=asked.config,
         model=model,
         optimizers=optimizers,
-        loader=positions,
+        loader=by_position(loader, asked.samples_per_epoch, world_size, seed),
         weights=weights,
         micro_batches=asked.micro_batches,
         copies=asked.copies,
@@ -184,35 +199,42 @@ def set_up(
         epochs=asked.epochs,
         pauses=process.checkpoints,
     )
-    if placement.world_size == 1:
-        _write_stderr(_single_line(placement))
-        single = SingleRun(training, placement.device)
-        single.notifications.emit = _write_stderr
-        single.attach()
-        process.begin(single, _facts_alone(placement, asked), single.timeline)
-        process.checkpoints.begin_run(single, asked.schedulers, asked.stops)
-        process.checkpoints.register(_named(optimizers[1:]))
-        return model, optimizer, RunLoader(loader, positions, single)
-    check_shared(model, optimizers, positions, config)
-    check_unstarted(loader)
-    _watch_process()
+
+
+def _begin_alone(
+    training: Training, asked: SetupConfig, placement: Placement
+) -> SingleRun:
+    _write_stderr(_single_line(placement))
+    run = SingleRun(training, placement.device)
+    run.notifications.emit = _write_stderr
+    run.attach()
+    process.begin(run, _facts_alone(placement, asked), run.timeline)
+    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
+    process.checkpoints.register(_named(training.optimizers[1:]))
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # a checkpoint may still be written then, or a trace
+    return run
+
+
+def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) -> Run:
+    config, dataset = asked.config, training.loader.dataset
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
     process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
-    process.checkpoints.register(_named(optimizers[1:]))
+    process.checkpoints.register(_named(training.optimizers[1:]))
     for scheduler in asked.schedulers:
         run.follow(scheduler)
-    if isinstance(positions.dataset, StreamView):
+    if isinstance(dataset, StreamView):
         seed = torch.initial_seed() if config.seed is None else config.seed
-        positions.dataset.join(run.worker.group, seed)
+        dataset.join(run.worker.group, seed)
     if placement.rank == 0:
         run.notifications.emit = _write_stderr
         _write_stderr(run.headline())
-        fused = [fused_hint(each) for each in optimizers]
-        for hint in (batch_norm_hint(model, config.policy), *fused):
+        fused = [fused_hint(each) for each in training.optimizers]
+        for hint in (batch_norm_hint(training.model, config.policy), *fused):
             if hint:
                 _write_stderr(hint)
-    return model, optimizer, RunLoader(loader, positions, run)
+    return run
 
 
 def _named(

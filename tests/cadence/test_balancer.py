@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -142,13 +142,6 @@ def test_sizes_are_exact_and_fair_after_any_reports(
             else:
                 assert max(parts) == batch
             assert ranks.sizes(batch) == parts
-    copy = Balancer(config)
-    copy.load_state_dict(json.loads(json.dumps(ranks.state_dict())))
-    for report in reports:
-        assert copy.state_dict() == ranks.state_dict()
-        assert [copy.sizes(b) for b in batches] == [ranks.sizes(b) for b in batches]
-        ranks.report(*report)
-        copy.report(*report)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +176,9 @@ def test_measurements_replace_hints() -> None:
 def test_a_rank_without_samples_keeps_its_model() -> None:
     ranks = balancer(2)
     ranks.report([16, 16], [0.1, 0.4])
-    before = ranks.state_dict()
+    before = pickle.dumps(ranks._models)
     ranks.report([0, 16], [5.0, 0.0])
-    assert ranks.state_dict() == before
+    assert pickle.dumps(ranks._models) == before
 
 
 @pytest.mark.parametrize(("slower", "changes"), [(1.05, False), (1.08, True)])
@@ -321,10 +314,10 @@ def test_impossible_reports_are_refused_whole(
     samples: list[int], busy_s: list[float], message: str
 ) -> None:
     ranks = balancer(2)
-    before = ranks.state_dict()
+    before = pickle.dumps(ranks)
     with pytest.raises(ConfigError, match=message):
         ranks.report(samples, busy_s)
-    assert ranks.state_dict() == before
+    assert pickle.dumps(ranks) == before
 
 
 @pytest.mark.parametrize(
@@ -342,31 +335,11 @@ def test_wrong_settings_are_refused(options: dict[str, object], message: str) ->
         balancer(2).sizes(-1)
 
 
-def test_a_state_of_another_run_is_refused() -> None:
-    ranks = balancer(2)
-    ranks.report([4, 4], [1.0, 2.0])
-    ranks.sizes(8)
-    state = ranks.state_dict()
-    with pytest.raises(ConfigError, match="of world size 2, this run has 3"):
-        balancer(3).load_state_dict(state)
-    broken = {**state["models"][0], "against": [1.0]}
-    for change, message in [
-        ({"models": None}, "cannot be read"),
-        ({"models": state["models"][:1]}, "does not describe 2 ranks"),
-        ({"kept": [[1, 2, 3]]}, "does not describe 2 ranks"),
-        ({"models": [broken, broken]}, "state holds 28 shapes"),
-    ]:
-        fresh = balancer(2)
-        with pytest.raises(ConfigError, match=message):
-            fresh.load_state_dict({**state, **change})
-        assert fresh.state_dict() == balancer(2).state_dict()
-
-
 def test_only_the_latest_batch_sizes_are_remembered() -> None:
     ranks = balancer(2)
     for batch in range(100):
         ranks.sizes(batch)
-    assert len(ranks.state_dict()["kept"]) == 16
+    assert len(ranks._kept) == 16
 
 
 def test_a_rank_left_out_and_back_brings_no_new_sizes() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -225,10 +225,10 @@ def test_what_is_negligible_is_no_rise() -> None:
 
 def test_a_window_without_batches_says_nothing() -> None:
     guard = settled()
-    state = guard.state_dict()
+    state = pickle.dumps(guard)
     verdict = guard.observe([50.0], 0)
     assert (verdict.hold, verdict.nudge) == (False, None)
-    assert guard.state_dict() == state
+    assert pickle.dumps(guard) == state
 
 
 def test_the_guard_acts_before_el_che_grows() -> None:
@@ -293,49 +293,15 @@ levels = st.floats(0.0, 5.0) | st.sampled_from([NAN, math.inf, 1e300])
 syncs = st.tuples(st.lists(levels, min_size=1, max_size=3), st.integers(0, 300))
 
 
-@given(st.lists(syncs, max_size=25), st.lists(syncs, max_size=25))
-def test_a_loaded_guard_goes_on_exactly(
-    before: list[tuple[list[float], int]], after: list[tuple[list[float], int]]
+@given(st.lists(syncs, max_size=25))
+def test_it_holds_or_lets_be_and_remembers_a_few_windows(
+    windows: list[tuple[list[float], int]],
 ) -> None:
     guard = DivergenceGuard()
-    for divergences, batches in before:
-        guard.observe(divergences, batches)
-    state = json.loads(json.dumps(guard.state_dict(), allow_nan=False))
-    assert len(state["usual"]) <= MEMORY_WINDOWS
-    loaded = DivergenceGuard()
-    loaded.load_state_dict(state)
-    for divergences, batches in after:
+    for divergences, batches in windows:
         verdict = guard.observe(divergences, batches)
-        assert loaded.observe(divergences, batches) == verdict
         assert verdict.hold or verdict.nudge is None
-    assert loaded.state_dict() == guard.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"kind": "none"}, "of kind 'none'"),
-        ({"usual": None}, "cannot be read"),
-        ({"usual": [[0.1, 25]]}, "cannot be read"),
-        ({"usual": [[0.0, 25, 10.0]]}, "must be positive"),
-        ({"usual": [[0.1, 25, NAN]]}, "must be finite"),
-        ({"usual": [[0.1, 25, 10.0]] * 10}, "remembers at most 9 windows"),
-        ({"windows": -1}, "windows must be at least 0"),
-        ({"batches": 1.5}, "batches must be an integer"),
-        ({"last_level": math.inf}, "last_level must be finite"),
-    ],
-)
-def test_a_state_that_cannot_be_changes_nothing(
-    change: dict[str, Any], match: str
-) -> None:
-    guard = settled()
-    before = guard.state_dict()
-    with pytest.raises(ConfigError, match=match):
-        guard.load_state_dict({**before, **change})
-    assert guard.state_dict() == before
-    del before["suspect"]
-    with pytest.raises(ConfigError, match="cannot be read: KeyError"):
-        guard.load_state_dict(before)
+        assert len(guard._usual) <= MEMORY_WINDOWS
 
 
 @pytest.mark.parametrize(
@@ -352,7 +318,7 @@ def test_input_that_cannot_be_is_refused(
     divergences: list[float], batches: Any, match: str
 ) -> None:
     guard = settled()
-    before = guard.state_dict()
+    before = pickle.dumps(guard)
     with pytest.raises(ConfigError, match=match):
         guard.observe(divergences, batches)
-    assert guard.state_dict() == before
+    assert pickle.dumps(guard) == before

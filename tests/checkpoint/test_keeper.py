@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elche
+from elche.checkpoint.store import CheckpointStore
 from elche.errors import ConfigError, MismatchError
 
 
@@ -49,6 +52,33 @@ def test_an_empty_folder_is_a_fresh_run(tmp_path: Path) -> None:
     set_up()
     assert not elche.resume(tmp_path / "none")
     assert list(elche.epochs(2)) == [0, 1]
+
+
+def test_a_script_that_ends_has_written_its_last_checkpoint(tmp_path: Path) -> None:
+    # Once: the thread that writes it ended with the process, on one device.
+    script = """
+import sys, torch, elche
+model = torch.nn.Linear(2000, 1000)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.ones(2, 2000))
+model, optimizer, loader = elche.setup(model, optimizer, loader)
+for _ in elche.epochs(1):
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    elche.save(sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    assert CheckpointStore(tmp_path).newest() is not None
+
+
+def test_a_run_with_no_epochs_left_has_no_metrics(tmp_path: Path) -> None:
+    saved(tmp_path)
+    set_up()
+    assert elche.resume(tmp_path)
+    assert not list(elche.epochs(1))
+    with pytest.raises(ConfigError, match="resumed run has none of epochs that ended"):
+        elche.epoch_metrics()
 
 
 def test_between_epochs_the_next_one_follows(tmp_path: Path) -> None:

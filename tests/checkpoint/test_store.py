@@ -221,7 +221,7 @@ def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(manifests, "FORMAT", 7)
     with pytest.raises(
         CheckpointError,
-        match=r"expected a checkpoint of format 7.* got format 1 by elche \d.*resume "
+        match=r"expected a checkpoint of format 7.* got format 2 by elche \d.*resume "
         "with that version",
     ):
         CheckpointStore(tmp_path).newest()

@@ -136,11 +136,40 @@ def test_auto_goes_on_from_windows_with_one_optimizer_state(
     assert identical([rank.state for rank in again])
 
 
+def test_windows_go_on_from_sync_with_a_codec(ranks2: RankPool, tmp_path: Path) -> None:
+    # Once: refused, because its residuals of gradients belonged to "other parameters".
+    folder, sync = str(tmp_path), asking("sync", codec="int4")
+    ranks2.run(train, sync, folder, (16,), case_setup=serve_in_thread)
+    windows = asking("cadence", codec="int4")
+    again = ranks2.run(train, windows, folder, (), True, case_setup=serve_in_thread)
+    assert_once(all_pairs(again), 3)
+    assert identical([rank.state for rank in again])
+
+
+def test_rank_0_asks_for_checkpoints_where_another_trains_alone(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    # Once: rank 0 looked at its batches only, and had none.
+    by_time = {"ELCHE_CHECKPOINT_DIR": str(tmp_path), "ELCHE_CHECKPOINT_EVERY_S": "0.2"}
+    env = [
+        {"ELCHE_SPEED": speed, "ELCHE_MS_PER_SAMPLE": "1", **by_time}
+        for speed in ("0.02", "1")
+    ]
+    task = Task(samples=4000, batch_size=8, epochs=1, options={"policy": "auto"})
+    slow, fast = ranks2.run(
+        *(train, task, str(tmp_path)), case_setup=serve_in_thread, env=env
+    )
+    assert len(slow.pairs) < 600 < len(fast.pairs)
+    newest = CheckpointStore(tmp_path).newest()
+    assert newest is not None
+    assert int(newest.name.rpartition("-")[2]) > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "auto"])
 def test_three_ranks_then_two_then_four(policy: str, tmp_path: Path) -> None:
     """Every sample of each epoch once, whichever rank had it."""
-    task, pairs, was = asking(policy), [], 0
+    task, pairs, was = asking(policy, leave_out=False), [], 0  # rank 0 asks in its loop
     draws = random.Random(policy)
     for world_size in (3, 2, 4):
         with RankPool(world_size) as pool:

@@ -25,6 +25,7 @@ from tests.integrations.cases.hf_tasks import (
     Found,
     Job,
     Sentences,
+    StopsAlone,
     build,
     loaded_adapter,
     make,
@@ -123,6 +124,14 @@ def test_evaluation_inside_epochs_decides_for_all_ranks(
     assert alone.steps == 12
     kept = [sorted(path.name for path in each.iterdir()) for each in tmp_path.iterdir()]
     assert kept[0] == kept[1] != []
+
+
+def test_a_callback_that_stops_one_rank_alone_is_named(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    job = Job(folder=str(tmp_path), callbacks=(StopsAlone(),), timeout_s=8.0)
+    outcomes = ranks2.run(train, job, case_setup=serve_in_thread, expect_failure=True)
+    assert any("a callback's stop after step 3" in str(each.error) for each in outcomes)
 
 
 def test_a_run_goes_on_from_a_checkpoint(ranks2: RankPool, tmp_path: Path) -> None:

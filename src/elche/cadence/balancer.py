@@ -277,60 +277,9 @@ class Balancer:
         """Seconds per sample of each rank; where not measured, as its hint says."""
         return complete_costs([model.cost for model in self._models], self._speeds)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as values that JSON keeps exactly."""
-        return {
-            "world_size": self.world_size,
-            "models": [model.state_dict() for model in self._models],
-            "kept": [list(parts) for parts in self._kept.values()],
-            "decided": sorted(self._decided),
-            "sizes": self._sizes.state_dict(),
-            "max_samples": list(self._caps),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another instance of the same configuration was.
-
-        Args:
-            state: what ``state_dict`` returned, through JSON or not.
-
-        Raises:
-            ConfigError: the state is of another world size, lacks something or
-                holds impossible values; nothing has changed then.
-        """
-        size = self.world_size
-        if state.get("world_size") != size:
-            raise ConfigError(
-                f"the balancer's state is of world size {state.get('world_size')}, "
-                f"this run has {size}; start without it, a few steps calibrate it"
-            )
-        try:
-            models = [TimeModel.from_state_dict(model) for model in state["models"]]
-            kept = [
-                tuple(check_int("a part", part, 0) for part in parts)
-                for parts in state["kept"]
-            ]
-            decided = [check_int("a batch", size, 0) for size in state["decided"]]
-            sizes = ShareSizes.from_state_dict(state["sizes"])
-            caps = [
-                cap if cap is None else check_int("a cap", cap, 1)
-                for cap in state["max_samples"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"the balancer's state cannot be read: {error!r}"
-            ) from error
-        if {size, *map(len, [*kept, models, sizes.used, caps])} != {size}:
-            raise ConfigError(f"the balancer's state does not describe {size} ranks")
-        self._models = models
-        self._forget_kept({sum(parts): parts for parts in kept})
-        self._decided.update(decided)
-        self._sizes = sizes
-        self._set_caps(caps)
-
-    def _forget_kept(self, kept: dict[int, tuple[int, ...]] | None = None) -> None:
-        """Splits are chosen anew, but for these; also for other ranks left out."""
-        self._kept = kept or {}
+    def _forget_kept(self) -> None:
+        """Splits are chosen anew, also for other ranks left out."""
+        self._kept = {}
         self._kept_without = {self._left_out: self._kept}
         self._decided.clear()
 

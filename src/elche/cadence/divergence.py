@@ -9,11 +9,11 @@ when the ranks come apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
-from elche.cadence.throughput import check_int, check_measure
+from elche.cadence.throughput import check_int
 from elche.errors import ConfigError
 
 RECENT_WINDOWS = 3
@@ -72,22 +72,6 @@ class _Window:
         """
         longer = max(1.0, batches / self.batches)
         return self.level * longer * max(1.0, middle / self.middle)
-
-    @classmethod
-    def from_values(cls, level: float, batches: int, middle: float) -> _Window:
-        """Makes a window of saved values.
-
-        Raises:
-            ConfigError: a value is not positive.
-        """
-        window = cls(
-            check_measure("a level", level),
-            check_int("batches", batches, 1),
-            check_measure("a middle", middle),
-        )
-        if window.level == 0.0 or window.middle == 0.0:
-            raise ConfigError(f"a guard's window must be positive, got {window}")
-        return window
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,52 +188,6 @@ class DivergenceGuard:
         elif held:
             reason += ": no longer windows so soon after they were shortened"
         return Verdict(hold=suspect or held, nudge=None, reason=reason)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that was learned, as values that JSON keeps exactly."""
-        return {
-            "kind": "divergence",
-            "windows": self._windows,
-            "batches": self._batches,
-            "usual": [list(astuple(window)) for window in self._usual],
-            "last_level": self._last_level,
-            "suspect": self._suspect,
-            "hold_left": self._hold_left,
-            "nudges": self._nudges,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another guard was.
-
-        Args:
-            state: what ``state_dict`` returned, through JSON or not.
-
-        Raises:
-            ConfigError: the state is of another kind of guard, lacks something or
-                holds impossible values; nothing has changed then.
-        """
-        if state.get("kind") != "divergence":
-            raise ConfigError(
-                f"the guard's state is of kind {state.get('kind')!r}, this run's guard "
-                "is 'divergence'; start without it, a few windows settle it"
-            )
-        try:
-            usual = [_Window.from_values(*values) for values in state["usual"]]
-            counts = [
-                check_int(name, state[name], 0)
-                for name in ("windows", "batches", "hold_left", "nudges")
-            ]
-            last_level = check_measure("last_level", state["last_level"])
-            suspect = bool(state["suspect"])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"the guard's state cannot be read: {error!r}") from error
-        if len(usual) > MEMORY_WINDOWS:
-            raise ConfigError(
-                f"a guard remembers at most {MEMORY_WINDOWS} windows, its state holds "
-                f"{len(usual)}"
-            )
-        self._usual, self._last_level, self._suspect = usual, last_level, suspect
-        self._windows, self._batches, self._hold_left, self._nudges = counts
 
     def _usual_level(self, window: _Window) -> float:
         """Most that would be ordinary in this window; 0.0 when nothing is known."""

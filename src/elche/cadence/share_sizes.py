@@ -11,11 +11,10 @@ used only where a step without them would take a third longer, for many steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, final
 
 from elche.cadence.split import pick_sizes, split_from_sizes
-from elche.cadence.throughput import check_int, check_measure
 
 MAX_SIZES = 8
 """As many as Dynamo compiles a function for at most."""
@@ -63,22 +62,6 @@ class ShareSizes:
     def used(self) -> list[list[int]]:
         """Of each rank."""
         return [list(sizes) for sizes in self._used]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was used and lost, as values that JSON keeps exactly."""
-        return {"used": self.used, "lost_steps": self._lost_steps}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> ShareSizes:
-        """Makes what ``state_dict`` described.
-
-        Raises:
-            ConfigError: the state holds impossible values.
-            KeyError: the state lacks something.
-        """
-        sizes = cls([check_int("a size", n, 1) for n in used] for used in state["used"])
-        sizes._lost_steps = check_measure("lost steps", state["lost_steps"])
-        return sizes
 
     def use(self, split: Sequence[int]) -> None:
         """A batch is divided so; a rank without a part has no size."""

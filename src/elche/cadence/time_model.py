@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from elche.cadence.throughput import (
     CostEstimate,
     adaptive_weight,
-    check_int,
-    check_measure,
 )
-from elche.errors import ConfigError
 
 SHAPES: tuple[tuple[float, float], ...] = (
     (0.0, 0.0),
@@ -181,43 +178,6 @@ class TimeModel:
             if (fixed <= most and knee < self._largest)
             and (against < evidence or index == self._shape)
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned, as values that JSON keeps exactly."""
-        return {
-            "levels": list(self._levels),
-            "against": list(self._against),
-            "shape": self._shape,
-            "largest": self._largest,
-            "noise": self._noise,
-            "is_settled": self._is_settled,
-            "recent": [list(step) for step in self._recent],
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> TimeModel:
-        """Makes what ``state_dict`` described.
-
-        Raises:
-            ConfigError: the state holds impossible values.
-            KeyError: the state lacks something.
-        """
-        model = cls()
-        model._levels = [check_measure("a cost", cost) for cost in state["levels"]]
-        model._against = [check_measure("evidence", e) for e in state["against"]]
-        shape = check_int("the shape", state["shape"], 0)
-        count = len(SHAPES)
-        if {len(model._levels), len(model._against)} != {count} or shape >= count:
-            raise ConfigError(f"a time model's state holds {count} shapes")
-        model._shape = shape
-        model._largest = check_int("the largest step", state["largest"], 0)
-        model._noise = max(LEAST_NOISE, check_measure("the noise", state["noise"]))
-        model._is_settled = bool(state["is_settled"])
-        model._recent = [
-            (check_int("samples", samples, 1), check_measure("busy_s", busy_s))
-            for samples, busy_s in state["recent"]
-        ]
-        return model
 
     def _typical(self, samples: int, busy_s: float) -> tuple[int, float]:
         """The step of median cost among the last ones of about this size."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from elche.torch_internals import COMPILED_MODULE as _INNER
-from elche.torch_internals import is_compiled
+from elche.torch_internals.groups import COMPILED_MODULE as _INNER
+from elche.torch_internals.passes import is_compiled
 
 
 def bare_state(model: nn.Module) -> dict[str, Tensor]:

@@ -63,6 +63,8 @@ class Contents:
         bound: dict[str, Any] = {
             "optimizer": parts.optimizers[0].state_dict(),
             "registered": {n: r.state_dict() for n, r in registered.items()},
+            "schedulers": [each.state_dict() for each in self.schedulers],
+            "schedules": parts.epochs["schedules"],  # in windows a rank may be ahead
         }
         free: dict[str, Any] = {}
         if parts.is_common:
@@ -81,10 +83,9 @@ class Contents:
         shared = {
             "model": {n: v for n, v in held.items() if not _is_tensor(v)},
             "bound": bound if parts.is_common else None,
-            "schedulers": [each.state_dict() for each in self.schedulers],
             "copies": [each.state_dict() for each in parts.copies],
             "run": {**parts.state, "averaging": None},
-            "epochs": parts.epochs,
+            "epochs": {**parts.epochs, "schedules": None},
             "loop": dict(loop),
         }
         model = copied(bare_state(parts.model))
@@ -131,12 +132,14 @@ class Contents:
         with _fitting(found, "optimizer"):
             self.parts.optimizers[0].load_state_dict(bound["optimizer"])
         self._load_registered(found, {**bound["registered"], **own["free"]})
-        self._load_all(found, "schedulers", self.schedulers, shared)
+        self._load_all(found, "schedulers", self.schedulers, bound)
         self._load_all(found, "copies", self.parts.copies, shared)
         averaging = _joined(first["averaging"], own["averaging"] if was_there else None)
         if was_there:
             restore_random(own["random"], self.parts.generators)
-        return {**shared, "run": {**shared["run"], "averaging": averaging}}
+        epochs = {**shared["epochs"], "schedules": bound["schedules"]}
+        run = {**shared["run"], "averaging": averaging}
+        return {**shared, "run": run, "epochs": epochs}
 
     def _bound(self, first: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """What windows have left on each rank: rank 0's where steps are common now."""
@@ -179,14 +182,14 @@ class Contents:
         found: Checkpoint,
         what: str,
         objects: Sequence[Any],
-        shared: Mapping[str, Any],
+        saved: Mapping[str, Any],
     ) -> None:
-        if len(objects) != len(shared[what]):
+        if len(objects) != len(saved[what]):
             raise MismatchError(
-                f"{found.path} holds {len(shared[what])} {what}, this script hands "
+                f"{found.path} holds {len(saved[what])} {what}, this script hands "
                 f"over {len(objects)}; resume with the script that saved it"
             )
-        for each, state in zip(objects, shared[what], strict=True):
+        for each, state in zip(objects, saved[what], strict=True):
             with _fitting(found, what):
                 each.load_state_dict(state)
 

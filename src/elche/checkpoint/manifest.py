@@ -14,7 +14,7 @@ from typing import Any, Final
 from elche.checkpoint.files import Disk, FileRecord, read_json, write_json
 from elche.errors import CheckpointError, ConfigError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Counted up when files of before cannot be read any more."""
 MANIFEST: Final = "manifest.json"
 

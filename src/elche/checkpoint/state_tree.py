@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elche.errors import CheckpointError, ConfigError
-from elche.torch_internals import STATE_VERSIONS
+from elche.torch_internals.groups import STATE_VERSIONS
 
 StateTree: TypeAlias = Any
 """Dicts, lists, tuples, numbers, strings, bytes, None, tensors, arrays; nested."""

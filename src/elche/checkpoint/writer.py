@@ -154,7 +154,9 @@ class CheckpointWriter:
     def close(self, timeout_s: float) -> None:
         """Ends the thread when all is written, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs, timeout_s)
+            if not self._changed.wait_for(lambda: not self._jobs, timeout_s):
+                name = self._jobs[0].name
+                logger.warning("%s is given up: not written in %g s", name, timeout_s)
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 
 class _Friendly(click.Group):
-    """Shows elche's own errors as one message, without a traceback."""
+    """Shows elche's own errors as one message, and Ctrl-C by its code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ElcheError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
 
 
 class _Bench(click.Group):
@@ -101,15 +104,11 @@ def _checked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_command() -> Iterator[None]:
-    """Wrong settings end with code 2, Ctrl-C with 130; elche's log is shown."""
+    """Wrong settings end with code 2; elche's log is shown."""
     from elche.demo.results import log_to_stderr
 
-    try:
-        with _checked(), log_to_stderr():
-            yield
-    except KeyboardInterrupt:
-        click.echo("interrupted; all ranks have ended", err=True)
-        sys.exit(130)
+    with _checked(), log_to_stderr():
+        yield
 
 
 @click.group(cls=_Friendly, context_settings={"help_option_names": ["-h", "--help"]})
@@ -234,6 +233,11 @@ def run(
         if result.signal:  # ranks that end by themselves then have not failed
             name = signal.Signals(result.signal).name
             reason = f"interrupted: the launcher was sent {name}"
+            if result.terminated:
+                reason += (
+                    f"; ranks {list(result.terminated)} did not end in time, and were "
+                    "ended: a last checkpoint may be missing"
+                )
         codes = ", ".join(_code(result.exit_codes[rank]) for rank in failed)
         click.echo(
             f"elche run: ranks {failed} ended with codes [{codes}]: {reason}", err=True

@@ -23,7 +23,7 @@ from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.ddp.group import control_device
 from elche.ddp.model_comparison import kept
-from elche.torch_internals import foreach_copy_
+from elche.torch_internals.held import foreach_copy_
 
 ALIGN_BYTES = 16
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from elche.comm.tensors.nested import items_of, tensors_in
 from elche.errors import ConfigError
-from elche.torch_internals import held_parameters, queue_callback
+from elche.torch_internals.held import held_parameters
+from elche.torch_internals.passes import queue_callback
 
 Place = tuple[dict[str, Any], str, str, nn.Parameter, torch.dtype]
 """What holds a parameter, under what key; its name in the model, itself, its dtype."""

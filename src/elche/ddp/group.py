@@ -20,7 +20,7 @@ from typing_extensions import override
 from elche.comm.transport.process_group import Group, late_error
 from elche.ddp.turns import ADVICE
 from elche.errors import CommunicationError, ConfigError, DeadlineError
-from elche.torch_internals import group_timeout_s
+from elche.torch_internals.groups import group_timeout_s
 
 DEFAULT_TIMEOUT_S = 1800.0
 ROLL_CALL_S = 2.0

@@ -22,7 +22,7 @@ from elche.comm.transport.process_group import Group
 from elche.ddp.group import TorchGroup
 from elche.ddp.options import DdpOptions
 from elche.errors import ConfigError
-from elche.torch_internals import BatchNormBase, held_modules
+from elche.torch_internals.held import BatchNormBase, held_modules
 
 
 def plain_norms(model: nn.Module, group: Group) -> list[tuple[dict[str, Any], str]]:

@@ -13,7 +13,7 @@ from elche.comm.gradients.bucket_contract import Strategy
 from elche.comm.gradients.buckets import size_bytes
 from elche.ddp.weighted_reducer import LossReduction
 from elche.errors import ConfigError
-from elche.torch_internals import to_device
+from elche.torch_internals.batches import to_device
 
 MIB = 2**20
 LEAST_CAP_MB, MOST_CAP_MB = 2.0, 25.0

@@ -30,7 +30,7 @@ from elche.ddp.buffer_spreader import BufferSpreader
 from elche.ddp.group import control_device
 from elche.ddp.turns import Turn
 from elche.errors import CommunicationError, ConfigError, ElcheError
-from elche.torch_internals import graph_task_id, queue_callback
+from elche.torch_internals.passes import graph_task_id, queue_callback
 
 LossReduction = Literal["mean", "sum"]
 

@@ -35,7 +35,7 @@ from elche.ddp.options import (
 from elche.ddp.turns import new_wrapper
 from elche.ddp.weighted_reducer import DdpReduction, LossReduction
 from elche.errors import CommunicationError, ConfigError
-from elche.torch_internals import IGNORED_BY_DDP
+from elche.torch_internals.groups import IGNORED_BY_DDP
 
 
 @final

@@ -156,8 +156,11 @@ class ElcheTrainerMixin(_Base):
         with patch.object(hf_trainer, "skip_first_batches", StepEpochs.skip):
             super()._run_epoch(**kwargs)
         if self._epochs is not None and self._epochs.is_under_way:
-            if session.current_run() is not None:
-                session.barrier()  # where a callback stops one rank alone it fails here
+            if (run := session.current_run()) is not None:
+                step = self.state.global_step
+                run.barrier(
+                    f"a callback's stop after step {step}, on all ranks and not on one"
+                )
             self._epochs.leave()
 
     def get_batch_samples(

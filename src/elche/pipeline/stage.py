@@ -21,7 +21,8 @@ from elche.pipeline.split_backward.deferred import (
 )
 from elche.pipeline.split_backward.weight_gradients import hooks_made
 from elche.pipeline.trees import map_tensors
-from elche.torch_internals import CAN_SPLIT, held_parameters, is_compiled
+from elche.torch_internals.held import held_parameters
+from elche.torch_internals.passes import CAN_SPLIT, is_compiled
 
 
 class OwnBackward(nn.Module):

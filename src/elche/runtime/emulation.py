@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
-from elche.torch_internals import disable_dynamo, queue_callback, tree_leaves
+from elche.torch_internals.batches import tree_leaves
+from elche.torch_internals.held import disable_dynamo
+from elche.torch_internals.passes import queue_callback
 
 FORWARD_FRACTION = 1 / 3
 """Share of a sample's time spent in the forward pass; the backward has the rest."""

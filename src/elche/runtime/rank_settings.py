@@ -21,7 +21,7 @@ from elche.runtime.data.leased_data import horizon_batches
 from elche.runtime.data.prefetch import most_ahead
 from elche.runtime.process.environment import Placement
 from elche.runtime.training import Training
-from elche.torch_internals import BatchNormBase, held_buffers, unsaved_buffers
+from elche.torch_internals.held import BatchNormBase, held_buffers, unsaved_buffers
 
 QUANTISED = frozenset({"bitsandbytes", "torchao"})
 """Packages of optimizers whose state is quantised."""

@@ -54,7 +54,7 @@ from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.model_copies import ModelCopies
 from elche.runtime.windows.synchroniser import Synchroniser
-from elche.torch_internals import is_compiled
+from elche.torch_internals.passes import is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -595,7 +595,9 @@ class RunEpochs:
         self._synchroniser.check()
         reducer = self._synchroniser.reducer
         self.schedulers.check(self._optimizers.all())
-        if reducer is not None and reducer.backward_passes == 0:
+        if reducer is None:
+            self._ask_for_cut()  # also of a rank that is given no batches
+        elif reducer.backward_passes == 0:
             self._steps_without_backward += 1
             if self._steps_without_backward > STEPS_WITHOUT_BACKWARD:
                 refuse_stray_gradients(self._synchroniser.parameters)

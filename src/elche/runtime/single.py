@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 import time
 from collections.abc import Generator, Iterator
 from itertools import islice
@@ -27,7 +25,7 @@ from elche.runtime.data.transfer import batch_length, to_device
 from elche.runtime.process.seeding import rank_seed, seed_rank
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline
-from elche.runtime.report.trace_parts import TRACE, write_part
+from elche.runtime.report.trace_parts import write_part
 from elche.runtime.training import RunParts, Training, generators_of
 from elche.runtime.watch.optimizers_seen import OptimizersSeen
 from elche.runtime.watch.scaler_skips import ScalerSkips
@@ -86,8 +84,6 @@ class SingleRun:
 
     def attach(self) -> None:
         """Watches for steps that a GradScaler skips; seeds this process if asked."""
-        if TRACE in os.environ:
-            atexit.register(self.leave)
         self._skips.attach()
         if self._training.config.seed is not None:
             seed_rank(self._training.config.seed, 0)
@@ -98,7 +94,6 @@ class SingleRun:
         self._skips.detach()
         self._optimizers.detach()
         if not self._has_left:
-            atexit.unregister(self.leave)
             write_part(self.timeline)
         self._has_left = True
 

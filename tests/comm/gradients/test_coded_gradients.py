@@ -371,6 +371,41 @@ def test_the_state_goes_on_in_another_layout_and_group() -> None:
             torch.testing.assert_close(after[at], left, rtol=1e-6, atol=1e-9)
 
 
+def test_residuals_go_on_in_another_memory_format() -> None:
+    # Once: they were saved as they lie in memory, and loaded into other elements.
+    def conv(memory_format: torch.memory_format) -> nn.Module:
+        torch.manual_seed(8)
+        return nn.Conv2d(3, 4, 3).to(memory_format=memory_format)  # type: ignore[call-overload]
+
+    def gradient(model: nn.Module, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        model(torch.randn(2, 3, 5, 5, generator=generator)).square().mean().backward()
+
+    def run(group: ThreadGroup, models: list[nn.Module]) -> tuple[Gradients, Any, Any]:
+        last, plain = (coded(model, group, "int4", 1) for model in models)
+        last.begin_step(StepPart(0.5, 2))
+        gradient(models[0], group.rank)
+        last.end_step()
+        state = last.state_dict()
+        assert state is not None
+        plain.load_state_dict(state)
+        return gradients_of(models[0]), residuals(last), residuals(plain)
+
+    formats = torch.channels_last, torch.contiguous_format
+    ranks = on_ranks(2, run, [[conv(each) for each in formats] for _ in range(2)])
+    model = conv(torch.contiguous_format)
+    for rank in range(2):
+        gradient(model, rank)
+    for index, want in enumerate(gradients_of(model)):
+        got = ranks[0][0][index]
+        assert got is not None
+        assert want is not None
+        for at in (1, 2):  # as saved, and as loaded
+            left = sum(rank[at][index] for rank in ranks) / 2
+            assert bool(left.any())
+            torch.testing.assert_close(got.flatten() + left, want.flatten() / 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_travels_encoded(dtype: torch.dtype) -> None:
     def run(group: ThreadGroup, model: nn.Linear) -> tuple[torch.Tensor, int]:

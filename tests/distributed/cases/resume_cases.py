@@ -72,7 +72,7 @@ def train(
     """
     model, optimizer, loader = build(task)
     model = torch.nn.Sequential(model[0], torch.nn.Dropout(dropout), *model[1:])
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.97)
     seen, epochs, rates, batches = Seen(), [], [], 0
     with session.failing_together():
         model, optimizer, loader = elche.setup(

@@ -44,6 +44,7 @@ class Job:
         resumes: from this checkpoint of the folder.
         saves: the model at the end.
         callbacks: of the Trainer.
+        timeout_s: of the run.
     """
 
     model: str = "gpt2"
@@ -53,6 +54,7 @@ class Job:
     resumes: str | None = None
     saves: bool = False
     callbacks: tuple[TrainerCallback, ...] = ()
+    timeout_s: float = 300.0
 
 
 @dataclass
@@ -166,6 +168,13 @@ def build(kind: str) -> nn.Module:
     return model
 
 
+class StopsAlone(TrainerCallback):
+    """Stops the last rank after a step, and no other."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= elche.rank() == 1 and state.global_step == 3
+
+
 def make(job: Job, *, plain: bool = False) -> Trainer:
     """The Trainer of a job; ``plain`` is that of transformers."""
     kinds = TrainingArguments, Trainer
@@ -187,7 +196,13 @@ def make(job: Job, *, plain: bool = False) -> Trainer:
         **job.options,
     }
     hints = (1.0, 0.3) if elche.world_size() > 1 else None
-    ours = {} if plain else {"elche_config": elche.RunConfig(speed_hints=hints)}
+    ours = (
+        {}
+        if plain
+        else {
+            "elche_config": elche.RunConfig(speed_hints=hints, timeout_s=job.timeout_s)
+        }
+    )
     return trainer(
         **ours,
         model=build(job.model),

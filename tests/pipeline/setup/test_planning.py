@@ -16,7 +16,7 @@ from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import layers_of
 from elche.pipeline.setup.planning import make_plan
 from elche.schedule.actions import Schedule, parse_action
-from elche.torch_internals import STEPPED_IN_BACKWARD
+from elche.torch_internals.groups import STEPPED_IN_BACKWARD
 
 CONFIG = PipelineConfig()
 DATA = (torch.randn(9, 6), torch.arange(9) % 3)

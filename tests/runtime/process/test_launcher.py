@@ -179,6 +179,7 @@ def test_who_does_not_heed_the_signal_is_ended(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 143
         assert "codes [137 (SIGKILL), 137 (SIGKILL)]" in run.output
+        assert "ranks [0, 1] did not end in time, and were ended: a last" in run.output
 
 
 LAST_WORDS = """

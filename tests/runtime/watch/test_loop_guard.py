@@ -9,7 +9,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from elche.errors import ConfigError
 from elche.runtime.watch.loop_guard import LoopGuard
-from elche.torch_internals import SCALER_FLAG
+from elche.torch_internals.groups import SCALER_FLAG
 
 
 def guarded(*, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

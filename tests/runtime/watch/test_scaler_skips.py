@@ -11,7 +11,7 @@ from torch import nn
 
 from elche.runtime.report.scalars import ScalarLog
 from elche.runtime.watch.scaler_skips import NAME, ScalerSkips
-from elche.torch_internals import SCALER_FLAG
+from elche.torch_internals.groups import SCALER_FLAG
 
 BAD = (False, True, False, False, True, True)
 

@@ -43,7 +43,6 @@ class DirectRoute(Route):
         self._outgoing = [self._pieces(codec) for _ in range(2)]
         self._incoming = {rank: self._pieces(codec) for rank in self._others}
         self._messages: list[list[CodedMessage]] = []
-        self._arrivals: list[Transfer] = []
         self._has_encoded = False
 
     def _pieces(self, codec: Codec) -> list[CodedMessage]:
@@ -66,15 +65,6 @@ class DirectRoute(Route):
         self._has_encoded = True
         by_rank = {**self._incoming, self._peers.rank: own}
         self._messages = [by_rank[rank] for rank in sorted(by_rank)]
-
-    @property
-    @override
-    def is_done(self) -> bool:
-        return not self._arrivals
-
-    @override
-    def is_ready(self) -> bool:
-        return self._have_come(self._arrivals)
 
     @override
     def advance(self, what: str) -> None:
@@ -135,7 +125,6 @@ class PartedRoute(Route):
         self._received = {r: self._message(codec, self._parts[r]) for r in others}
         self._left_over = torch.zeros(len(own), dtype=torch.float32, device="cpu")
         self._offered: list[Transfer] = []
-        self._arrivals: list[Transfer] = []
         self._sum_arrivals: list[Transfer] = []
         self._turn = 0
 

@@ -121,7 +121,6 @@ class HostMemberRoute(Route):
         self._offer = CodedMessage(plain, whole, exact=exact)
         self._answer = CodedMessage(plain, whole, exact=exact)
         self._offered: list[Transfer] = []
-        self._arrivals: list[Transfer] = []
 
     @override
     def begin(self, values: torch.Tensor, residual: torch.Tensor) -> None:
@@ -129,15 +128,6 @@ class HostMemberRoute(Route):
         self._arrivals = [self._receive(self._leader, self._answer, 1)]
         self._encode(self._offer, residual)
         self._offered.append(self._send(self._leader, self._offer, 0))
-
-    @property
-    @override
-    def is_done(self) -> bool:
-        return not self._arrivals
-
-    @override
-    def is_ready(self) -> bool:
-        return self._have_come(self._arrivals)
 
     @override
     def advance(self, what: str) -> None:
@@ -209,7 +199,6 @@ class HostLeaderRoute(Route):
         self._host_sum = torch.zeros(
             numel + exact + 1, dtype=torch.float32, device="cpu"
         )
-        self._arrivals: list[Transfer] = []
         self._turn = 0
         self._is_between = self._is_answered = False
         self.own = self._between.own

@@ -10,7 +10,8 @@ from typing import Any, final
 
 import torch
 
-from elche.torch_internals import graph_task_id, version
+from elche.torch_internals.held import version
+from elche.torch_internals.passes import graph_task_id
 
 _NO_PASS = -1
 

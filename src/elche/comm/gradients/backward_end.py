@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from elche.torch_internals import current_node, queue_callback
+from elche.torch_internals.passes import current_node, queue_callback
 
 
 def at_backward_end(call: Callable[[], None]) -> None:

@@ -332,17 +332,30 @@ class Bucket:
         return torch.split(state["residual"], self._sizes[:-1])
 
     def residuals(self) -> list[torch.Tensor]:
-        """What earlier passes left out, per parameter and flat; empty without codec."""
+        """What earlier passes left out, per parameter and flat; empty without codec.
+
+        In the order of its shape, whatever its memory format.
+        """
         if self._coded is None:
             return []
         left = residual_of_a_rank(self._coded.state_dict())
-        return list(left.split([parameter.numel() for parameter in self.parameters]))
+        return [part.reshape(-1) for part in self._shaped(left)]
 
     def load_residuals(self, left: Sequence[torch.Tensor]) -> None:
         """Goes on from those of other buckets."""
         if self._coded is not None:
             state = {"own": (0, 0), "world_size": 1, "ranks": 1}
-            self._coded.load_state_dict({**state, "residual": torch.cat(list(left))})
+            residual = torch.cat(list(left))
+            for into, part in zip(self._shaped(residual), left, strict=True):
+                into.copy_(part.view(into.shape))
+            self._coded.load_state_dict({**state, "residual": residual})
+
+    def _shaped(self, residual: torch.Tensor) -> list[torch.Tensor]:
+        """A view per parameter of a residual, which lies as the message does."""
+        parts = residual.split(self._sizes[:-1])
+        pairs = zip(parts, self.parameters, strict=True)
+        strided = self._keeps_strides
+        return [_shaped_like(part, p, strided=strided) for part, p in pairs]
 
     def retire(self) -> None:
         """There is no other pass: nothing is done for one that was broken off."""

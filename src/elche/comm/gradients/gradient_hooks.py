@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from elche.torch_internals import accumulated_hooks
+from elche.torch_internals.held import accumulated_hooks
 
 
 class GradientHooks:

@@ -27,7 +27,7 @@ from elche.comm.tensors.nan_check import all_finite
 from elche.comm.transport.exchange import Exchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.errors import ConfigError
-from elche.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
+from elche.torch_internals.held import foreach_add_, foreach_copy_, foreach_zero_
 
 WHAT = "reducing the gradients of a window"
 

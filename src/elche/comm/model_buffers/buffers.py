@@ -18,7 +18,7 @@ from torch import nn
 from elche.comm.model_buffers.known_buffers import KnownBuffers, held
 from elche.comm.norm.sync_batch_norm import sync_batchnorm_layers
 from elche.comm.transport.process_group import Group
-from elche.torch_internals import NormBase, version
+from elche.torch_internals.held import NormBase, version
 
 SNAPSHOT_ELEMENTS = 65_536
 

@@ -34,12 +34,8 @@ from elche.comm.norm.norm_function import Normalise, UnionStatistics
 from elche.comm.norm.norm_scope import NormScope
 from elche.comm.transport.shared_memory import Members
 from elche.errors import ConfigError, ProtocolError
-from elche.torch_internals import (
-    BatchNormBase,
-    disable_dynamo,
-    graph_task_id,
-    held_modules,
-)
+from elche.torch_internals.held import BatchNormBase, disable_dynamo, held_modules
+from elche.torch_internals.passes import graph_task_id
 
 Layers = TypeVar("Layers", bound=nn.Module)
 

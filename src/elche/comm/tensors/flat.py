@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elche.torch_internals import foreach_add_, foreach_copy_
+from elche.torch_internals.held import foreach_add_, foreach_copy_
 
 SEGMENT_ELEMENTS = 262_144
 

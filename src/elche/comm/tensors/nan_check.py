@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elche.torch_internals import foreach_norm
+from elche.torch_internals.held import foreach_norm
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import MismatchError
-from elche.torch_internals import disable_dynamo
+from elche.torch_internals.held import disable_dynamo
 
 WORD_BYTES = 8
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from elche.torch_internals import STEPPED_IN_BACKWARD
+from elche.torch_internals.groups import STEPPED_IN_BACKWARD
 
 WRAPPERS = {
     "torch.distributed.fsdp": "is sharded by FSDP",

@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from elche.comm.transport.process_group import Group, gather_texts
 from elche.errors import CommunicationError, ElcheError
-from elche.torch_internals import nccl_options
+from elche.torch_internals.groups import nccl_options
 
 TRIAL_S = 60.0
 """How long forming and trying may take, less than any deadline of a run."""

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from elche.comm.transport.exchange import CHECK_EVERY_S, wait_until
 from elche.errors import CommunicationError, DeadlineError
-from elche.torch_internals import gloo_options
+from elche.torch_internals.groups import gloo_options
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 

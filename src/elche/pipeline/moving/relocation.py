@@ -23,7 +23,7 @@ from elche.pipeline.moving.moving_optimizers import (
 )
 from elche.pipeline.peers.stage_messages import Message, head_of
 from elche.pipeline.stage import Layer
-from elche.torch_internals import held_buffers
+from elche.torch_internals.held import held_buffers
 
 _SHOWN = 3
 

@@ -14,7 +14,7 @@ from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.errors import ConfigError
 from elche.pipeline.setup.naming import names_of_split
 from elche.pipeline.stage import Layer
-from elche.torch_internals import held_parameters
+from elche.torch_internals.held import held_parameters
 
 LayerSource = nn.Module | Callable[[], nn.Module]
 Split = Callable[[Any], Sequence[nn.Module]]

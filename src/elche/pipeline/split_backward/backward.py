@@ -27,7 +27,7 @@ from elche.pipeline.split_backward.weight_gradients import (
 )
 from elche.pipeline.stage import Deferring, Stage, can_split, changes_in_place
 from elche.pipeline.trees import flatten, unflatten
-from elche.torch_internals import run_backward
+from elche.torch_internals.passes import run_backward
 
 
 @dataclass

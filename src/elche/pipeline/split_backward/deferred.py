@@ -23,18 +23,20 @@ from elche.pipeline.split_backward.operations import WeightOperation
 from elche.pipeline.split_backward.recognition import LINEAR, VIEWS, Recognised, rules
 from elche.pipeline.split_backward.seen_through import seen_through
 from elche.pipeline.split_backward.weight_gradients import Site, WeightGradients
-from elche.torch_internals import (
-    PARAMETER_MARK,
+from elche.torch_internals.groups import PARAMETER_MARK
+from elche.torch_internals.held import (
     accumulated_hooks,
     gradient_hooks,
     hooks_seen_by,
+    version,
+)
+from elche.torch_internals.passes import (
     in_autocast,
     in_forward_mode,
     in_function_mode,
     in_functorch,
     in_projections,
     saved_tensor_hooks,
-    version,
 )
 
 __all__ = [

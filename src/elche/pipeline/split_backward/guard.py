@@ -22,7 +22,7 @@ from torch import nn
 
 from elche.errors import ContributionError
 from elche.pipeline.split_backward.deferred import Site
-from elche.torch_internals import accumulated_hooks, version
+from elche.torch_internals.held import accumulated_hooks, version
 
 
 class _Came(list[torch.Tensor]):

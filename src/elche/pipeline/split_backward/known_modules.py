@@ -19,7 +19,7 @@ from torch import nn
 
 from elche.pipeline.split_backward.deferred import linear, multi_head_attention
 from elche.pipeline.split_backward.seen_through import seen_through
-from elche.torch_internals import held_parameters
+from elche.torch_internals.held import held_parameters
 
 
 @final

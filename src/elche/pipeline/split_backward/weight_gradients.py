@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
 from elche.pipeline.split_backward.operations import WeightOperation
-from elche.torch_internals import catch_gradient, version
+from elche.torch_internals.held import version
+from elche.torch_internals.passes import catch_gradient
 
 
 @final

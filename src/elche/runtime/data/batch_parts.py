@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elche.errors import ConfigError
-from elche.torch_internals import tree_leaves, tree_map
+from elche.torch_internals.batches import tree_leaves, tree_map
 
 
 def cut_batch(batch: Any, start: int, stop: int, length: int) -> Any:

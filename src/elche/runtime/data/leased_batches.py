@@ -15,7 +15,7 @@ from elche.runtime.data.prefetch import DevicePrefetcher
 from elche.runtime.data.resident_data import ResidentDataset
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import tensors_in
-from elche.torch_internals import mark_dynamic
+from elche.torch_internals.passes import mark_dynamic
 
 
 class LeasedBatches:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from elche.errors import ConfigError
-from elche.torch_internals import version
+from elche.torch_internals.held import version
 
 logger = logging.getLogger(__name__)
 

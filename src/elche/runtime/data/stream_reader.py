@@ -22,7 +22,7 @@ from elche.runtime.data.sample_seeds import (
     seed_generators,
     untraced_generators,
 )
-from elche.torch_internals import as_if_alone
+from elche.torch_internals.batches import as_if_alone
 
 HEAD_SAMPLES = 2
 """So many samples at the beginning of an epoch are compared between processes."""

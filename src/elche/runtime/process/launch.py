@@ -190,7 +190,11 @@ async def _launch(
     store = TorchStore() if network is None else None
     processes = RankProcesses(server)
     on_ready(processes)
-    output = RankOutput(config.on_line, display)
+
+    def have_met() -> bool:
+        return server.has_admitted or (store is not None and store.is_used)
+
+    output = RankOutput(config.on_line, display, have_met)
     parts = Path(tempfile.mkdtemp(prefix="elche-")) if config.trace_path else None
     watched, held = os.pipe()  # this process alone has the end that it holds
     try:
@@ -239,7 +243,7 @@ async def _launch(
         processes.terminated,
         processes.failed_first(),
         processes.signal or 0,
-        server.has_admitted or (store is not None and store.is_used),
+        have_met(),
         processes.failed_s,
     )
 

@@ -126,8 +126,9 @@ class MetricsView:
             if is_training:
                 raise ConfigError(
                     f"the metrics of {what} are not there yet, and the training "
-                    "thread cannot wait for itself; ask after the loop over the "
-                    "epoch, or from another thread"
+                    "thread cannot wait for itself; ask inside `for epoch in ...`, "
+                    "after the loop over the epoch, or from another thread (a resumed "
+                    "run has none of epochs that ended before its checkpoint)"
                 )
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise DeadlineError(f"{what} did not end within {timeout_s} s")

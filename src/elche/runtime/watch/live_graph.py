@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from elche.comm.tensors.nested import outputs_in
 from elche.errors import ConfigError
 from elche.runtime.watch.unseen_forward import UnseenForwards
-from elche.torch_internals import graph_task_id
+from elche.torch_internals.passes import graph_task_id
 
 OnLate = Callable[[Any, Any], None]
 """Called when a backward pass comes to the graph of an earlier batch than the one in

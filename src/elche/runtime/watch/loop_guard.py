@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elche.errors import ConfigError
-from elche.torch_internals import SCALER_FLAG
+from elche.torch_internals.groups import SCALER_FLAG
 
 
 @final

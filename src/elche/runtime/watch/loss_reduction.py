@@ -19,7 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import ConfigError
-from elche.torch_internals import backward_roots, saved_reduction
+from elche.torch_internals.passes import backward_roots, saved_reduction
 
 SUM = "sum"
 PART = "part"

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
-from elche.torch_internals import held_modules, held_parameters
+from elche.torch_internals.held import held_modules, held_parameters
 
 _IS_TRAINED = attrgetter("requires_grad")
 _VALUES = methodcaller("values")

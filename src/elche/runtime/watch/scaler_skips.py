@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.comm.tensors.nan_check import all_finite
 from elche.runtime.report.scalars import ScalarLog
-from elche.torch_internals import SCALER_FLAG
+from elche.torch_internals.groups import SCALER_FLAG
 
 NAME = "grad_scaler_skips"
 """Of the scalar whose mean is the part of the steps that were skipped."""

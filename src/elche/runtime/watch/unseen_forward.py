@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
-from elche.torch_internals import backward_roots, node_number
+from elche.torch_internals.passes import backward_roots, node_number
 
 MOST_NODES = 256
 """So many are looked at, from the loss on, for one that takes a parameter."""

@@ -19,7 +19,8 @@ from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError
 from elche.runtime.watch.loop_guard import LoopGuard
 from elche.runtime.windows.window_sync import WindowSync
-from elche.torch_internals import foreach_mul_, graph_task_id
+from elche.torch_internals.held import foreach_mul_
+from elche.torch_internals.passes import graph_task_id
 
 
 @final

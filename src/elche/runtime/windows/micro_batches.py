@@ -33,7 +33,7 @@ from elche.errors import ConfigError
 from elche.runtime.data.batch_parts import cut_batch
 from elche.runtime.data.batch_weights import BatchWeights
 from elche.runtime.data.transfer import batch_length
-from elche.torch_internals import NormBase
+from elche.torch_internals.held import NormBase
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,206 @@
+"""Backward passes, and pipelines' split ones."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from elche.torch_internals.lookup import (
+    INTERNALS,
+    REFUSED,
+    bind,
+    has,
+    nothing,
+    refusing,
+)
+
+_QUEUE = "torch.autograd.Variable._execution_engine.queue_callback"
+queue_callback: Callable[[Callable[[], None]], None] = bind(
+    _QUEUE, "2.0", "calls back when a backward pass ends", REFUSED, refusing(_QUEUE)
+)
+
+_NODE = "torch._C._current_autograd_node"
+current_node: Callable[[], Any] = bind(
+    _NODE, "2.0", "tells a nested backward pass", REFUSED, refusing(_NODE)
+)
+"""The node that autograd is in; None at the end of an outermost backward pass."""
+
+_passes = itertools.count()
+
+
+def _new_pass() -> int:
+    """Another number whenever it is asked for, so that nobody relies on an old one."""
+    try:
+        queue_callback(nothing)
+    except RuntimeError:  # torch's answer outside of a backward pass
+        return -1
+    return next(_passes)
+
+
+graph_task_id: Callable[[], int] = bind(
+    "torch._C._current_graph_task_id",
+    "2.0",
+    "tells backward passes apart",
+    "every gradient is handled as if it were the first of its backward pass",
+    _new_pass,
+)
+"""The number of the backward pass under way on this thread; -1 outside of one."""
+
+
+def _public_backward(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    *_: Any,
+    **__: Any,
+) -> None:
+    torch.autograd.backward(outputs, gradients)
+
+
+run_backward: Callable[..., Any] = bind(
+    "torch.autograd.graph._engine_run_backward",
+    "2.3",
+    "spares a pipeline's backward passes checks that it makes itself",
+    "torch.autograd.backward takes its place, with these checks",
+    _public_backward,
+)
+"""``(outputs, gradients, retain_graph, create_graph, inputs, *, allow_unreachable,
+accumulate_grad)``: autograd's engine."""
+
+
+_LOSSES = "sees that a loss is a sum"
+_HAS_REDUCTION = has(
+    "torch._C._functions.NllLossBackward0._saved_reduction",
+    "2.0",
+    _LOSSES,
+    "losses that are sums train as means unless loss_reduction says so",
+)
+
+
+def saved_reduction(node: Any) -> str:
+    """How a node of autograd's graph that is torch's own loss reduces it, or ""."""
+    saved = getattr(node, "_saved_reduction", None) if _HAS_REDUCTION else None
+    return ("none", "mean", "sum")[saved] if saved in (0, 1, 2) else ""
+
+
+def backward_roots(thread: int) -> tuple[torch.Tensor, ...]:
+    """What a thread has called `torch.autograd.backward` with; () outside of it.
+
+    Of nested passes the outermost. Devices run hooks in threads of their own, while the
+    one that called waits.
+    """
+    frame = sys._current_frames().get(thread)
+    roots: Any = ()
+    while frame is not None:
+        if frame.f_code is getattr(torch.autograd.backward, "__code__", None):
+            roots = frame.f_locals["tensors"]
+        frame = frame.f_back
+    return (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+
+
+_HAS_NUMBER = has(
+    "torch.autograd.graph.Node._sequence_nr",
+    "2.0",
+    "tells that a graph is older than the batch in hand",
+    "a backward pass after the next batch was asked for is not refused where forward "
+    "passes are not seen",
+)
+
+
+def node_number(node: Any) -> int:
+    """Counts the nodes of autograd's graph on the thread that made this one."""
+    return int(node._sequence_nr()) if _HAS_NUMBER else 0
+
+
+# Split backward passes of pipelines. Where one of these is missing, nothing is split:
+# a full backward pass gives the same gradients.
+
+_SPLIT = "splits a pipeline's backward pass"
+_FULL = "pipelines run full backward passes"
+
+
+def _unsure(*_: Any) -> bool:
+    """The answer that lets nothing be deferred."""
+    return True
+
+
+saved_tensor_hooks: Callable[[bool], Any] = bind(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "2.8", _SPLIT, _FULL, _unsure
+)
+in_functorch: Callable[[], bool] = bind(
+    "torch._C._are_functorch_transforms_active", "2.0", _SPLIT, _FULL, _unsure
+)
+in_autocast: Callable[[], bool] = bind(
+    "torch._C._is_any_autocast_enabled", "2.0", _SPLIT, _FULL, _unsure
+)
+in_function_mode: Callable[[], int] = bind(
+    "torch._C._len_torch_function_stack", "2.0", _SPLIT, _FULL, _unsure
+)
+_HAS_LEVEL = has("torch.autograd.forward_ad._current_level", "2.0", _SPLIT, _FULL)
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+in_forward_mode: Callable[[], bool] = _forward_mode if _HAS_LEVEL else _unsure
+
+_IN_PROJECTIONS = ("_in_projection", "_in_projection_packed")
+in_projections = {
+    name: bind(f"torch.nn.functional.{name}", "2.0", _SPLIT, _FULL, _unsure)
+    for name in _IN_PROJECTIONS
+}
+"""Functions inside of attention that hold its first linear layers, by name."""
+HAS_HOOKS = has("torch.Tensor._backward_hooks", "2.0", _SPLIT, _FULL)
+HAS_VERSION = has(
+    "torch.Tensor._version",
+    "2.0",
+    _SPLIT,
+    f"{_FULL}, and tensors are copied again where a change would tell",
+)
+has("torch._C._FunctionBase._register_hook_dict", "2.0", _SPLIT, _FULL)
+has("torch.nn.Module._compiled_call_impl", "2.1", _SPLIT, _FULL)
+has("torch.nn.functional.has_torch_function", "2.0", _SPLIT, _FULL)
+CAN_SPLIT = all(each.is_there for each in INTERNALS if each.used_for == _SPLIT)
+"""Whether weight gradients may be deferred with this torch."""
+
+
+def catch_gradient(output: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> Any:
+    """``Tensor.register_hook`` without its handle, which is most of what it costs.
+
+    Only where :data:`CAN_SPLIT`.
+
+    Returns:
+        The node behind the output in autograd's graph.
+    """
+    node = output.grad_fn
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    hooks["ours"] = call
+    output._backward_hooks = hooks
+    node._register_hook_dict(output)  # type: ignore[union-attr]
+    return node
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made a module, or ``module.compile()`` was called."""
+    is_made = type(module).__name__ == "OptimizedModule"
+    return is_made or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def mark_dynamic(tensor: torch.Tensor) -> None:
+    """Tells Dynamo that a tensor's first dimension varies, if it is imported.
+
+    Dynamo compiles for any size at once then, and not first for the one it sees. A mark
+    that it cannot follow is no error. Where torch has no such function any more, Dynamo
+    compiles once more when the size first changes.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    mark = getattr(dynamo, "maybe_mark_dynamic", None)
+    if mark is not None and tensor.dim():
+        mark(tensor, 0)

@@ -97,9 +97,8 @@ class Table:
                 self._records.add(replace(control, setting=key))
                 return True
             _say(f"control of {setting.name}: {reached:.3f} of the devices alone")
-        failed = (
-            f"control {reached:.3f}, at least {MIN_CONTROL} is needed: busy machine"
-        )
+        least = self._asked.min_control
+        failed = f"control {reached:.3f}, at least {least} is needed: busy machine"
         self._records.add(
             Record(setting=key, contender=CONTROL, repeat=repeat, error=failed)
         )

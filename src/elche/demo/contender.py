@@ -26,7 +26,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche import session, session_state
+from elche.config import DELAYED_SYNC
 from elche.demo.batches import SegmentSampler, SplitBatches
+from elche.demo.delayed_contender import DelayedTraining
 from elche.demo.models import (
     OPTIMIZERS,
     Workload,
@@ -149,6 +151,8 @@ class Contender:
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns this rank's results."""
+        if self.spec.policy == DELAYED_SYNC:
+            return self._delayed()
         prepare: Callable[[], tuple[nn.Module, Any, EmulationHandle | None]] = {
             "solo": self._alone,
             "ddp": self._ddp,
@@ -169,6 +173,25 @@ class Contender:
             dist.barrier()
             dist.destroy_process_group()
         return result
+
+    def _delayed(self) -> dict[str, Any]:
+        """The library owns the loop."""
+        training = DelayedTraining(
+            self._workload,
+            self._sampler,
+            batch_size=self.spec.batch_size,
+            optimizer=self.spec.optimizer,
+            options=self.spec.options,
+        )
+        sent_bytes = self._counted_bytes()
+        found = training.run(self.spec.max_seconds)
+        (Path(self.spec.out) / f"spans-{self._rank}.jsonl").write_text("")
+        return {
+            **found,
+            "device": self._placement.device_name,
+            "sent_bytes": self._counted_bytes() - sent_bytes,
+            **_windows_in_the_end(None),
+        }
 
     def _build_workload(self) -> Workload:
         text = Path(self.spec.text) if self.spec.text else None

@@ -93,7 +93,7 @@ SETTINGS = (
     Setting(name="1:0.25", contenders=EVERYONE, **PAIR),
     Setting(
         name="1:0.25 at 250 Mbit/s",
-        contenders=("sync int8", "async", "async int8", "auto"),
+        contenders=("sync int8", "delayed_sync int8", "async int8", "auto"),
         link_mbit=250.0,
         **PAIR,
     ),

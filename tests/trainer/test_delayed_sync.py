@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,32 @@ def fail_on_rank_1(batches: int) -> str:
 def test_an_error_in_the_loop_ends_all_by_its_name(ranks2: RankPool) -> None:
     said = ranks2.run(fail_on_rank_1, 4, case_setup=serve_in_thread)
     assert said == ["RemoteRankError", "ValueError"]
+
+
+def die_on_rank_1() -> str:
+    seen = 0
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        if seen == 4 and elche.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(output, target)
+
+    with pytest.raises(RemoteRankError, match="rank 1") as caught:
+        train("sgd", loss=loss)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_a_death_with_a_sum_under_way_ends_all_at_once(ranks2: RankPool) -> None:
+    began_s = time.monotonic()
+    alive, dead = ranks2.run(
+        die_on_rank_1, case_setup=serve_in_thread, expect_failure=True
+    )
+    assert "rank 1" in alive.value
+    assert dead.error is not None
+    assert time.monotonic() - began_s < WAIT_S  # not the run's timeout_s
 
 
 @pytest.mark.usefixtures("plain_environment")

@@ -73,22 +73,42 @@ def train(name: str, **options: Any) -> elche.TrainResult:
     return trainer.fit()
 
 
+class Branching:
+    """Uses the last layer's bias in every other batch only."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self._batches += 1
+        *first, last = model.children()
+        hidden = nn.Sequential(*first)(batch[0])
+        bias = last.bias if self._batches % 2 else None
+        return nn.functional.mse_loss(
+            nn.functional.linear(hidden, last.weight, bias), batch[1]
+        )
+
+
+def plainly(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def length(batch: Any) -> int:
     return len(batch[0])
 
 
-def by_the_rule(name: str) -> nn.Module:
+def by_the_rule(name: str, loss_of: Any = plainly) -> nn.Module:
     """The same in one process, gradient by gradient."""
     model = network()
     parameters = list(model.parameters())
     steps = optimizer(name, parameters)
     rate, done, is_first = steps.param_groups[0]["lr"], 0, True
     x, y = data().tensors
-    waiting: tuple[torch.Tensor, ...] | None = None
+    waiting: tuple[torch.Tensor | None, ...] | None = None
 
-    def update(gradients: tuple[torch.Tensor, ...]) -> None:
+    def update(gradients: tuple[torch.Tensor | None, ...]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
+            parameter.grad = None if gradient is None else gradient.clone()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         steps.step()
 
@@ -97,8 +117,8 @@ def by_the_rule(name: str) -> nn.Module:
         for start in range(0, SAMPLES, BATCH):
             steps.param_groups[0]["lr"] = rate * schedule(done / (SAMPLES * EPOCHS))
             part = slice(start, start + BATCH)
-            loss = nn.functional.mse_loss(model(x[part]), y[part])
-            gradients = torch.autograd.grad(loss, parameters)
+            loss = loss_of(model, (x[part], y[part]))
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             with torch.no_grad():
                 for parameter, kept in zip(parameters, own, strict=True):
                     parameter.copy_(kept)
@@ -157,6 +177,17 @@ def test_it_is_the_rule_in_one_process(
     assert losses[-1] == pytest.approx(loss)
     assert both[1][1:] == both[0][1:]
     assert stopped_by is None
+
+
+@pytest.mark.distributed
+def test_a_parameter_without_a_gradient_is_left_alone(ranks2: RankPool) -> None:
+    expected = by_the_rule("sgd", Branching())
+    options = {"loss": Branching(), "eval_dataset": None}
+    both = ranks2.run(
+        states_of, "sgd", options, case_setup=serve_in_thread, env=FOUR_TO_ONE
+    )
+    assert identical([found[0] for found in both])
+    assert difference(both[0][0], expected.state_dict()) <= 1e-12
 
 
 @pytest.mark.distributed

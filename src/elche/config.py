@@ -26,6 +26,8 @@ from elche.config_parts import (
 from elche.errors import ConfigError
 
 POLICIES = ("sync", "cadence", "async", "auto")
+DELAYED_SYNC = "delayed_sync"
+"""The policy of a loop that the `Trainer` owns."""
 NON_FINITE = ("stop", "leave_out")
 LOSS_REDUCTIONS = ("mean", "sum")
 CODECS = ("auto", "fp32", "bf16", "int8", "int4")
@@ -56,7 +58,10 @@ class RunConfig:
             name what changes the optimisation: ``"cadence"`` (local steps in El Che
             windows, parameters averaged at their end), ``"async"`` (as cadence, the
             averaging overlapped with the next window) or ``"auto"`` (begins as sync,
-            measures, goes on by predicted goodput, with windows too, and says so).
+            measures, goes on by predicted goodput, with windows too, and says so). In
+            a `Trainer` also ``"delayed_sync"``: as sync, but gradients are summed while
+            the next batch is computed, and move the model one step late; they are
+            taken at parameters extrapolated by as much.
         seed: when given, sample augmentation draws by (epoch, position) and
             dropout by (seed, rank); None leaves the user's seeding alone and only
             makes ranks differ.
@@ -121,7 +126,7 @@ class RunConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, POLICIES)
+        check_choice("policy", self.policy, (*POLICIES, DELAYED_SYNC))
         check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         check_choice("non_finite", self.non_finite, NON_FINITE)
         check_choice("codec", self.codec, CODECS)
@@ -148,16 +153,17 @@ class RunConfig:
     def _check_windows(self) -> None:
         """Windows, codecs and shares need a policy that has them."""
         windows = self.windows
-        if self.shares == "fixed" and self.policy != "sync":
+        is_sync = self.policy in ("sync", DELAYED_SYNC)
+        if self.shares == "fixed" and not is_sync:
             raise ConfigError(
                 f"policy {self.policy!r} hands every rank batches of its own, of which "
                 "no column stays on a rank; leave shares='fixed' out, or choose policy "
                 "'sync'"
             )
-        if self.policy == "sync" and windows != WindowConfig():
+        if is_sync and windows != WindowConfig():
             raise ConfigError(
-                "policy 'sync' reduces gradients at every batch and has no windows; "
-                "leave windows= out, or choose policy 'cadence' or 'async'"
+                f"policy {self.policy!r} reduces gradients at every batch and has no "
+                "windows; leave windows= out, or choose policy 'cadence' or 'async'"
             )
         if self.codec not in ("auto", "fp32") and self.sums_gradients:
             raise ConfigError(
@@ -189,7 +195,13 @@ class RunConfig:
                 "policy 'auto' may change inside an epoch, which no record can "
                 "repeat; choose policy 'sync', 'cadence' or 'async'"
             )
-        if not self.debug.is_planned:
+        debug = self.debug
+        if self.policy == DELAYED_SYNC and (debug.record or debug.replay) is not None:
+            raise ConfigError(
+                "policy 'delayed_sync' ends its epochs where it is stopped, which no "
+                "record holds; leave record= and replay= out, or choose policy 'sync'"
+            )
+        if not debug.is_planned:
             return
         if self.policy == "auto":
             raise ConfigError(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from elche.config import RunConfig
+from elche.config import DELAYED_SYNC, RunConfig
 from elche.errors import ConfigError, ElcheError
 from elche.process import process
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
@@ -152,6 +152,11 @@ def set_up(
     model: Model, optimizer: Optimizer, loader: DataLoader[Any], asked: SetupConfig
 ) -> tuple[Model, Optimizer, Any]:
     """What :func:`setup` does, with its arguments as one value."""
+    if asked.config.policy == DELAYED_SYNC:
+        raise ConfigError(
+            "policy 'delayed_sync' takes the loop's steps later, so it needs a loop of "
+            "elche's own: use elche.Trainer, or choose policy='sync'"
+        )
     optimizers = optimizers_of(optimizer)
     check_training(model, optimizers, loader)
     check_copies(asked.copies, model)
@@ -198,6 +203,7 @@ def _place(
         is_default=asked.is_default,
         epochs=asked.epochs,
         pauses=process.checkpoints,
+        delayed=asked.delayed,
     )
 
 
@@ -220,7 +226,12 @@ def _begin_shared(training: Training, asked: SetupConfig, placement: Placement) 
     config, dataset = asked.config, training.loader.dataset
     run = Run.start(placement, training, asked.epochs)
     process.begin(run, run.facts(), run.worker.timeline)
-    process.checkpoints.begin_run(run, asked.schedulers, asked.stops)
+    process.checkpoints.begin_run(
+        run,
+        asked.schedulers,
+        asked.stops,
+        cuts_at_stop=asked.delayed is not None,
+    )
     process.checkpoints.register(_named(training.optimizers[1:]))
     for scheduler in asked.schedulers:
         run.follow(scheduler)

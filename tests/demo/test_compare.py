@@ -104,6 +104,24 @@ def test_devices_alone_side_by_side_each_train_everything() -> None:
 
 
 @pytest.mark.distributed
+def test_a_loop_of_the_trainer_is_a_contender() -> None:
+    spec = ContenderSpec(
+        kind="elche",
+        policy="delayed_sync",
+        model="mlp",
+        samples=128,
+        out="",
+        optimizer="muon",
+    )
+    run = run_contender("elche-delayed_sync", spec, DEVICES)
+    assert [rank["samples"] for rank in run.ranks] == [128, 128]
+    assert [point[1] for point in run.curve()] == [0, 128]
+    assert run.curve(0)[1][2] == run.curve(1)[1][2]
+    assert run.ranks[0]["windows"] == 4
+    assert run.ranks[0]["nominal_s"] > 0.0
+
+
+@pytest.mark.distributed
 def test_a_failing_contender_shows_its_own_words() -> None:
     spec = ContenderSpec(kind="solo", model="no such model", samples=32, out="")
     with pytest.raises(

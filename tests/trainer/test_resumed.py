@@ -77,7 +77,7 @@ def resumed(folder: Path, policy: str) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("policy", ["sync", "async", "delayed_sync"])
 def test_on_two_ranks_too(ranks2: RankPool, tmp_path: Path, policy: str) -> None:
     ranks2.run(
         ended_and_resumed, tmp_path, policy, case_setup=serve_in_thread, env=FOUR_TO_ONE

@@ -98,13 +98,15 @@ class CheckpointKeeper(Pauses):
         self._has_ended = False
         self._epoch = self._passes = self._passes_done = 0
         self._counts_epochs = self._is_resumed = False
-        self._is_used = self._has_begun = False
+        self._is_used = self._has_begun = self._cuts_at_stop = False
 
     def begin_run(
         self,
         run: Run | SingleRun,
         schedulers: Sequence[LRScheduler],
         stops: StopRequest | None = None,
+        *,
+        cuts_at_stop: bool = False,
     ) -> None:
         """A run begins.
 
@@ -113,8 +115,11 @@ class CheckpointKeeper(Pauses):
             schedulers: that follow it.
             stops: of a loop that ends by itself when it is asked; None for the user's
                 loop, which a signal ends after a last checkpoint.
+            cuts_at_stop: no rank of that loop can leave an epoch alone, so that it is
+                cut even where no checkpoint is made.
         """
         self._clear()
+        self._cuts_at_stop = cuts_at_stop
         self._run, self._schedulers, self._stops = run, list(schedulers), stops
         self.configure(CheckpointConfig.from_environment())
 
@@ -185,13 +190,14 @@ class CheckpointKeeper(Pauses):
 
     def wants_end(self) -> bool:
         """Whether the run is to end with a last checkpoint."""
-        asked, config = self._stops, self._config
-        return asked is not None and config is not None and bool(asked.reason)
+        is_cut = self._config is not None or self._cuts_at_stop
+        return is_cut and self._stops is not None and bool(self._stops.reason)
 
     @property
     def ends_by_cut(self) -> bool:
         """Whether a run that is asked to end cuts the epoch under way."""
-        return self._config is not None and self._current.can_cut
+        is_cut = self._config is not None or self._cuts_at_stop
+        return is_cut and self._current.can_cut
 
     @property
     def _is_due(self) -> bool:

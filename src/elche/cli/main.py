@@ -364,7 +364,13 @@ def bench() -> None:
     "--model",
     default="mlp",
     show_default=True,
-    help="mlp, cnn, gpt, gpt-small or gpt-10m.",
+    help="mlp, cnn, lstm, gpt, gpt-small or gpt-10m.",
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help="Every contender's: adamw, sgd (momentum 0.9), or muon beside adamw.",
 )
 @click.option(
     "--seconds",

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from elche.config import POLICIES
+from elche.config import DELAYED_SYNC, POLICIES
 from elche.demo.batches import split_edges
 from elche.demo.compare import (
     MS_PER_SAMPLE,
@@ -24,7 +24,7 @@ from elche.demo.compare import (
 )
 from elche.demo.contender import ContenderSpec
 from elche.demo.contender_bounds import ContenderBounds
-from elche.demo.models import WORKLOADS, batch_size_of
+from elche.demo.models import OPTIMIZERS, WORKLOADS, batch_size_of
 from elche.demo.results import check_writable, print_table, to_json_text
 from elche.demo.verdict import CONTROL, MIN_CONTROL, MIN_WINDOWS, BenchVerdict
 from elche.errors import ConfigError
@@ -35,6 +35,8 @@ DEFAULT_SECONDS = 40.0
 REJECTED_CODE = 3
 MOST_TIMES = 1.5
 """elche's ranks leave a run of capped time after so many times its length."""
+DELAYED = f"elche-{DELAYED_SYNC}"
+"""A contender that is only run where it is named."""
 STANDARD_PARAMETERS = 2_000_000
 
 
@@ -46,6 +48,7 @@ class BenchConfig:
         speeds: relative speeds of the emulated devices, two or more.
         policy: of elche: ``"all"``, or one of them.
         model: a workload's name.
+        optimizer: every contender's, one of `OPTIMIZERS`.
         seconds: every contender trains as many samples as all devices together
             deliver in this time; runs alone that only measure speed end after it.
         seeds: repetitions, each with parameters, data and order of its own.
@@ -65,6 +68,7 @@ class BenchConfig:
     speeds: tuple[float, ...]
     policy: str = "all"
     model: str = "mlp"
+    optimizer: str = "adamw"
     seconds: float = DEFAULT_SECONDS
     seeds: int = 1
     ms_per_sample: float = MS_PER_SAMPLE
@@ -85,6 +89,11 @@ class BenchConfig:
             raise ConfigError(
                 f"unknown model {self.model!r}; choose one of {', '.join(WORKLOADS)}"
             )
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"unknown optimizer {self.optimizer!r}; choose one of"
+                f" {', '.join(OPTIMIZERS)}"
+            )
         if not 2 <= devices.count <= self.samples_per_batch:
             raise ConfigError(
                 f"expected 2 to {self.samples_per_batch} --speeds, such as 1,0.25; got"
@@ -97,11 +106,11 @@ class BenchConfig:
             raise ConfigError(f"expected positive --solo-seconds, got {solo!r}")
         if self.seeds < 1:
             raise ConfigError(f"expected --seeds of at least 1, got {self.seeds}")
-        unknown = sorted(set(self.contenders) - set(self.all_names))
+        unknown = sorted(set(self.contenders) - {*self.all_names, DELAYED})
         if unknown:
             raise ConfigError(
                 f"unknown contender {unknown[0]!r}; choose among"
-                f" {', '.join(self.all_names)}"
+                f" {', '.join((*self.all_names, DELAYED))}"
             )
         edges = split_edges(self.samples_per_batch, self.speeds)
         if "ddp-split" in self.names and len(set(edges)) < len(edges):
@@ -142,7 +151,7 @@ class BenchConfig:
     def names(self) -> tuple[str, ...]:
         """Contenders that are run, in order."""
         wanted = self.contenders or self.all_names
-        return tuple(name for name in self.all_names if name in wanted)
+        return tuple(name for name in (*self.all_names, DELAYED) if name in wanted)
 
     @property
     def samples(self) -> int:
@@ -175,6 +184,7 @@ class BenchConfig:
             samples=samples,
             out="",
             batch_size=self.samples_per_batch,
+            optimizer=self.optimizer,
             seed=seed,
             **settings,
         )
@@ -210,6 +220,7 @@ class BenchConfig:
         speeds = ",".join(f"{speed:g}" for speed in self.speeds)
         words = ["elche", "bench", "hetero", "--speeds", speeds]
         words += ["--policy", self.policy, "--model", self.model]
+        words += ["--optimizer", self.optimizer] * (self.optimizer != "adamw")
         words += ["--seconds", f"{self.seconds:g}", "--seeds", str(self.seeds)]
         words += ["--ms-per-sample", f"{self.ms_per_sample:g}"]
         words += ["--fixed-ms", f"{self.fixed_ms:g}"] * bool(self.fixed_ms)
@@ -229,7 +240,7 @@ class BenchConfig:
         seeds = f", {self.seeds} seeds" if self.seeds > 1 else ""
         fixed = f" and {self.fixed_ms:g} ms per batch" if self.fixed_ms else ""
         return (
-            f"{self.model} on emulated devices of speeds {speeds}"
+            f"{self.model} with {self.optimizer} on emulated devices of speeds {speeds}"
             f" ({self.ms_per_sample:g} ms per sample at speed 1{fixed}),"
             f" batches of {self.samples_per_batch},"
             f" {self.samples} samples{seeds}"
@@ -242,6 +253,7 @@ class BenchConfig:
             "emulated": True,
             "command": self.command(),
             "model": self.model,
+            "optimizer": self.optimizer,
             "batch_size": self.samples_per_batch,
             "ms_per_sample": self.ms_per_sample,
             "fixed_ms": self.fixed_ms,

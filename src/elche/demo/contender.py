@@ -26,8 +26,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elche import session, session_state
+from elche.config import DELAYED_SYNC
 from elche.demo.batches import SegmentSampler, SplitBatches
-from elche.demo.models import Workload, build_workload, learning_rate_scale
+from elche.demo.delayed_contender import DelayedTraining
+from elche.demo.models import (
+    OPTIMIZERS,
+    Workload,
+    build_workload,
+    learning_rate_scale,
+)
 from elche.demo.time_cap import TimeCap
 from elche.errors import ConfigError
 from elche.monitor.trace import (
@@ -64,6 +71,7 @@ class ContenderSpec:
         shares: relative shares of a batch per rank, for ``ddp-split``.
         max_seconds: leave the run after training for so long, all ranks together.
         learning_rate: instead of the workload's.
+        optimizer: one of `OPTIMIZERS`.
         options: further settings of elche.
         sent_counter: a file that holds how many bytes a rank has sent, on each rank.
     """
@@ -80,12 +88,18 @@ class ContenderSpec:
     shares: tuple[float, ...] = ()
     max_seconds: float | None = None
     learning_rate: float | None = None
+    optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
     sent_counter: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"unknown contender {self.kind!r}; one of {KINDS}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"unknown optimizer {self.optimizer!r}; choose one of"
+                f" {', '.join(OPTIMIZERS)}"
+            )
         for name in ("samples", "batch_size", "segments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
@@ -121,7 +135,9 @@ class Contender:
         torch.manual_seed(spec.seed)
         self._workload = self._build_workload()
         self._model = self._workload.model_fn().to(self._placement.device)
-        self._optimizer = self._workload.optimizer_fn(self._model.parameters())
+        self._optimizers = self._workload.optimizers(self._model, spec.optimizer)
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        self._rates = [(group, float(group["lr"])) for group in groups]
         self._sampler = SegmentSampler(spec.samples, spec.segments, spec.seed)
         self._loss_scale = 1.0
         self._done_samples = 0
@@ -135,6 +151,8 @@ class Contender:
 
     def run(self) -> dict[str, Any]:
         """Trains, and returns this rank's results."""
+        if self.spec.policy == DELAYED_SYNC:
+            return self._delayed()
         prepare: Callable[[], tuple[nn.Module, Any, EmulationHandle | None]] = {
             "solo": self._alone,
             "ddp": self._ddp,
@@ -155,6 +173,25 @@ class Contender:
             dist.barrier()
             dist.destroy_process_group()
         return result
+
+    def _delayed(self) -> dict[str, Any]:
+        """The library owns the loop."""
+        training = DelayedTraining(
+            self._workload,
+            self._sampler,
+            batch_size=self.spec.batch_size,
+            optimizer=self.spec.optimizer,
+            options=self.spec.options,
+        )
+        sent_bytes = self._counted_bytes()
+        found = training.run(self.spec.max_seconds)
+        (Path(self.spec.out) / f"spans-{self._rank}.jsonl").write_text("")
+        return {
+            **found,
+            "device": self._placement.device_name,
+            "sent_bytes": self._counted_bytes() - sent_bytes,
+            **_windows_in_the_end(None),
+        }
 
     def _build_workload(self) -> Workload:
         text = Path(self.spec.text) if self.spec.text else None
@@ -203,7 +240,7 @@ class Contender:
     def _elche(self) -> tuple[nn.Module, Any, EmulationHandle | None]:
         model, _, loader = session.setup(
             self._model,
-            self._optimizer,
+            self._optimizers,
             self._plain_loader(),
             epochs=self.spec.segments,
             policy=self.spec.policy,
@@ -222,8 +259,9 @@ class Contender:
             self._follow_schedule()
             loss = self._workload.loss_fn(model, batch) * self._loss_scale
             loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            for optimizer in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             self._note(waited_s, ready_s, len(batch[0]))
             waited_s = self._clock()
             self._batches += 1
@@ -278,8 +316,8 @@ class Contender:
 
     def _follow_schedule(self) -> None:
         progress = min(1.0, self._progress_samples() / self.spec.samples)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._workload.learning_rate * learning_rate_scale(progress)
+        for group, rate in self._rates:
+            group["lr"] = rate * learning_rate_scale(progress)
 
     def _reports(self) -> bool:
         """Whether this rank evaluates and reports progress: rank 0, or alone."""

@@ -39,9 +39,10 @@ class ContenderBounds:
         if not name.startswith("elche-"):
             return None
         sync = self._of_step(best_step_s(self.batch_size, *self._costs))
-        return {"elche-sync": sync, "elche-auto": max(sync, self._of_windows())}.get(
-            name, self._of_windows()
-        )
+        if name in ("elche-sync", "elche-delayed_sync"):
+            return sync
+        windows = self._of_windows()
+        return max(sync, windows) if name == "elche-auto" else windows
 
     @property
     def _costs(self) -> tuple[list[float], list[float]]:

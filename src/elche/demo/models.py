@@ -16,17 +16,20 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from elche.demo.networks import GPT, ConvNet, GPTConfig, ResidualMLP
+from elche.demo.networks import GPT, CharLSTM, ConvNet, GPTConfig, ResidualMLP
 from elche.demo.text import VOCABULARY_SIZE, CharDataset, load_corpus
 from elche.errors import ConfigError
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
-WORKLOADS = ("mlp", "cnn", "gpt", "gpt-small", "gpt-10m")
+WORKLOADS = ("mlp", "cnn", "lstm", "gpt", "gpt-small", "gpt-10m")
 """Names that `build_workload` knows."""
+
+OPTIMIZERS = ("adamw", "sgd", "muon")
+"""Kinds of optimizers that `Workload.optimizers` knows."""
 
 BATCH_SIZE = 32
 """Samples of a batch, where a workload has no size of its own."""
@@ -40,6 +43,10 @@ _GPTS = {
     "gpt-10m": (GPTConfig(VOCABULARY_SIZE, context=8, width=320, layers=8), 5e-4),
 }
 """Sizes and learning rates of the language models."""
+
+_LSTM_CONTEXT, _LSTM_LEARNING_RATE = 16, 3e-3
+_SGD_RATE = 50.0
+"""SGD's learning rate over AdamW's, as tuned in docs/convergence.md."""
 
 _CLASSES = 10
 _EVAL_SAMPLES = 1024
@@ -89,6 +96,34 @@ class Workload:
             fused=True,
         )
 
+    def optimizers(self, model: nn.Module, kind: str = "adamw") -> list[Optimizer]:
+        """The model's optimizers, each stepped in every batch.
+
+        Args:
+            model: of `model_fn`.
+            kind: ``"adamw"``; ``"sgd"`` with momentum; or ``"muon"`` for the matrices
+                of all linear layers but the last, with AdamW beside it.
+
+        Raises:
+            ConfigError: unknown kind, or a model without such matrices under Muon.
+        """
+        if kind == "sgd":
+            rate = _SGD_RATE * self.learning_rate
+            return [SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)]
+        if kind != "muon":
+            return [self.optimizer_fn(model.parameters())]
+        linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        matrices = linear[:-1]
+        if not matrices:
+            raise ConfigError(
+                f"model {self.name} has no hidden linear layer for Muon; choose another"
+                " --optimizer, or model gpt"
+            )
+        known = {id(parameter) for parameter in matrices}
+        others = [p for p in model.parameters() if id(p) not in known]
+        muon = Muon(matrices, lr=self.learning_rate, adjust_lr_fn="match_rms_adamw")
+        return [muon, self.optimizer_fn(others)]
+
     def loss_fn(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of a batch, in nats: a scalar."""
         inputs, targets = batch
@@ -122,8 +157,8 @@ def build_workload(
     """Build a workload by name.
 
     Args:
-        name: ``"mlp"`` and ``"cnn"`` classify synthetic samples, ``"gpt"`` predicts
-            characters; these three have more than two million parameters.
+        name: ``"mlp"`` and ``"cnn"`` classify synthetic samples, ``"gpt"`` and
+            ``"lstm"`` predict characters; these have more than two million parameters.
             ``"gpt-small"`` is the demo's: a tenth of a million. ``"gpt-10m"`` is for
             slow links: ten million, sequences of 8 characters in batches of 8, so that
             its real compute (0.1 s a batch on one core) is small beside what emulated
@@ -131,7 +166,7 @@ def build_workload(
         seed: of the initial parameters and the synthetic samples. The task and the
             held-out set do not depend on it.
         num_samples: size of the training set.
-        text: file or directory for the two language models; None reads the
+        text: file or directory for the language models; None reads the
             standard library's sources.
 
     Raises:
@@ -148,7 +183,12 @@ def build_workload(
         return _mlp(seed, num_samples)
     if name == "cnn":
         return _cnn(seed, num_samples)
-    return _gpt(name, seed, num_samples, text)
+    if name == "lstm":
+        lstm = partial(CharLSTM, VOCABULARY_SIZE), _LSTM_LEARNING_RATE, _LSTM_CONTEXT
+        return _language(name, seed, num_samples, text, lstm)
+    config, rate = _GPTS[name]
+    gpt = partial(GPT, config), rate, config.context
+    return _language(name, seed, num_samples, text, gpt)
 
 
 def batch_size_of(name: str) -> int:
@@ -193,21 +233,28 @@ def _cnn(seed: int, num_samples: int) -> Workload:
     )
 
 
-def _gpt(name: str, seed: int, num_samples: int, text: Path | None) -> Workload:
-    config, learning_rate = _GPTS[name]
+def _language(
+    name: str,
+    seed: int,
+    num_samples: int,
+    text: Path | None,
+    model: tuple[Callable[[], nn.Module], float, int],
+) -> Workload:
+    """A model of the next character; `model`: network, learning rate, context."""
+    network_fn, learning_rate, context = model
     corpus = load_corpus(text)
     few = batch_size_of(name) < BATCH_SIZE
     evaluated = _FEW_EVAL_SAMPLES if few else _EVAL_SAMPLES
-    held_out = CharDataset(corpus.held_out, config.context, evaluated)
+    held_out = CharDataset(corpus.held_out, context, evaluated)
     inputs, targets = zip(*(held_out[i] for i in range(len(held_out))), strict=True)
     return Workload(
         name=name,
         seed=seed,
         learning_rate=learning_rate,
-        train_dataset=CharDataset(corpus.train, config.context, num_samples),
+        train_dataset=CharDataset(corpus.train, context, num_samples),
         eval_batches=_batches(torch.stack(inputs), torch.stack(targets)),
         source=corpus.source,
-        network_fn=partial(GPT, config),
+        network_fn=network_fn,
     )
 
 

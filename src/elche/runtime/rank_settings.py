@@ -53,6 +53,7 @@ def describe(training: Training, epochs: int | None) -> Settings:
         epochs=epochs,
         micro_batches=training.micro_batches,
         is_default=training.is_default and not sync_batchnorm_layers(training.model),
+        is_delayed=training.delayed is not None,
     )
 
 

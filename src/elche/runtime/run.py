@@ -90,6 +90,7 @@ class Run:
             worker.side_group,
             steps=LocalSteps(training.model, optimizers),
             is_weighed=training.weights is not None,
+            delayed=training.delayed,
         )
         self._epochs = RunEpochs(
             worker,
@@ -337,7 +338,7 @@ class Run:
         held_bytes = self._synchroniser.extra_bytes
         models = held_bytes / max(1, self._synchroniser.trained_bytes)
         held = f"{held_bytes / 1e6:.1f} MB ({models:.1f} models) for reductions"
-        policy, said = self.config.policy, ""
+        policy, said = self._training.policy, ""
         batch_size = self._training.loader.batch_size
         if policy in ("cadence", "async") and batch_size is not None:
             least = min_share_samples(self._training.model)
@@ -351,7 +352,7 @@ class Run:
         codec = self.config.codec
         coded = "" if codec == "fp32" else f", codec {codec}"
         return RunFacts(
-            policy=self.config.policy,
+            policy=self._training.policy,
             is_default=self._training.is_default,
             devices=self._devices,
             memory_bytes=self._memory_bytes,

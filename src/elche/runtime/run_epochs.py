@@ -578,7 +578,12 @@ class RunEpochs:
             self.members.leave_out,
             self.members.unknown,
             self._checksum,
+            self._drain_step,
         )
+
+    def _drain_step(self) -> None:
+        if self._training.delayed is not None:
+            self._training.delayed.drain()
 
     def _checksum(self) -> str:
         """Equal where ranks left an epoch with equal parameters."""

@@ -158,6 +158,8 @@ class SyncEpoch:
         """
         if self._worker.is_closed or self.end is not None:
             return
+        if self._reducer.is_delayed:
+            return  # a Trainer's loop, which only an error leaves: it is reported
         self._is_leaving = True
         broken, apart = None, ""
         if not self._reducer.is_joinable:
@@ -230,6 +232,7 @@ class SyncEpoch:
         for number in range(self._positions.num_batches):
             got = self._next(number)
             if got is None:
+                self._hooks.drain()
                 return
             step, data = got
             self._ready_s = time.monotonic()
@@ -246,6 +249,7 @@ class SyncEpoch:
             self._reducer.end_step()
             self._worker.pace_device()
             self._account(number, self._cost(step))
+        self._hooks.drain()
         self._report()
         while self.end is None:
             self._worker.receive(self.handle, "the end of the epoch")

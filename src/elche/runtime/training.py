@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from elche.config import RunConfig
+from elche.config import DELAYED_SYNC, RunConfig
 from elche.errors import ConfigError
 from elche.runtime.data.batch_weights import BatchWeights, WeightOf
 from elche.runtime.process.stop_signals import StopRequest
 from elche.runtime.watch.followed_schedulers import check_scheduler
+from elche.runtime.windows.delayed_steps import DelayedSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class SetupConfig:
         copies: as in `Training`.
         is_default: the policy was not named.
         stops: what asks the loop to end, if it can be asked.
+        delayed: as in `Training`.
 
     Raises:
         ConfigError: there are to be no epochs, or one is no scheduler of torch's.
@@ -110,6 +112,7 @@ class SetupConfig:
     copies: Sequence[nn.Module] = ()
     is_default: bool = False
     stops: StopRequest | None = None
+    delayed: DelayedSteps | None = None
 
     def __post_init__(self) -> None:
         for scheduler in self.schedulers:
@@ -134,6 +137,7 @@ class Training:
         is_default: the policy was not named.
         epochs: of the run, if the user has said so.
         pauses: when an epoch is to be cut, and what is done then.
+        delayed: takes the loop's steps one step late; only under ``sync``.
     """
 
     config: RunConfig
@@ -146,6 +150,12 @@ class Training:
     is_default: bool = False
     epochs: int | None = None
     pauses: Pauses = field(default_factory=Pauses)
+    delayed: DelayedSteps | None = None
+
+    @property
+    def policy(self) -> str:
+        """As the user has named it."""
+        return self.config.policy if self.delayed is None else DELAYED_SYNC
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

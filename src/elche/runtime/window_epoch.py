@@ -64,6 +64,7 @@ class EpochHooks:
         leave_out: shares steps among others from now on; returns what reduces them.
         unknown: names state of this rank that cannot be carried to another, or "".
         checksum: of the parameters; of this rank alone where devices round differently.
+        drain: takes the step that is still under way, with all ranks.
     """
 
     on_error: Callable[[ElcheError], None]
@@ -80,6 +81,7 @@ class EpochHooks:
     leave_out: Callable[[LeaveOut], GradientReducer] | None = None
     unknown: Callable[[], str] = str
     checksum: Callable[[], str] = str
+    drain: Callable[[], None] = lambda: None
 
 
 class WindowEpoch:

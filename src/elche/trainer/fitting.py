@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elche import session, session_metrics
+from elche.config import DELAYED_SYNC
 from elche.coordination.accounts.metrics import EpochMetrics
 from elche.errors import ElcheError
 from elche.learning_rate import ProgressLR
@@ -20,6 +21,7 @@ from elche.process import process
 from elche.runtime.process.stop_signals import REASONS, StopRequest
 from elche.runtime.rank_settings import min_share_samples
 from elche.runtime.training import SetupConfig
+from elche.runtime.windows.delayed_steps import DelayedSteps
 from elche.runtime.windows.micro_batches import (
     MicroBatches,
     PartsConfig,
@@ -52,14 +54,21 @@ class Fitting:
         self._config = recipe.config
         model, optimizers, loader = recipe.build()
         run = self._config.run
+        self._delayed: DelayedSteps | None = None
+        config = run
+        if run.policy == DELAYED_SYNC:
+            config = replace(run, policy="sync", leave_out=False)
+            if session.world_size() > 1:
+                self._delayed = DelayedSteps(self._update)
         asked = SetupConfig(
-            config=run,
+            config=config,
             epochs=self._config.epochs,
             samples_per_epoch=self._config.samples_per_epoch,
             weight_of=self._config.weight_of,
             micro_batches=not meets_in_batches(model),
             is_default=recipe.names_no_policy,
             stops=stops,
+            delayed=self._delayed,
         )
         self._model, self._optimizers, self._loader = session.set_up(
             model, optimizers, loader, asked
@@ -208,14 +217,21 @@ class Fitting:
             self.metrics.samples_in_hand,
             lambda part: self._recipe.loss(self._model, part),
         )
+        if self._delayed is None:
+            self._update()
+        else:
+            self._delayed.step()
+        if self._config.run.loss_reduction == "sum":
+            loss = loss.detach() / (self.metrics.weight_in_hand or 1.0)
+        self.metrics.log("loss", loss)
+
+    def _update(self) -> None:
+        """One step of the optimizers by the gradients that are there."""
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if self._config.run.loss_reduction == "sum":
-            loss = loss.detach() / (self.metrics.weight_in_hand or 1.0)
-        self.metrics.log("loss", loss)
 
     def _rates(
         self, optimizer: torch.optim.Optimizer, total_samples: int

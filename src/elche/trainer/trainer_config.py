@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from elche import session
-from elche.config import RunConfig
+from elche.config import DELAYED_SYNC, RunConfig
 from elche.config_checks import check_known
 from elche.config_parts import refuse_former
 from elche.coordination.accounts.local_batches import local_cut
@@ -159,7 +159,7 @@ class TrainerConfig:
     def lr_factor(self, world_size: int) -> float:
         """The number that ``lr_scale`` stands for."""
         if self.lr_scale == "linear":
-            if self.run.policy == "sync":
+            if self.run.policy in ("sync", DELAYED_SYNC):
                 return 1.0
             cut = local_cut(self.run.windows, world_size, 1)
             return world_size / cut.parts_of(self.batch_size)

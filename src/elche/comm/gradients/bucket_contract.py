@@ -30,6 +30,8 @@ class PassOptions:
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
         codec: how float32 and half precision gradients travel, with error feedback.
+        delayed: sums are handed out at the end of the next pass, but for those of the
+            first one; strategy "synchronous".
         undefined_is_zero: a parameter that backward comes to without a gradient (a
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);
@@ -48,6 +50,7 @@ class PassOptions:
     keeps_strides: bool = True
     undefined_is_zero: bool = False
     codec: str = "fp32"
+    delayed: bool = False
 
     def __post_init__(self) -> None:
         if self.cap_bytes < 1:

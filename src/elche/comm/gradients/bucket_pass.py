@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from elche.comm.gradients.backward_end import at_backward_end
-from elche.comm.gradients.bucket_contract import Owner, PassOptions
+from elche.comm.gradients.bucket_contract import Closed, Owner, PassOptions
 from elche.comm.gradients.buckets import Bucket, BucketInfo, make_buckets
 from elche.comm.gradients.gradient_counts import GradientCounts
 from elche.comm.gradients.gradient_hooks import GradientHooks
@@ -52,6 +52,7 @@ class BucketPass:
         order: indices of the parameters in that order.
         passes: passes so far.
         wait_s: seconds of waiting for other ranks since the owner set it to 0.
+        has_sums: whether the last pass has handed out sums.
         launched_early: buckets of the last pass that went before backward had ended.
     """
 
@@ -88,10 +89,12 @@ class BucketPass:
         self._summed = 0
         self._is_open = False
         self._awaits_end = False
+        self._under_way: tuple[int, Closed] | None = None
         self.buckets: list[Bucket] = []
         self.order: list[int] = []
         self.passes = 0
         self.wait_s = 0.0
+        self.has_sums = False
         self.launched_early = 0
 
     @property
@@ -172,6 +175,7 @@ class BucketPass:
                 staged=self._options.staged,
                 keeps_strides=self._options.keeps_strides,
                 codec=self._options.codec,
+                delayed=self._options.delayed,
             )
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = bucket, index
@@ -198,6 +202,31 @@ class BucketPass:
         """Before :meth:`attach`: ranks lay their parameters out differently."""
         self._options = replace(self._options, as_views=False, keeps_strides=False)
         self._handed_out = HandedOut(as_views=False)
+
+    def delay(self) -> None:
+        """Before :meth:`attach`: sums are handed out one pass later."""
+        self._options = replace(self._options, delayed=True, strategy="synchronous")
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the next pass to close hands its own sums out later."""
+        is_first = self._observed is not None or self._counts.only_counts
+        return self._options.delayed and not is_first
+
+    def drain(self) -> bool:
+        """Hands out the sums that are under way; whether there were any.
+
+        Raises:
+            CommunicationError: it failed, or a rank did not arrive in time.
+        """
+        if self._under_way is None:
+            return False
+        try:
+            self._hand_out_late()
+        except CommunicationError as error:
+            self._fail(error)
+            raise
+        return True
 
     def make_static(self) -> None:
         """Takes every backward for one like the first, which has not been yet.
@@ -342,7 +371,7 @@ class BucketPass:
         try:
             self._scale = owner.open_pass(self._side)
             started_s = time.perf_counter()
-            for bucket in self.buckets:
+            for bucket in self.buckets if self._under_way is None else ():
                 bucket.reclaim()
             self.wait_s += time.perf_counter() - started_s
         except CommunicationError as error:
@@ -388,7 +417,11 @@ class BucketPass:
         """Reduces what is left, waits, and hands out."""
         self._is_open = False
         self.launched_early = self._next
+        self.has_sums = True
         try:
+            if self.is_delayed:
+                self._close_late()
+                return
             self._launch(lambda bucket: True)
             started_s = time.perf_counter()
             for bucket in self.buckets[self._summed :]:
@@ -417,6 +450,45 @@ class BucketPass:
         if self._counts.only_counts:
             self._never_defined = frozenset(self._undefined)
         self._counts.end()
+
+    def _close_late(self) -> None:
+        """Sends this pass's gradients, and hands out the sums of the one before."""
+        owner = self._owner()
+        assert owner is not None
+        closed = owner.close_pass(self._side)
+        self.has_sums = self._under_way is not None
+        own = self._take_gradients()
+        if self._under_way is not None:
+            self._hand_out_late()
+        sums = self._take_gradients()
+        for parameter, gradient in zip(self._parameters, own, strict=True):
+            parameter.grad = gradient
+        self._launch(lambda bucket: True)
+        self._under_way = self._side, closed
+        for parameter, gradient in zip(self._parameters, sums, strict=True):
+            parameter.grad = gradient
+        self._counts.end()
+
+    def _take_gradients(self) -> list[torch.Tensor | None]:
+        """Every ``p.grad``, which is None from then on."""
+        taken = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return taken
+
+    def _hand_out_late(self) -> None:
+        """Waits for the sums under way, which become ``p.grad``."""
+        assert self._under_way is not None
+        side, closed = self._under_way
+        self._under_way = None
+        started_s = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.finish(side)
+        self.wait_s += time.perf_counter() - started_s
+        keeps = all(bucket.is_finite for bucket in self.buckets)
+        for bucket in self.buckets:
+            bucket.settle(keeps=keeps)
+        self._handed_out.hand_out(self.buckets, closed)
 
     def _fail(self, error: CommunicationError) -> None:
         self._is_open = False

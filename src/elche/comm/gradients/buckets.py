@@ -119,7 +119,7 @@ class Bucket:
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
         if self._lender is not None:
-            return 2 * self.size_bytes
+            return (1 + len(self.sent)) * self.size_bytes
         return (len(self.sent) * (1 + self._staged) + kept) * self.size_bytes
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
@@ -143,6 +143,7 @@ class Bucket:
         staged: bool = False,
         keeps_strides: bool = True,
         codec: str = "fp32",
+        delayed: bool = False,
     ) -> None:
         """Makes the exchange, together with all ranks.
 
@@ -153,6 +154,7 @@ class Bucket:
             keeps_strides: a gradient lies in the message as its parameter in memory;
                 False: as its shape says.
             codec: how float32 gradients, and those of half precision, travel.
+            delayed: a message is filled before all ranks have taken the last one.
         """
         first = self.parameters[0]
         dtype, device = _real(first.dtype), first.device
@@ -179,7 +181,10 @@ class Bucket:
             self._coded = exchange
         else:
             where = torch.device("cpu") if staged else device
-            exchange = open_exchange(group, numel, dtype, where, SIDES, shared_sides=1)
+            shared = SIDES if delayed else 1
+            exchange = open_exchange(
+                group, numel, dtype, where, SIDES, shared_sides=shared
+            )
             if exchange.keeps_contribution and not staged:
                 self._lender = SumMemory(numel, dtype)
         self.exchange, self._group = exchange, group

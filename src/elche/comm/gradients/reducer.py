@@ -116,6 +116,8 @@ class GradientReducer:
         self._sends = False
         self._beneath: Callable[[], None] | None = None
         self._look: Look | None = None
+        self._late: StepPart | None = None
+        self._is_delayed = False
 
     def weigh_by_user(self) -> None:
         """Steps are weighted by what each rank says; before :meth:`attach`."""
@@ -133,6 +135,39 @@ class GradientReducer:
         the mean.
         """
         self._sums = GradientFactor(self._parameters)
+
+    def delay(self) -> None:
+        """Sums come one pass later, with the next one's end; before :meth:`attach`.
+
+        Buffers are averaged by :meth:`drain`.
+        """
+        self._pass.delay()
+        self._is_delayed = True
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether ``p.grad`` is a sum over ranks since the last backward pass."""
+        return self._pass.has_sums
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether sums come one pass later."""
+        return self._is_delayed
+
+    def drain(self) -> bool:
+        """Waits for the sums that are under way, with all ranks, between two steps.
+
+        Returns:
+            Whether ``p.grad`` is one now.
+
+        Raises:
+            CommunicationError: it failed, or a rank did not arrive in time.
+        """
+        has_sums = self._pass.drain()
+        late, self._late = self._late, None
+        if late is not None and self._buffers is not None:
+            self._buffers.average(late.active_ranks, mine=late.scale != 0.0)
+        return has_sums
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -382,7 +417,9 @@ class GradientReducer:
             lost = self._lost(part.label, self._pass.passes)
             missing = lost.samples if self._sums is None else lost.ranks
             factor = 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
-        if self._buffers is not None:
+        if self._pass.is_delayed:
+            self._late = part
+        elif self._buffers is not None:
             mine = self._keeps_buffers or self._scale != 0.0
             self._buffers.average(part.active_ranks, mine=mine)
         if part is not self._in_hand:

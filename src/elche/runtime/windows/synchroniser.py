@@ -27,6 +27,7 @@ from elche.config import RunConfig
 from elche.errors import ConfigError, NonFiniteError
 from elche.runtime.rank_settings import refuse_sync_norms
 from elche.runtime.watch.parameter_watch import ParameterWatch
+from elche.runtime.windows.delayed_steps import DelayedSteps
 from elche.runtime.windows.gradient_sync import GradientSync
 from elche.runtime.windows.local_steps import LocalSteps
 from elche.runtime.windows.parameter_sync import OverlappedSync, ParameterSync
@@ -46,6 +47,7 @@ class Synchroniser:
         side_group: forms another one, for SyncBatchNorm inside the backward pass.
         steps: this rank's own, between two reductions.
         is_weighed: each rank says what its part of a step weighs.
+        delayed: takes steps one step late, under ``sync``.
 
     Attributes:
         policy: the one in force; under ``auto`` at first ``"sync"``.
@@ -63,8 +65,10 @@ class Synchroniser:
         *,
         steps: LocalSteps,
         is_weighed: bool = False,
+        delayed: DelayedSteps | None = None,
     ) -> None:
         self._steps = steps
+        self._delayed = delayed
         self._is_weighed = is_weighed
         self._config = config
         self._model = model
@@ -98,7 +102,8 @@ class Synchroniser:
     def extra_bytes(self) -> int:
         """Host memory held beside the model."""
         held = self.windows or self.reducer
-        return held.extra_bytes if held is not None else 0
+        ahead = 0 if self._delayed is None else self._delayed.extra_bytes
+        return ahead + (held.extra_bytes if held is not None else 0)
 
     @property
     def is_changed(self) -> bool:
@@ -158,6 +163,8 @@ class Synchroniser:
             reducer.sum_losses()
         elif self._is_weighed:
             reducer.weigh_by_user()
+        if self._delayed is not None:
+            self._delayed.attach(reducer, reducer.parameters)
         reducer.attach()
 
     def _gradient_codec(self, group: Group) -> str:

@@ -1,0 +1,1 @@
+"""Goodput of contenders over a star of settings, measured together."""

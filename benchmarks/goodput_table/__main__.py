@@ -1,0 +1,286 @@
+"""Goodput of DDP and elche over a star of settings on emulated devices.
+
+    python -m benchmarks.goodput_table --results cells.jsonl --repeats 2 --budget-s 1800
+    python -m benchmarks.goodput_table --results cells.jsonl --only base,1:0.25
+
+All cells once, then all again. Cells that the file of results has are not measured
+again, so an interrupted table goes on. Before a setting's cells comes its control (all
+devices at once, without communication): where it is below 0.98 of the devices alone,
+these and the control are measured once more, and then the setting is left for another
+time. Links need root (network namespaces). ``--before DIR`` measures elche's cells with
+the code of another worktree beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goodput_table.design import SETTINGS, Setting, bench_name
+from benchmarks.goodput_table.records import CONTROL, Record, Records
+from benchmarks.goodput_table.report import control_lines, lines_of, table, to_json
+from benchmarks.links.namespaces import slow_link
+from elche.demo.compare import ContenderRun, machine, run_contender
+from elche.demo.verdict import MIN_CONTROL
+from elche.errors import ElcheError
+from elche.runtime.process.launch import Network
+
+MIN_CELL_S = 20.0
+"""What a cell is taken to cost before one has been measured."""
+
+
+class OutOfTimeError(Exception):
+    """The next cell would not end within the budget."""
+
+
+class Table:
+    """Measures cells that are not there.
+
+    Args:
+        records: where they go.
+        asked: the command line.
+    """
+
+    def __init__(self, records: Records, asked: argparse.Namespace) -> None:
+        self._records = records
+        self._asked = asked
+        self._began_s = time.monotonic()
+        self._longest_s = MIN_CELL_S
+
+    def measure(self, settings: Sequence[Setting]) -> None:
+        """All cells once, then all again.
+
+        Raises:
+            OutOfTimeError: cells are left.
+        """
+        for repeat in range(self._asked.repeats):
+            for setting in settings:
+                cells = self._missing(setting, repeat)
+                if not cells or not self._is_quiet(setting, repeat):
+                    continue
+                with _network(setting) as network:
+                    for contender in cells:
+                        self._cell(setting, contender, repeat, network)
+
+    def _missing(self, setting: Setting, repeat: int) -> list[str]:
+        names = list(setting.contenders)
+        if self._asked.samples_equal:
+            names.insert(0, "solo-0")
+        if self._asked.before is not None:
+            ours = [name for name in names if bench_name(name).startswith("elche-")]
+            names += [f"{name} before" for name in ours]
+        known = self._records.by_cell
+        return [name for name in names if (setting.name, name, repeat) not in known]
+
+    def _is_quiet(self, setting: Setting, repeat: int) -> bool:
+        """Whether the control delivers what the devices alone do; measures both."""
+        key = setting.devices_key
+        if (key, CONTROL, repeat) in self._records.by_cell:
+            return True
+        reached = 0.0
+        for attempt in range(2):
+            alone = self._records.alone(key, setting.speeds)
+            if alone is None or attempt:
+                alone = self._alone(setting)
+            control = self._run(setting, CONTROL, repeat)
+            reached = control.samples_per_s / sum(alone)
+            if reached >= self._asked.min_control:
+                self._records.add(replace(control, setting=key))
+                return True
+            _say(f"control of {setting.name}: {reached:.3f} of the devices alone")
+        least = self._asked.min_control
+        failed = f"control {reached:.3f}, at least {least} is needed: busy machine"
+        self._records.add(
+            Record(setting=key, contender=CONTROL, repeat=repeat, error=failed)
+        )
+        return False
+
+    def _alone(self, setting: Setting) -> list[float]:
+        """Samples per second of each device alone, measured now."""
+        found: dict[float, float] = {}
+        for rank, speed in enumerate(setting.speeds):
+            if speed not in found:
+                run = self._run(setting, f"solo-{rank}", 0, alone=True)
+                name = f"solo {speed:g}"
+                self._records.add(
+                    replace(run, setting=setting.devices_key, contender=name)
+                )
+                found[speed] = run.samples_per_s
+        return [found[speed] for speed in setting.speeds]
+
+    def _cell(
+        self, setting: Setting, contender: str, repeat: int, network: Network | None
+    ) -> None:
+        try:
+            if contender.endswith(" before"):
+                record = self._run_before(setting, contender, repeat)
+            else:
+                record = self._run(setting, contender, repeat, network)
+        except (ElcheError, subprocess.CalledProcessError) as error:
+            said = str(error).splitlines()[0]
+            record = Record(
+                setting=setting.name, contender=contender, repeat=repeat, error=said
+            )
+        self._records.add(record)
+        _say(
+            f"{setting.name}, {contender}, {repeat}: "
+            + (record.error or f"{record.samples_per_s:.1f} samples/s")
+        )
+
+    def _run(
+        self,
+        setting: Setting,
+        contender: str,
+        repeat: int,
+        network: Network | None = None,
+        *,
+        alone: bool = False,
+    ) -> Record:
+        """Trains one contender here."""
+        config = self._config(setting, contender)
+        if alone:
+            config = replace(config, time_capped=True)
+        name = bench_name(contender)
+        with self._timed():
+            run = run_contender(
+                name, config.spec(name, repeat), config.run_on(name, network)
+            )
+        return _record(setting, contender, repeat, run)
+
+    def _run_before(self, setting: Setting, contender: str, repeat: int) -> Record:
+        """Trains one contender with the code of the other worktree."""
+        place = self._asked.before.resolve()
+        config = self._config(setting, contender.removesuffix(" before"))
+        words = shlex.split(config.command())
+        command = [sys.executable, "-m", *words]
+        if words[0] == "python":
+            command = [sys.executable, *words[1:]]
+        with self._timed():
+            ended = subprocess.run(
+                ["env", f"PYTHONPATH={place / 'src'}", "OMP_NUM_THREADS=1", *command],
+                cwd=place,
+                check=True,
+                stdout=subprocess.PIPE,
+            )
+        (found,) = json.loads(ended.stdout)["contenders"].values()
+        ranks = {key: values[0] for key, values in found["per_seed"].items() if values}
+        return Record(
+            setting=setting.name,
+            contender=contender,
+            repeat=repeat,
+            samples_per_s=found["samples_per_s"],
+            windows=ranks.get("windows") or 0.0,
+            overrun=found["overrun_share"],
+            loss=found["eval_loss"],
+            **_learning(setting, contender, ranks),
+        )
+
+    def _config(self, setting: Setting, contender: str) -> Any:
+        return setting.config(
+            contender,
+            seconds=self._asked.seconds,
+            alone_s=self._asked.solo_seconds,
+            time_capped=not self._asked.samples_equal,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Refuses what would not end in time, by the longest cell so far."""
+        began_s = time.monotonic()
+        if began_s - self._began_s + self._longest_s > self._asked.budget_s:
+            raise OutOfTimeError
+        yield
+        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+
+
+def _record(setting: Setting, contender: str, repeat: int, run: ContenderRun) -> Record:
+    result = run.ranks[0]
+    each = range(len(run.ranks) if contender == CONTROL else 1)
+    steps = result["samples"] / setting.batch_size
+    return Record(
+        setting=setting.name,
+        contender=contender,
+        repeat=repeat,
+        samples_per_s=sum(run.rate(rank) for rank in each),
+        seconds=result["train_s"],
+        windows=result["windows"] or steps,
+        overrun=run.overrun_share,
+        loss=run.curve()[-1][2],
+        **_learning(setting, contender, result),
+    )
+
+
+def _learning(
+    setting: Setting, contender: str, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Policy and windows of a run, as far as samples are worth less by them."""
+    policy = contender.partition(" ")[0]
+    if policy == "auto":
+        choices = result["choices"]
+        policy = choices[-1][0] if choices else "sync"
+    batches, late = 1.0, 0.0
+    if policy in ("cadence", "async") and result["window_samples"]:
+        local = setting.batch_size / len(setting.speeds)
+        batches = max(1.0, result["window_samples"] / local)
+        late = result["late_batches"][0]
+    return {"policy": policy, "window_batches": batches, "late_batches": late}
+
+
+def _network(setting: Setting) -> contextlib.AbstractContextManager[Network | None]:
+    if setting.link_mbit is None:
+        return contextlib.nullcontext()
+    return slow_link(len(setting.speeds), setting.link_mbit)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measures, prints the table, writes JSON where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, help="JSON lines, one a cell")
+    parser.add_argument("--only", help="names of settings, with commas between")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0, help="per cell")
+    parser.add_argument("--solo-seconds", type=float, default=3.0, help="and control")
+    parser.add_argument("--budget-s", type=float, default=float("inf"))
+    parser.add_argument("--min-control", type=float, default=MIN_CONTROL)
+    parser.add_argument(
+        "--samples-equal", action="store_true", help="losses too: DDP takes long"
+    )
+    parser.add_argument("--before", type=Path, help="another worktree")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    wanted = asked.only.split(",") if asked.only else [s.name for s in SETTINGS]
+    settings = [setting for setting in SETTINGS if setting.name in wanted]
+    if len(settings) < len(wanted):
+        known = "; ".join(setting.name for setting in SETTINGS)
+        parser.error(f"unknown setting in --only {asked.only}; there are: {known}")
+    records = Records.read(asked.results)
+    try:
+        Table(records, asked).measure(settings)
+    except (OutOfTimeError, KeyboardInterrupt):
+        _say("stopped: cells are left; the same command with --results goes on")
+    rows = table(
+        settings, records, with_loss=asked.samples_equal, seconds=asked.seconds
+    )
+    if rows:
+        print(lines_of(rows))
+    print("\n".join(control_lines(settings, records)))
+    if asked.json is not None:
+        found = {"rows": to_json(rows), "cells": records.to_json()}
+        asked.json.write_text(json.dumps({**found, "machine": machine()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The table of goodput, from records. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.goodput_table.design import Setting, bench_name
+from benchmarks.goodput_table.records import CONTROL, Record, Records
+from elche.cadence.convergence import UPDATES, sample_efficiency
+from elche.config import DELAYED_SYNC
+from elche.demo.compare import MOST_OVERRUN
+from elche.demo.verdict import MIN_WINDOWS
+from elche.monitor.table import Interval, student_t_95
+
+_LATE_WORTH = 0.98
+"""docs/convergence.md: extrapolated, three seeds, 0.91 to 1.05."""
+_KINDS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contender in one setting, over its repetitions.
+
+    Attributes:
+        setting: its name.
+        contender: who.
+        repeats: runs.
+        efficiency: samples per second over the sum of what each device delivers alone.
+        bound: the best that this way of training could have there.
+        throughput: samples per second over the fastest device's.
+        sample_efficiency: by the study's table (`elche.cadence.convergence`), for this
+            number of ranks and the windows that were measured; not by this run's loss.
+        goodput: the product of the last two.
+        loss: mean on the held-out set, where all trained the same samples.
+        windows: median of synchronisations.
+        note: what a reader should know.
+    """
+
+    setting: str
+    contender: str
+    repeats: int
+    efficiency: Interval
+    bound: float | None
+    throughput: Interval
+    sample_efficiency: float
+    goodput: Interval
+    loss: float | None
+    windows: float
+    note: str
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % interval by Student's t; of one value the interval is infinite."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    margin = student_t_95(len(values) - 1) * error
+    return Interval(mean, mean - margin, mean + margin)
+
+
+def sample_worth(setting: Setting, record: Record) -> float:
+    """What a sample is worth by the study's table; 1 on one device and for DDP."""
+    if record.policy == DELAYED_SYNC:
+        return _LATE_WORTH
+    if record.policy not in UPDATES:
+        return 1.0
+    return sample_efficiency(
+        record.policy,
+        len(setting.speeds),
+        record.window_batches,
+        record.late_batches,
+        optimizer=_KINDS[setting.optimizer],
+    )
+
+
+def table(
+    settings: Sequence[Setting], records: Records, *, with_loss: bool, seconds: float
+) -> list[Row]:
+    """A row for every cell that was measured, with its devices alone."""
+    rows = []
+    for setting in settings:
+        alone = records.alone(setting.devices_key, setting.speeds)
+        names = [
+            name
+            for name in dict.fromkeys(key[1] for key in records.by_cell)
+            if records.repeats(setting.name, name)
+        ]
+        for name in names if alone is not None else []:
+            assert alone is not None
+            runs = records.repeats(setting.name, name)
+            config = setting.config(
+                name.removesuffix(" before"),
+                seconds=seconds,
+                alone_s=seconds,
+                time_capped=not with_loss,
+            )
+            worth = [sample_worth(setting, run) for run in runs]
+            rates = [run.samples_per_s for run in runs]
+            losses = [run.loss for run in runs if run.loss is not None]
+            rows.append(
+                Row(
+                    setting=setting.name,
+                    contender=name,
+                    repeats=len(runs),
+                    efficiency=interval([rate / sum(alone) for rate in rates]),
+                    bound=config.bound(bench_name(name), alone),
+                    throughput=interval([rate / max(alone) for rate in rates]),
+                    sample_efficiency=statistics.fmean(worth),
+                    goodput=interval(
+                        [
+                            rate * each / max(alone)
+                            for rate, each in zip(rates, worth, strict=True)
+                        ]
+                    ),
+                    loss=statistics.fmean(losses) if with_loss and losses else None,
+                    windows=statistics.median(run.windows for run in runs),
+                    note=_note(runs),
+                )
+            )
+    return rows
+
+
+def _note(runs: Sequence[Record]) -> str:
+    remarks = []
+    chosen = sorted({run.policy for run in runs if run.contender.startswith("auto")})
+    if chosen:
+        remarks.append("became " + ", ".join(chosen))
+    if min(run.windows for run in runs) < MIN_WINDOWS:
+        remarks.append(f"under {MIN_WINDOWS} windows")
+    overrun = max(run.overrun for run in runs)
+    if overrun > MOST_OVERRUN:
+        remarks.append(f"overrun {overrun:.0%}")
+    return "; ".join(remarks)
+
+
+def lines_of(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    heads = ["setting", "contender", "n", "hardware eff.", "bound", "of it"]
+    heads += [
+        "over fastest",
+        "study's sample eff.",
+        "goodput",
+        "loss",
+        "windows",
+        "note",
+    ]
+    cells = [
+        [
+            row.setting,
+            row.contender,
+            str(row.repeats),
+            _with_margin(row.efficiency),
+            "-" if row.bound is None else f"{row.bound:.3f}",
+            "-" if row.bound is None else f"{row.efficiency.mean / row.bound:.3f}",
+            _with_margin(row.throughput),
+            f"{row.sample_efficiency:.3f}",
+            _with_margin(row.goodput),
+            "-" if row.loss is None else f"{row.loss:.4f}",
+            f"{row.windows:.0f}",
+            row.note,
+        ]
+        for row in rows
+    ]
+    columns = list(zip(heads, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*columns, strict=True)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def control_lines(settings: Sequence[Setting], records: Records) -> list[str]:
+    """How quiet the machine was, and what failed."""
+    lines = []
+    for key in dict.fromkeys(setting.devices_key for setting in settings):
+        runs = records.repeats(key, CONTROL)
+        speeds = next(s.speeds for s in settings if s.devices_key == key)
+        alone = records.alone(key, speeds)
+        if runs and alone is not None:
+            parts = ", ".join(f"{r.samples_per_s / sum(alone):.3f}" for r in runs)
+            lines.append(f"control, {key}: {parts} of the devices alone")
+    for failed in records.errors.values():
+        where = f"{failed.setting}, {failed.contender}, repeat {failed.repeat}"
+        lines.append(f"not measured: {where}: {failed.error}")
+    return lines
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as values for JSON."""
+    intervals = ("efficiency", "throughput", "goodput")
+    return [
+        {
+            **vars(row),
+            **{name: vars_of(getattr(row, name)) for name in intervals},
+        }
+        for row in rows
+    ]
+
+
+def vars_of(value: Interval) -> dict[str, float | None]:
+    """An interval as values for JSON, which has no infinity."""
+    ends = {"low": value.low, "high": value.high}
+    known = {name: end if math.isfinite(end) else None for name, end in ends.items()}
+    return {"mean": value.mean, **known}
+
+
+def _with_margin(value: Interval) -> str:
+    margin = value.high - value.mean
+    return f"{value.mean:.3f}" + (f" ±{margin:.3f}" if math.isfinite(margin) else "")

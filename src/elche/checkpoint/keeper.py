@@ -13,18 +13,19 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.contents import Contents
+from elche.checkpoint.contents import Captured, Contents
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError, DeadlineError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
+from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Pauses
@@ -76,6 +77,65 @@ class CheckpointConfig:
         return CheckpointConfig(folder=Path(folder), every_s=every_s, keep=keep)
 
 
+class SavedContents(Protocol):
+    """The objects whose state a checkpoint is, as `Contents` and a pipeline's."""
+
+    def capture(self, loop: Mapping[str, int]) -> Captured:
+        """Copies of everything; with all ranks."""
+
+    def load(self, found: Checkpoint) -> dict[str, Any]:
+        """Puts a checkpoint into them; returns what all ranks held in common."""
+
+
+class SavedRun(Protocol):
+    """What checkpoints need of a run; `Run`, `SingleRun` and a pipeline's have it."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of waits."""
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether an epoch is under way."""
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether it can be interrupted."""
+
+    @property
+    def notifications(self) -> RunNotifications:
+        """Lines for the user."""
+
+    def agree(self, text: str, what: str) -> str:
+        """Rank 0's text, on every rank."""
+
+    def barrier(self, name: str) -> None:
+        """Waits until every rank is here."""
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends by itself after a signal."""
+
+    def check_record(self) -> None:
+        """Refuses checkpoints of runs that record or replay."""
+
+    def check_cut(self) -> None:
+        """Refuses a checkpoint where nobody knows what is left of the epoch."""
+
+    def described(self) -> dict[str, Any]:
+        """What a manifest says of the run: samples or steps among it."""
+
+    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state."""
+
+
 @final
 class CheckpointKeeper(Pauses):
     """Makes checkpoints of the run under way, and resumes from one."""
@@ -88,7 +148,8 @@ class CheckpointKeeper(Pauses):
         self._clear()
 
     def _clear(self) -> None:
-        self._run: Run | SingleRun | None = None
+        self._run: SavedRun | None = None
+        self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
         self._schedulers: list[LRScheduler] = []
         self._run_id = ""
         self._asked: list[Path] = []
@@ -114,8 +175,29 @@ class CheckpointKeeper(Pauses):
             stops: of a loop that ends by itself when it is asked; None for the user's
                 loop, which a signal ends after a last checkpoint.
         """
+
+        def contents_of(registered: Mapping[str, Any]) -> Contents:
+            return Contents(
+                rank=run.rank,
+                parts=run.parts(),
+                schedulers=self._schedulers,
+                registered=registered,
+            )
+
         self._clear()
-        self._run, self._schedulers, self._stops = run, list(schedulers), stops
+        self._schedulers, self._stops = list(schedulers), stops
+        self.begin_saved(run, contents_of)
+
+    def begin_saved(
+        self, run: SavedRun, contents_of: Callable[[Mapping[str, Any]], SavedContents]
+    ) -> None:
+        """Anything begins that can be saved; `begin_run` for what `elche.setup` makes.
+
+        Args:
+            run: on this rank.
+            contents_of: what is saved, from what the user has registered.
+        """
+        self._run, self._contents_of = run, contents_of
         self.configure(CheckpointConfig.from_environment())
 
     def end_run(self, *, has_failed: bool = False) -> None:
@@ -178,6 +260,11 @@ class CheckpointKeeper(Pauses):
     def is_active(self) -> bool:
         """Whether checkpoints may be made inside epochs."""
         return self._is_used
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the loop is over `elche.epochs`."""
+        return self._counts_epochs
 
     def wants_cut(self) -> bool:
         """Whether a checkpoint was asked for, or is due."""
@@ -266,7 +353,12 @@ class CheckpointKeeper(Pauses):
         self._save(self._epoch + bool(self._passes), 0)
 
     @property
-    def _current(self) -> Run | SingleRun:
+    def has_run(self) -> bool:
+        """Whether there is anything to save."""
+        return self._run is not None
+
+    @property
+    def _current(self) -> SavedRun:
         if self._run is None:
             raise ConfigError(
                 "expected a run to save or resume: call elche.setup first"
@@ -296,6 +388,7 @@ class CheckpointKeeper(Pauses):
                 shared=held.shared,
                 manifest=info,
                 model=held.model or None,
+                model_file=held.model_file,
             )
         self._plan_next()
         if self._has_ended and names and run.rank == 0:
@@ -303,13 +396,9 @@ class CheckpointKeeper(Pauses):
         if self._has_ended and self._signals is not None:
             self._end_process()
 
-    def _contents(self) -> Contents:
-        return Contents(
-            rank=self._current.rank,
-            parts=self._current.parts(),
-            schedulers=self._schedulers,
-            registered=self._registered,
-        )
+    def _contents(self) -> SavedContents:
+        assert self._contents_of is not None, "there is a run"
+        return self._contents_of(self._registered)
 
     def _names(self, *, is_end: bool) -> list[tuple[str, str]]:
         """Folders and names of the checkpoints to make now; on rank 0.
@@ -365,7 +454,9 @@ class CheckpointKeeper(Pauses):
         self._epoch, self._passes = shared["loop"]["epoch"], 0
         self._passes_done = shared["loop"]["passes"]
         if run.rank == 0:
-            at = f"epoch {self._epoch}, after {run.described()['samples']} samples"
+            done = run.described()
+            what = "samples" if "samples" in done else "steps"
+            at = f"epoch {self._epoch}, after {done[what]} {what}"
             run.notifications.emit(f"elche: goes on from {found.path}: {at}")
         return True
 

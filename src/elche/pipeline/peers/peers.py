@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from elche.comm.control.control_channel import ControlChannel
+from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import (
@@ -134,25 +134,26 @@ class StagePeers:
         found: list[Any] = self.transport.receive(root, timeout_s).structure
         return found
 
-    def gather(
-        self, tensors: dict[str, torch.Tensor], to: int, timeout_s: float
-    ) -> dict[str, torch.Tensor]:
-        """Collects named tensors of all ranks on one; empty on the others."""
-        what = "the parameters of a rank"
+    def gather(self, part: Message, to: int, timeout_s: float) -> list[Message]:
+        """Collects a message of each rank on one, in rank order; [] on the others."""
+        what = "a rank's part of the model's state"
         if self.rank != to:
-            message = Message(tuple(tensors.values()), list(tensors))
-            self.transport.send(Address(to, GATHER_TAG, what), message, timeout_s)
+            self.transport.send(Address(to, GATHER_TAG, what), part, timeout_s)
             self.transport.flush(timeout_s)
-            return {}
-        found = dict(tensors)
+            return []
+        found = []
         for rank in range(self.world_size):
-            if rank == to:
-                continue
             address = Address(rank, GATHER_TAG, what)
+            if rank == to:
+                found.append(part)
+                continue
             self._expect([address])
-            message = self.transport.receive(address, timeout_s)
-            found.update(zip(message.structure, message.tensors, strict=True))
+            found.append(self.transport.receive(address, timeout_s))
         return found
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends well by itself when signalled."""
+        self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def send(self, rank: int, tensors: list[torch.Tensor], timeout_s: float) -> None:
         """Sends tensors to one rank, which calls :meth:`receive`."""

@@ -160,6 +160,8 @@ class Changes:
         self, parts: Parts, change: Change, optimizers: OptimizerGroups
     ) -> Parts | None:
         plan, members = self._placed(change.plan), self._groups.members
+        unsplit = self.planner.unsplit(members.index(self._communicator.rank))
+        parts = replace(parts, given=replace(parts.given, unsplit=unsplit))
         asked = Repartition(parts, plan, optimizers, self._communicator, members)
         moved = asked.carry_out(Terms(self._timeout_s, change.most_bytes))
         if moved is None:

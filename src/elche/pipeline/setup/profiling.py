@@ -285,11 +285,13 @@ def _measure(
     rows: list[tuple[float, ...]] = []
     for _ in range(WARM_RUNS + runs):
         rows.append((*_timed(split, given, device), *_timed(whole, given, device)))
-    columns = zip(*islice(rows, WARM_RUNS, None), strict=True)
+    columns = list(zip(*islice(rows, WARM_RUNS, None), strict=True))
     times = [max(_LEAST_S, median(column)) for column in columns]
     (forward_s, input_s, weight_s), (whole_s, *backward) = times[:3], times[3:]
     backward_s = sum(backward)
-    split_cost = sum(times[:3]) / (whole_s + backward_s)
+    # Whatever else the machine does only adds to a time.
+    least = [max(_LEAST_S, min(column)) for column in columns]
+    split_cost = sum(least[:3]) / sum(least[3:])
     has_own = isinstance(layer.module, OwnBackward)
     is_put_off = split.profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
     if not has_own and not is_put_off:

@@ -104,13 +104,16 @@ class StagePeers:
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
-    def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
+    def exchange(
+        self, value: Any, timeout_s: float, what: str, *, names_late: bool = False
+    ) -> list[Any]:
         """Gives a value to all ranks, and gets theirs, in rank order.
 
         Args:
             value: of what msgpack can write.
             timeout_s: deadline.
             what: for messages.
+            names_late: whether the log names a rank that is late long before that.
 
         Raises:
             DeadlineError: a rank did not come in time.
@@ -122,7 +125,8 @@ class StagePeers:
             self._expect(others)
             values = [value]
             for each in others:
-                values.append(self.transport.receive(each, timeout_s).structure)
+                message = self.transport.receive(each, timeout_s, names_late)
+                values.append(message.structure)
             for each in others:
                 self.transport.send(each, Message(structure=values), timeout_s)
             # Whoever leaves after this one leaves nobody without it.
@@ -131,7 +135,8 @@ class StagePeers:
         root = Address(0, EXCHANGE_TAG, what)
         self._expect([root])
         self.transport.send(root, Message(structure=value), timeout_s)
-        found: list[Any] = self.transport.receive(root, timeout_s).structure
+        message = self.transport.receive(root, timeout_s, names_late)
+        found: list[Any] = message.structure
         return found
 
     def gather(self, part: Message, to: int, timeout_s: float) -> list[Message]:

@@ -113,7 +113,7 @@ def resume(folder: str | Path) -> bool:
 
 
 def _needs_run(call: str) -> None:
-    if process.run is not None or process.checkpoints.has_run:
+    if process.run is not None:
         return
     from elche.pipeline.checkpoints.saved_pipeline import begin_saving
     from elche.pipeline.pipeline import Pipeline
@@ -123,4 +123,5 @@ def _needs_run(call: str) -> None:
         raise ConfigError(
             f"elche.{call}() needs a run: call elche.setup first, or make a Pipeline"
         )
-    begin_saving(pipe, process.checkpoints)
+    if not process.checkpoints.has_run:
+        begin_saving(pipe, process.checkpoints)

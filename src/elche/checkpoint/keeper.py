@@ -16,16 +16,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from elche.checkpoint.contents import Captured, Contents
+from elche.checkpoint.contents import Contents
+from elche.checkpoint.saved_run import SavedContents, SavedRun
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError, DeadlineError
 from elche.runtime.process.stop_signals import SignalStops, StopRequest
-from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.run import Run
 from elche.runtime.single import SingleRun
 from elche.runtime.training import Pauses
@@ -75,65 +75,6 @@ class CheckpointConfig:
                 f"expected numbers in ELCHE_CHECKPOINT_EVERY_S and _KEEP: {error}"
             ) from error
         return CheckpointConfig(folder=Path(folder), every_s=every_s, keep=keep)
-
-
-class SavedContents(Protocol):
-    """The objects whose state a checkpoint is, as `Contents` and a pipeline's."""
-
-    def capture(self, loop: Mapping[str, int]) -> Captured:
-        """Copies of everything; with all ranks."""
-
-    def load(self, found: Checkpoint) -> dict[str, Any]:
-        """Puts a checkpoint into them; returns what all ranks held in common."""
-
-
-class SavedRun(Protocol):
-    """What checkpoints need of a run; `Run`, `SingleRun` and a pipeline's have it."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of waits."""
-
-    @property
-    def is_in_epoch(self) -> bool:
-        """Whether an epoch is under way."""
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether it can be interrupted."""
-
-    @property
-    def notifications(self) -> RunNotifications:
-        """Lines for the user."""
-
-    def agree(self, text: str, what: str) -> str:
-        """Rank 0's text, on every rank."""
-
-    def barrier(self, name: str) -> None:
-        """Waits until every rank is here."""
-
-    def heeds_signals(self, heeds: bool) -> None:
-        """Tells the launcher whether this rank ends by itself after a signal."""
-
-    def check_record(self) -> None:
-        """Refuses checkpoints of runs that record or replay."""
-
-    def check_cut(self) -> None:
-        """Refuses a checkpoint where nobody knows what is left of the epoch."""
-
-    def described(self) -> dict[str, Any]:
-        """What a manifest says of the run: samples or steps among it."""
-
-    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state."""
 
 
 @final

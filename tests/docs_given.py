@@ -20,6 +20,7 @@ scaler = torch.amp.GradScaler("cpu")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
 batch = target = torch.randn(8, 16)
 layers = [nn.Linear(16, 16) for _ in range(4)]
+train_loader = DataLoader(TensorDataset(torch.randn(24, 16), torch.randn(24, 16)), 8)
 
 
 def model_fn():

@@ -29,7 +29,7 @@ def epochs(count: int) -> Iterator[int]:
         count: epochs of the whole run.
 
     Raises:
-        ConfigError: this is no number of epochs, or there is no run yet.
+        ConfigError: this is no number of epochs, or there is no run and no pipeline.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError(f"expected a number of epochs from 0 on, got {count!r}")
@@ -113,5 +113,15 @@ def resume(folder: str | Path) -> bool:
 
 
 def _needs_run(call: str) -> None:
-    if process.run is None:
-        raise ConfigError(f"elche.{call}() needs a run: call elche.setup first")
+    if process.run is not None:
+        return
+    from elche.pipeline.checkpoints.saved_pipeline import begin_saving
+    from elche.pipeline.pipeline import Pipeline
+
+    pipe = Pipeline.only_open()
+    if pipe is None:
+        raise ConfigError(
+            f"elche.{call}() needs a run: call elche.setup first, or make a Pipeline"
+        )
+    if not process.checkpoints.has_run:
+        begin_saving(pipe, process.checkpoints)

@@ -117,7 +117,8 @@ def test_the_report_says_what_the_json_says(layers: str, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     read = json.loads(path.read_text())
     lines = result.output.splitlines()
-    assert lines[0].startswith("rank 0 F")
+    assert lines[0].startswith("time 0 to ")
+    assert lines[1].startswith("rank 0 F")
     for key in ("step_time_s", "ideal_s", "sum_bound_s"):
         assert any(line.split()[:2] == [key, f"{read[key]:.6g}"] for line in lines)
     for rank, each in enumerate(read["ranks"]):

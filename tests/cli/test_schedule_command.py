@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,15 @@ def test_auto_is_at_most_every_other(tmp_path: Path) -> None:
         ),
         # Letters of the rank's second stage are small.
         ("gpipe", (0, 0), 1, 1, 24, ["rank 0 F0--f0--b0------B0------"]),
-        # Too narrow for the number.
+        # Too narrow for the numbers: in two parts.
         (
-            "gpipe",
-            (0,),
-            1,
-            7,
-            21,
-            ["rank 0 " + "F" * 7 + "".join(f"B{each}" for each in range(7))],
+            *("gpipe", (0,), 1, 7, 32),
+            [
+                "time 0 to 10.5",
+                "rank 0 F0-F1-F2-F3-F4-F5-F6-B0----B1---",
+                "time 10.5 to 21",
+                "rank 0 --B2----B3----B4----B5----B6----",
+            ],
         ),
     ],
 )
@@ -120,6 +122,23 @@ def test_auto_tries_as_many_stages_as_it_may() -> None:
     assert makespans == [pytest.approx(24.1), pytest.approx(21.05)]
     fixed = run("interleaved-zb", *arguments, "--virtual-stages", "4", "--json", "-")
     assert json.loads(fixed.output)["makespan"] == pytest.approx(makespans[1])
+
+
+def test_every_number_can_be_read_at_120_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in (*FIXED_SCHEDULES, "auto"):
+        lines = run(name).output.splitlines()
+        assert any("4 ranks," in line and "8 microbatches" in line for line in lines)
+        rows = [line for line in lines if line.startswith("rank ")]
+        assert all(len(line) <= 120 for line in rows)
+        for rank in range(4):
+            whole = "".join(line[7:] for line in rows if line[5] == str(rank))
+            found = re.findall("[FIWB][0-9]", whole, re.IGNORECASE)
+            per_stage = 2 if "I" not in whole else 3
+            stages = 1 if whole.upper() == whole else 2
+            assert len(found) == 8 * per_stage * stages, f"{name}: {whole}"
 
 
 def test_a_drawing_of_many_ranks_ends() -> None:
@@ -206,9 +225,7 @@ def test_schedule_files_that_are_wrong(tmp_path: Path, text: str, message: str) 
     ("arguments", "message"),
     [
         (("2f2b", *ARGUMENTS), "expected gpipe, 1f1b"),
-        (("1f1b", "--microbatches", "4", "--times", "1,1,1"), "number of --ranks"),
-        (("1f1b", "--ranks", "4", "--times", "1,1,1"), "number of --microbatches"),
-        (("auto", "--ranks", "4", "--microbatches", "4"), "give --times F,I,W"),
+        (("2f2b", "--ranks", "0"), "expected gpipe, 1f1b"),
         (("auto", *ARGUMENTS, "--microbatches", "0"), "at least one microbatch"),
         (("auto", *ARGUMENTS, "--ranks", "0"), "--ranks above 0"),
         (("auto", *ARGUMENTS, "--memory", "0.5"), "its limit is 0.5"),

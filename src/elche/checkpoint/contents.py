@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.bare_model import bare_state
 from elche.checkpoint.capture import copied, random_state, restore_random
+from elche.checkpoint.parts import MODEL_FILE
 from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, ElcheError, MismatchError
 from elche.runtime.training import RunParts
@@ -25,12 +26,14 @@ class Captured:
     Attributes:
         own: what only this rank holds.
         shared: what all hold in common; {} but on rank 0.
-        model: the model alone; {} but on rank 0.
+        model: the model alone; {} but on rank 0. Of a pipeline, this rank's layers.
+        model_file: where that goes.
     """
 
     own: dict[str, Any]
     shared: dict[str, Any]
     model: dict[str, torch.Tensor]
+    model_file: str = MODEL_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class Contents:
         }
         free: dict[str, Any] = {}
         if parts.is_common:
-            names = [name for name, each in registered.items() if not _is_bound(each)]
+            names = [name for name, each in registered.items() if not is_bound(each)]
             free = {name: bound["registered"].pop(name) for name in names}
         averaging, is_first = parts.state["averaging"], self.rank == 0
         own = {
@@ -122,16 +125,20 @@ class Contents:
             MismatchError: something does not fit.
             CheckpointError: a file is damaged.
         """
+        if found.manifest.info.get("kind") is not None:
+            raise MismatchError(
+                f"{found.path} is of a Pipeline, and this is a run of elche.setup"
+            )
         was_there = self.rank < found.manifest.world_size
         shared = found.shared()
         own = found.of_rank(self.rank if was_there else 0)
-        with _fitting(found, "model"):
+        with fitting(found, "model"):
             self._load_model(found, shared["model"])
         first = own if self.rank == 0 or not was_there else found.of_rank(0)
         bound = shared["bound"] or self._bound(first["bound"], own["bound"])
-        with _fitting(found, "optimizer"):
+        with fitting(found, "optimizer"):
             self.parts.optimizers[0].load_state_dict(bound["optimizer"])
-        self._load_registered(found, {**bound["registered"], **own["free"]})
+        load_registered(found, self.registered, {**bound["registered"], **own["free"]})
         self._load_all(found, "schedulers", self.schedulers, bound)
         self._load_all(found, "copies", self.parts.copies, shared)
         averaging = _joined(first["averaging"], own["averaging"] if was_there else None)
@@ -147,7 +154,7 @@ class Contents:
             return own
         named = self.registered
         apart = {
-            n: r for n, r in own["registered"].items() if not _is_bound(named.get(n))
+            n: r for n, r in own["registered"].items() if not is_bound(named.get(n))
         }
         return {**first, "registered": {**first["registered"], **apart}}
 
@@ -166,17 +173,6 @@ class Contents:
         state = {own: saved[name] for own, name in zip(names, bare, strict=True)}
         model.load_state_dict({**state, **more})
 
-    def _load_registered(self, found: Checkpoint, states: Mapping[str, Any]) -> None:
-        if set(states) != set(self.registered):
-            raise MismatchError(
-                f"{found.path} holds registered objects {sorted(states)}, this script "
-                f"has registered {sorted(self.registered)}; register the same ones "
-                "before elche.resume"
-            )
-        for name, state in states.items():
-            with _fitting(found, name):
-                self.registered[name].load_state_dict(state)
-
     def _load_all(
         self,
         found: Checkpoint,
@@ -190,15 +186,34 @@ class Contents:
                 f"over {len(objects)}; resume with the script that saved it"
             )
         for each, state in zip(objects, saved[what], strict=True):
-            with _fitting(found, what):
+            with fitting(found, what):
                 each.load_state_dict(state)
+
+
+def load_registered(
+    found: Checkpoint, registered: Mapping[str, Any], states: Mapping[str, Any]
+) -> None:
+    """Loads the objects that the user has registered, by name.
+
+    Raises:
+        MismatchError: others were, or a state does not fit.
+    """
+    if set(states) != set(registered):
+        raise MismatchError(
+            f"{found.path} holds registered objects {sorted(states)}, this script "
+            f"has registered {sorted(registered)}; register the same ones "
+            "before elche.resume"
+        )
+    for name, state in states.items():
+        with fitting(found, name):
+            registered[name].load_state_dict(state)
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_bound(each: Any) -> bool:
+def is_bound(each: Any) -> bool:
     """Whether it moves with the model, as torch's own and its like do."""
     module = type(each).__module__.split(".")[0]
     has_parameters = hasattr(each, "parameters") or hasattr(each, "param_groups")
@@ -230,7 +245,7 @@ def _joined(
 
 
 @contextlib.contextmanager
-def _fitting(found: Checkpoint, what: str) -> Iterator[None]:
+def fitting(found: Checkpoint, what: str) -> Iterator[None]:
     """Says which checkpoint does not fit what it is loaded into."""
     try:
         yield

@@ -239,3 +239,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+
+
+class StoredTensors:
+    """Tensors of a file of safetensors, each of which is read when it is asked for.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CheckpointError: there is none, or it is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._path = path
+        try:
+            file: Any = safe_open(path, framework="pt")
+            self._file, self.names = file, set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor

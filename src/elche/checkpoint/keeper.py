@@ -13,7 +13,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -21,6 +21,7 @@ from typing import Any, Final, final
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.checkpoint.contents import Contents
+from elche.checkpoint.saved_run import SavedContents, SavedRun
 from elche.checkpoint.store import Checkpoint, CheckpointStore
 from elche.checkpoint.writer import CheckpointWriter
 from elche.errors import CheckpointError, ConfigError, DeadlineError
@@ -88,7 +89,8 @@ class CheckpointKeeper(Pauses):
         self._clear()
 
     def _clear(self) -> None:
-        self._run: Run | SingleRun | None = None
+        self._run: SavedRun | None = None
+        self._contents_of: Callable[[Mapping[str, Any]], SavedContents] | None = None
         self._schedulers: list[LRScheduler] = []
         self._run_id = ""
         self._asked: list[Path] = []
@@ -118,9 +120,30 @@ class CheckpointKeeper(Pauses):
             cuts_at_stop: no rank of that loop can leave an epoch alone, so that it is
                 cut even where no checkpoint is made.
         """
+
+        def contents_of(registered: Mapping[str, Any]) -> Contents:
+            return Contents(
+                rank=run.rank,
+                parts=run.parts(),
+                schedulers=self._schedulers,
+                registered=registered,
+            )
+
         self._clear()
         self._cuts_at_stop = cuts_at_stop
-        self._run, self._schedulers, self._stops = run, list(schedulers), stops
+        self._schedulers, self._stops = list(schedulers), stops
+        self.begin_saved(run, contents_of)
+
+    def begin_saved(
+        self, run: SavedRun, contents_of: Callable[[Mapping[str, Any]], SavedContents]
+    ) -> None:
+        """Anything begins that can be saved; `begin_run` for what `elche.setup` makes.
+
+        Args:
+            run: on this rank.
+            contents_of: what is saved, from what the user has registered.
+        """
+        self._run, self._contents_of = run, contents_of
         self.configure(CheckpointConfig.from_environment())
 
     def end_run(self, *, has_failed: bool = False) -> None:
@@ -183,6 +206,11 @@ class CheckpointKeeper(Pauses):
     def is_active(self) -> bool:
         """Whether checkpoints may be made inside epochs."""
         return self._is_used
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the loop is over `elche.epochs`."""
+        return self._counts_epochs
 
     def wants_cut(self) -> bool:
         """Whether a checkpoint was asked for, or is due."""
@@ -272,7 +300,12 @@ class CheckpointKeeper(Pauses):
         self._save(self._epoch + bool(self._passes), 0)
 
     @property
-    def _current(self) -> Run | SingleRun:
+    def has_run(self) -> bool:
+        """Whether there is anything to save."""
+        return self._run is not None
+
+    @property
+    def _current(self) -> SavedRun:
         if self._run is None:
             raise ConfigError(
                 "expected a run to save or resume: call elche.setup first"
@@ -302,6 +335,7 @@ class CheckpointKeeper(Pauses):
                 shared=held.shared,
                 manifest=info,
                 model=held.model or None,
+                model_file=held.model_file,
             )
         self._plan_next()
         if self._has_ended and names and run.rank == 0:
@@ -309,13 +343,9 @@ class CheckpointKeeper(Pauses):
         if self._has_ended and self._signals is not None:
             self._end_process()
 
-    def _contents(self) -> Contents:
-        return Contents(
-            rank=self._current.rank,
-            parts=self._current.parts(),
-            schedulers=self._schedulers,
-            registered=self._registered,
-        )
+    def _contents(self) -> SavedContents:
+        assert self._contents_of is not None, "there is a run"
+        return self._contents_of(self._registered)
 
     def _names(self, *, is_end: bool) -> list[tuple[str, str]]:
         """Folders and names of the checkpoints to make now; on rank 0.
@@ -371,7 +401,9 @@ class CheckpointKeeper(Pauses):
         self._epoch, self._passes = shared["loop"]["epoch"], 0
         self._passes_done = shared["loop"]["passes"]
         if run.rank == 0:
-            at = f"epoch {self._epoch}, after {run.described()['samples']} samples"
+            done = run.described()
+            what = "samples" if "samples" in done else "steps"
+            at = f"epoch {self._epoch}, after {done[what]} {what}"
             run.notifications.emit(f"elche: goes on from {found.path}: {at}")
         return True
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SHARED: Final = "shared"
 MODEL_FILE: Final = "model.safetensors"
+MODEL_PART: Final = "model-rank"
+"""How the files of a model begin that ranks write in parts."""
 
 Records = dict[str, FileRecord]
 """What was written, by file name."""
@@ -40,6 +42,7 @@ def write_part(
     run_id: str,
     tree: Any,
     tensors: Mapping[str, Tensor],
+    before: Mapping[str, FileRecord] | None = None,
 ) -> Records:
     """Writes one part: its tensors, and then the rest, which says that it is there.
 
@@ -49,15 +52,18 @@ def write_part(
         run_id: to know by whether it belongs to this checkpoint.
         tree: the state without its tensors, as JSON has it.
         tensors: those.
+        before: what the rank has written besides, which the part is to name.
 
     Raises:
         OSError: it cannot be written.
     """
     name = f"{path.name}.safetensors"
-    record = write_tensors(disk, path.with_name(name), tensors)
-    content = {"run_id": run_id, "files": {name: asdict(record)}, "tree": tree}
+    files: Records = dict(before or {})
+    files[name] = write_tensors(disk, path.with_name(name), tensors)
+    named = {name: asdict(each) for name, each in files.items()}
+    content = {"run_id": run_id, "files": named, "tree": tree}
     rest = f"{path.name}.json"
-    return {name: record, rest: write_json(disk, path.with_name(rest), content)}
+    return {**files, rest: write_json(disk, path.with_name(rest), content)}
 
 
 def written_part(folder: Path, rank: int, run_id: str) -> Records | None:

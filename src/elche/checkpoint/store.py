@@ -6,7 +6,8 @@
                                rank0.json           the rest of its state, checksums
                                shared.safetensors   what all ranks hold in common
                                shared.json
-                               model.safetensors    the model alone
+                               model.safetensors    the model alone; of a pipeline
+                               model-rank0.safetensors    each rank's layers
                                manifest.json        written last: now it is complete
 
 It is opened without torch, which only what reads or writes tensors needs.
@@ -17,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from elche.checkpoint.files import (
     Disk,
+    StoredTensors,
     check_file,
     make_folder,
     read_json,
@@ -34,7 +37,7 @@ from elche.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from elche.checkpoint.parts import MODEL_FILE, SHARED, part_of_rank
+from elche.checkpoint.parts import MODEL_FILE, MODEL_PART, SHARED, part_of_rank
 from elche.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -83,12 +86,36 @@ class Checkpoint:
             self._model = self._tensors(MODEL_FILE) if is_there else {}
         return self._model
 
+    def model_parts(self, wanted: Collection[str]) -> dict[str, Tensor]:
+        """Tensors of a model that ranks wrote in parts, those wanted.
+
+        Args:
+            wanted: names; of what else there is, the names alone come, on meta.
+        """
+        import torch
+
+        found: dict[str, Tensor] = {}
+        for name in sorted(self.manifest.files):
+            if not name.startswith(MODEL_PART):
+                continue
+            self._check(name)
+            part = StoredTensors(self.path / name)
+            nothing = torch.empty(0, device="meta")
+            found |= {n: part[n] if n in wanted else nothing for n in part.names}
+        return found
+
     def shared(self) -> StateTree:
         """What all ranks held in common."""
         return self._part(SHARED)
 
-    def of_rank(self, rank: int) -> StateTree:
+    def of_rank(
+        self, rank: int, pick: Callable[[Any], Any] = lambda tree: tree
+    ) -> StateTree:
         """What only one rank held.
+
+        Args:
+            rank: it.
+            pick: takes of the tree what is wanted; the rest of its tensors is not read.
 
         Raises:
             CheckpointError: there was no such rank, or its file is damaged.
@@ -98,19 +125,22 @@ class Checkpoint:
                 f"expected a rank below {self.manifest.world_size}, whose run wrote "
                 f"{self.name}, got {rank}"
             )
-        return self._part(part_of_rank(rank))
+        return self._part(part_of_rank(rank), pick)
 
-    def _part(self, part: str) -> StateTree:
+    def _part(
+        self, part: str, pick: Callable[[Any], Any] = lambda tree: tree
+    ) -> StateTree:
         from elche.checkpoint.state_tree import decode
 
         self._check(f"{part}.json")
         content = read_json(self.path / f"{part}.json")
-        own = self._tensors(f"{part}.safetensors")
+        self._check(f"{part}.safetensors")
+        own = StoredTensors(self.path / f"{part}.safetensors")
 
         def tensor(name: str, in_model: bool) -> Tensor:
             return (self.model() if in_model else own)[name]
 
-        return decode(content["tree"], tensor)
+        return decode(pick(content["tree"]), tensor)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         self._check(name)

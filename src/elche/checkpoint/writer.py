@@ -43,13 +43,15 @@ class _Job:
     Attributes:
         name: of the checkpoint.
         parts: JSON and tensors by the part's name.
-        model: on rank 0, the model alone.
+        model: on rank 0, the model alone; of a pipeline, this rank's layers.
+        model_file: where that goes.
         info: on rank 0, for the manifest; None elsewhere.
     """
 
     name: str
     parts: Mapping[str, tuple[Json, dict[str, Tensor]]]
     model: Mapping[str, Tensor] | None
+    model_file: str
     info: dict[str, Any] | None
 
 
@@ -104,6 +106,7 @@ class CheckpointWriter:
         shared: StateTree | None = None,
         manifest: Mapping[str, Any] | None = None,
         model: Mapping[str, Tensor] | None = None,
+        model_file: str = MODEL_FILE,
     ) -> None:
         """Hands over what to write, and returns.
 
@@ -113,7 +116,9 @@ class CheckpointWriter:
             shared: on rank 0, what all hold in common. Its tensors that are the
                 model's as well are stored once.
             manifest: on rank 0, what the run reads before the rest; plain JSON.
-            model: on rank 0, the model alone, by the names of the bare module.
+            model: on rank 0, the model alone, by the names of the bare module; of a
+                pipeline, this rank's layers.
+            model_file: where that goes.
 
         Raises:
             ConfigError: something in it cannot be stored; the message says what.
@@ -123,7 +128,9 @@ class CheckpointWriter:
         if self._rank == 0:
             parts[SHARED] = encode(shared, SHARED, model)
             info = plain_json(manifest or {})
-        job = _Job(name=name, parts=parts, model=model, info=info)
+        job = _Job(
+            name=name, parts=parts, model=model, model_file=model_file, info=info
+        )
         with self._changed:
             if self._is_closed:
                 raise CheckpointError(f"{name} was begun after the run's last one")
@@ -200,10 +207,12 @@ class CheckpointWriter:
             store.begin(job.name)
         files: Records = {}
         if job.model is not None:
-            path = folder / MODEL_FILE
-            files[MODEL_FILE] = write_tensors(disk, path, job.model)
+            path = folder / job.model_file
+            files[job.model_file] = write_tensors(disk, path, job.model)
+        before = dict(files)
         for part, (tree, tensors) in job.parts.items():
-            files |= write_part(disk, folder / part, self._run_id, tree, tensors)
+            path = folder / part
+            files |= write_part(disk, path, self._run_id, tree, tensors, before)
         if job.info is None:
             return
         for rank in range(1, self._world_size):

@@ -33,6 +33,8 @@ else:
     import tomli as tomllib
 
 SHOWN_PEAKS = 16
+RANKS, MICROBATCHES, TIMES = 4, 8, (1.0, 1.0, 1.0)
+"""Where neither an option nor a file says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +43,9 @@ class ScheduleConfig:
 
     Attributes:
         name: of the schedule, ``auto``, or a CSV file of actions.
-        ranks: of the pipeline; None where a file says it.
-        microbatches: of one step; None where a CSV file says it.
-        times: F, I, W of one rank's part of the model; None where a file says them.
+        ranks: of the pipeline; None takes a file's, or `RANKS`.
+        microbatches: of one step; None takes a CSV file's, or `MICROBATCHES`.
+        times: F, I, W of one rank's part of the model; None takes a file's, or `TIMES`.
         communication: time of a message between ranks.
         memory: units of activations that a rank may hold; None without a limit.
         virtual_stages: stages per rank of an interleaved schedule, and the most that
@@ -65,6 +67,12 @@ class ScheduleConfig:
     csv_path: Path | None = None
 
     def __post_init__(self) -> None:
+        names = (*FIXED_SCHEDULES, "auto")
+        if self.name not in names and not self.name.endswith(".csv"):
+            raise ConfigError(
+                f"expected {', '.join(names)}, or a file that ends in .csv, got "
+                f"{self.name!r}"
+            )
         for what, value in (("--ranks", self.ranks), ("--memory", self.memory)):
             if value is not None and not value > 0:
                 raise ConfigError(f"expected {what} above 0, got {value}")
@@ -83,8 +91,6 @@ class ScheduleConfig:
                 "--virtual-stages is for equal stages; --stages FILE gives the "
                 "stages of each rank"
             )
-        if self.times is None and self.stages_path is None:
-            raise ConfigError("give --times F,I,W, or the stages' with --stages FILE")
         if self.times is not None and not any(self.times):
             raise ConfigError("expected --times F,I,W that are not all 0")
 
@@ -137,33 +143,18 @@ def plan(config: ScheduleConfig) -> tuple[Schedule, PipelineCosts]:
         if schedule.is_lowered:
             check_deadlock_free(schedule)
         return schedule, costs
-    if config.name not in (*FIXED_SCHEDULES, "auto"):
-        raise ConfigError(
-            f"expected {', '.join(FIXED_SCHEDULES)}, auto, or a file that ends in "
-            f".csv, got {config.name!r}"
-        )
-    if config.microbatches is None:
-        raise ConfigError("give the number of --microbatches")
-    if config.stages_path is None and config.ranks is None:
-        raise ConfigError("give the number of --ranks")
+    count, ranks = config.microbatches or MICROBATCHES, config.ranks or RANKS
     if config.name == "auto":
         if config.stages_path is not None:
             costs = _costs(config, (), 0)
-            return auto_schedule(costs, config.microbatches), costs
-        assert config.ranks is not None
-        return auto_placed(
-            _rank_times(config),
-            config.ranks,
-            config.microbatches,
-            config.memory,
-            config.virtual_stages or 2,
-        )
+            return auto_schedule(costs, count), costs
+        most = config.virtual_stages or 2
+        return auto_placed(_rank_times(config), ranks, count, config.memory, most)
     placement: tuple[int, ...] = ()
     if config.stages_path is None:
-        assert config.ranks is not None
-        placement = placement_for(config.name, config.ranks, config.virtual_stages)
-    costs = _costs(config, placement, config.ranks or 0)
-    return make_schedule(config.name, costs, config.microbatches), costs
+        placement = placement_for(config.name, ranks, config.virtual_stages)
+    costs = _costs(config, placement, ranks)
+    return make_schedule(config.name, costs, count), costs
 
 
 def figures(schedule: Schedule, timing: Timing) -> dict[str, Any]:
@@ -232,9 +223,7 @@ def _check_memory(schedule: Schedule, timing: Timing, costs: PipelineCosts) -> N
 
 
 def _rank_times(config: ScheduleConfig) -> RankTimes:
-    if config.times is None:
-        raise ConfigError("give --times F,I,W")
-    return RankTimes(*config.times, config.communication)
+    return RankTimes(*(config.times or TIMES), config.communication)
 
 
 def _read_csv(path: Path) -> Schedule:
@@ -275,14 +264,14 @@ def _times(
 
 @click.command()
 @click.argument("name")
-@click.option("--ranks", type=int, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=int, help="Microbatches of one step.")
+@click.option("--ranks", type=int, help="Ranks of the pipeline (default: 4).")
+@click.option("--microbatches", type=int, help="Of one step (default: 8).")
 @click.option(
     "--times",
     callback=_times,
     help="F,I,W: time of forward, input and weight gradient of one rank's part of the"
-    " model, for one microbatch. Where a rank holds several stages, each takes its"
-    " share.",
+    " model, for one microbatch (default: 1,1,1). Where a rank holds several stages,"
+    " each takes its share.",
 )
 @click.option(
     "--comm",

@@ -364,6 +364,8 @@ class Coordinator:
 
     def _doing(self) -> str:
         epochs = self._epochs
+        if epochs is None and not self._membership.is_joining:
+            return "in a Pipeline, or before elche.setup"
         if epochs is None:
             return f"waiting for ranks {self._membership.missing} to join"
         if epochs.is_opening and not epochs.is_under_way:

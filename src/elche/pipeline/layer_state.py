@@ -9,9 +9,35 @@ import torch
 
 from elche.errors import ConfigError
 from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.peers.stage_messages import Message
+from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.stage import Layer
+from elche.pipeline.trees import flatten, unflatten
 
 SHOWN = 3
+
+
+def parameter_names(parts: Parts) -> dict[int, tuple[str, ...]]:
+    """All names that the model has for each of a rank's parameters, by its id.
+
+    In one order on all ranks, so that the first one names a shared parameter.
+    """
+    layers = parts.given.layers
+
+    def name_of(index: int, own: str) -> str:
+        aliases, prefix = layers.aliases[index], layers.names[index]
+        if aliases is not None and own in aliases:
+            return aliases[own]
+        return f"{prefix}.{own}" if prefix else own
+
+    tied = {use: uses for uses in parts.given.ties for use in uses}
+    found: dict[int, tuple[str, ...]] = {}
+    for index, layer in parts.built.items():
+        for own, one in layer.module.named_parameters():
+            names = [name_of(*use) for use in tied.get((index, own), [(index, own)])]
+            known = [layers.state_names.get(name, (name,)) for name in names]
+            found[id(one)] = tuple(dict.fromkeys(n for some in known for n in some))
+    return found
 
 
 def local_state(
@@ -50,15 +76,41 @@ def gather_state(
         timeout_s: deadline of each rank's part.
         of: whether a rank gets this rank's part; others have it from their replica.
     """
-    copied = {name: value.detach().to("cpu", copy=True) for name, value in mine.items()}
-    if communicator.peers is None:
-        return copied
     found: dict[str, torch.Tensor] = {}
+    for part in gather_trees(dict(mine), communicator, ranks, timeout_s, of):
+        found.update(part)
+    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
+
+
+def gather_trees(
+    mine: dict[str, Any],
+    communicator: PipelineCommunicator,
+    ranks: Iterable[int],
+    timeout_s: float,
+    of: Callable[[int], bool],
+) -> list[dict[str, Any]]:
+    """Nested state of all ranks on the CPU, in rank order; with all ranks.
+
+    Args:
+        mine: this rank's part.
+        communicator: all ranks.
+        ranks: those that need it; the others get an empty list.
+        timeout_s: deadline of each rank's part.
+        of: whether a rank gets this rank's part; others have it from their replica.
+    """
+    tensors, structure = flatten(mine, "the state")
+    copied = [one.detach().to("cpu", copy=True) for one in tensors]
+    whole = Message(tuple(copied), structure)
+    if communicator.peers is None:
+        return [unflatten(structure, copied)]
+    nothing = Message((), flatten({}, "nothing")[1])
+    found: list[dict[str, Any]] = []
     with communicator.ending_on_failure():
         for rank in ranks:
-            part = copied if of(rank) else {}
-            found.update(communicator.peers.gather(part, rank, timeout_s))
-    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
+            part = whole if of(rank) else nothing
+            parts = communicator.peers.gather(part, rank, timeout_s)
+            found += [unflatten(one.structure, one.tensors) for one in parts]
+    return [one for one in found if one]
 
 
 def load_state(
@@ -89,9 +141,9 @@ def load_state(
     ]
     extra = [str(n) for n in state if n not in mine and not is_known(str(n))]
     wrong = [
-        *([f"has no {_few(missing)}, which rank {rank} needs"] if missing else []),
-        *([f"has another shape of {_few(other)}"] if other else []),
-        *([f"has {_few(extra)}, which the model has not"] if extra else []),
+        *([f"has no {few(missing)}, which rank {rank} needs"] if missing else []),
+        *([f"has another shape of {few(other)}"] if other else []),
+        *([f"has {few(extra)}, which the model has not"] if extra else []),
     ]
     if wrong:
         raise ConfigError(
@@ -110,6 +162,7 @@ def _form(value: Any) -> str:
     return f"{list(value.shape)}{' on meta' if value.is_meta else ''}"
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
     left = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {left} more" if left > 0 else "")

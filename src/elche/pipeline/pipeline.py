@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from elche.errors import ConfigError
-from elche.pipeline.layer_state import gather_state, load_state, local_state
-from elche.pipeline.moving.moving_optimizers import GivenOptimizers, as_optimizers
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.checkpoints.loader_passes import LoaderPasses
+from elche.pipeline.layer_state import (
+    gather_state,
+    gather_trees,
+    load_state,
+    local_state,
+    parameter_names,
+)
+from elche.pipeline.moving.moving_optimizers import (
+    GivenOptimizers,
+    OptimizerGroups,
+    as_optimizers,
+    check_alike,
+)
+from elche.pipeline.moving.named_states import (
+    NamedState,
+    join_states,
+    load_named_state,
+    named_state,
+)
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
@@ -29,12 +48,14 @@ from elche.pipeline.setup.profiling import (
 )
 from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
-from elche.pipeline.step.gradients import clip_norm, unscale
+from elche.pipeline.step.gradients import clip_norm, unscale, unscale_by
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Schedule, StageAction
+
+Batch = TypeVar("Batch")
 
 
 @final
@@ -93,6 +114,7 @@ class Pipeline:
         peers = None
         if self.world_size > 1:
             peers = StagePeers.join(placement, self.config.timeout_s)
+        self.on_close: Callable[[bool], None] | None = None
         self._communicator = PipelineCommunicator(
             self.rank, peers, self.config.timeout_s
         )
@@ -122,6 +144,22 @@ class Pipeline:
         self._stepping = Stepping(
             self._communicator, self._groups, parts, self._changes, self.config
         )
+        _open.append(weakref.ref(self))
+
+    @staticmethod
+    def only_open() -> Pipeline | None:
+        """The pipeline that this process has open, if any.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        found = [pipe for one in _open if (pipe := one()) is not None]
+        if len(found) > 1:
+            raise ConfigError(
+                f"checkpoints are of one pipeline, and {len(found)} are open; close "
+                "the others, or save their state_dict() and optimizer_state_dict()"
+            )
+        return found[0] if found else None
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +170,8 @@ class Pipeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        has_failed = isinstance(error, (Exception, KeyboardInterrupt))
+        self._end_saving(has_failed)
         if isinstance(error, (Exception, KeyboardInterrupt)):
             self._communicator.fail(error)
         self.close()
@@ -305,11 +345,25 @@ class Pipeline:
             copies = self._parts.tied.copies
         return clip_norm(self.parameters(), copies, max_norm, self._communicator)
 
-    def unscale_(self, loss_scale: float) -> bool:
+    def unscale_(
+        self,
+        loss_scale: float | torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> bool:
         """Divides the gradients by a loss scale.
 
+        With a scaler, in the place of its own `unscale_`, which would see this rank's
+        gradients only; then its `step` and `update` do the same on every rank::
+
+            pipe.step(batch, target, loss_scale=scaler.get_scale())
+            pipe.unscale_(scaler, optimizer)
+            pipe.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
         Args:
-            loss_scale: as in :meth:`step`.
+            loss_scale: as in :meth:`step`; or a GradScaler whose scale that was.
+            optimizer: that the scaler steps.
 
         Returns:
             Whether every gradient on every rank is finite; do not step otherwise.
@@ -319,6 +373,10 @@ class Pipeline:
             MismatchError: ranks give different ones.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
+        if isinstance(loss_scale, torch.amp.GradScaler):
+            (given,) = as_optimizers(optimizer)
+            mine = self.parameters()
+            return unscale_by(loss_scale, given, mine, self._communicator)
         return unscale(self.parameters(), loss_scale, self._communicator)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
@@ -332,8 +390,7 @@ class Pipeline:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
         self._communicator.agree_on(rank, "state_dict")
-        replicas = self._stepping.replicas
-        replicas.average_buffers(self._communicator, self.config.timeout_s)
+        self.average_buffers()
         return gather_state(
             self.local_state_dict(),
             self._parts.order_of,
@@ -353,8 +410,108 @@ class Pipeline:
         parts = self._parts
         load_state(self.local_state_dict(), state, self.rank, parts.is_elsewhere)
 
+    def average_buffers(self) -> None:
+        """Makes buffers that replicas changed equal; on all ranks."""
+        replicas = self._stepping.replicas
+        replicas.average_buffers(self._communicator, self.config.timeout_s)
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, rank: int | None = None
+    ) -> NamedState:
+        """State of an optimizer over the whole model, by parameter name, on the CPU.
+
+        It loads under any partition, schedule and number of ranks.
+
+        Args:
+            optimizer: over :meth:`parameters`; of several, call it for each. With the
+                same groups on every rank.
+            rank: which rank needs it; None for all. The others get {}.
+
+        Returns:
+            As torch's, with names in the place of numbers. An optimizer of a process
+            that has the whole model takes it by torch's
+            `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`.
+
+        Raises:
+            ConfigError: it holds what is none of this rank's parameters, here or on
+                another rank.
+            MismatchError: ranks have different groups.
+        """
+        what = "optimizer_state_dict"
+        (given,) = as_optimizers(optimizer)
+        made: list[NamedState] = []
+
+        def describe() -> list[Any]:
+            made.append(named_state(given, self.parameter_names()))
+            return [rank, OptimizerGroups([given]).describe()]
+
+        told = self._communicator.agree(describe, what)
+        if any(one[0] != rank for one in told):
+            raise MismatchError(f"ranks ask {what} for different ranks: {told}")
+        check_alike({r: one[1] for r, one in enumerate(told)})
+        parts = gather_trees(
+            made[0],
+            self._communicator,
+            range(self.world_size) if rank is None else (rank,),
+            self.config.timeout_s,
+            lambda to: to in self._groups.members,
+        )
+        return join_states(parts) if parts else {}
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: NamedState
+    ) -> None:
+        """Loads this rank's part of what `optimizer_state_dict` returned.
+
+        Raises:
+            ConfigError: it is none, or the optimizer has parameters that this rank
+                has not.
+            MismatchError: a parameter or a group is missing in it; nothing was loaded
+                here.
+        """
+        (given,) = as_optimizers(optimizer)
+        load_named_state(given, self.parameter_names(), state)
+
+    def parameter_names(self) -> dict[int, tuple[str, ...]]:
+        """All names of each of this rank's parameters in the model, by its id."""
+        return parameter_names(self._parts)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that were registered."""
+        return self._changes.optimizers or ()
+
+    @property
+    def passes(self) -> LoaderPasses:
+        """This rank's passes over the loader."""
+        return self._changes.passes
+
+    @property
+    def communicator(self) -> PipelineCommunicator:
+        """This rank with the others."""
+        return self._communicator
+
+    @property
+    def steps_done(self) -> int:
+        """Training steps so far, those before a resume included."""
+        return self._stepping.steps
+
+    @steps_done.setter
+    def steps_done(self, steps: int) -> None:
+        self._stepping.steps = steps
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of an epoch that are left, on every rank.
+
+        As `loader` itself, but that checkpoints (`elche.save`, `elche.save_every`) are
+        made between its batches, and that a run which is resumed gets what was left: it
+        draws the same order, and drops what was done. So gradients must not be kept
+        over several batches: add them over several `step` of one.
+        """
+        return self.passes.over(loader)
+
     def register_optimizer(self, optimizer: GivenOptimizers) -> None:
-        """Tells the pipeline which optimizer follows when layers move.
+        """Tells the pipeline which optimizer follows: when layers move, and when saved.
 
         Args:
             optimizer: over :meth:`parameters`, or a list of several; the same ones
@@ -439,10 +596,24 @@ class Pipeline:
         return self.partition
 
     def close(self) -> None:
-        """Ends the connections. Call it on every rank; may be called twice."""
+        """Ends the connections. Call it on every rank; may be called twice.
+
+        A checkpoint that is being written is finished before.
+        """
+        self._end_saving(has_failed=False)
         self._parts.detach()
         self._communicator.close()
+
+    def _end_saving(self, has_failed: bool) -> None:
+        _open[:] = [one for one in _open if one() is not self]
+        end, self.on_close = self.on_close, None
+        if end is not None:
+            end(has_failed)
 
     @property
     def _parts(self) -> Parts:
         return self._stepping.parts
+
+
+_open: list[weakref.ref[Pipeline]] = []
+"""The pipelines of this process."""

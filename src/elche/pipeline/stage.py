@@ -87,6 +87,7 @@ class Stage:
         seed: seeds dropout by (step, layer, microbatch), the same for any placement.
             Replicas count their microbatches one after the other.
         first_layer: number of the first layer in the model.
+        unsplit: places of the layers whose backward runs whole.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Stage:
         unpacks: bool,
         seed: int | None = None,
         first_layer: int = 0,
+        unsplit: Collection[int] = (),
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
@@ -104,6 +106,9 @@ class Stage:
         self._unpacks = unpacks
         self._seed = seed
         self._first_layer = first_layer
+        self.split_modules = [
+            layer.module for place, layer in enumerate(layers) if place not in unsplit
+        ]
         self._keywords = [_keywords(layer.module) for layer in layers]
 
     @property
@@ -227,7 +232,7 @@ class Deferring:
         self._slots = []
         if hooks_made() != self._hooks_seen:
             self._find_hooks()
-        for owner in _owners(self._stage.modules):
+        for owner in _owners(self._stage.split_modules):
             held = held_parameters(owner)
             for name, parameter in held.items():
                 if parameter is None or not may_defer(parameter):
@@ -241,7 +246,7 @@ class Deferring:
 
     def _find_hooks(self) -> None:
         """Parameters with hooks on their nodes are left to autograd."""
-        owners = _owners(self._stage.modules)
+        owners = _owners(self._stage.split_modules)
         own = [one for owner in owners for one in owner.parameters(recurse=False)]
         asked = [one for one in own if may_defer(one)]
         self._hooked = {id(one) for one in asked if has_node_hooks(one)}
@@ -281,8 +286,12 @@ def changes_in_place(stage: Stage) -> bool:
 
 def can_split(stage: Stage) -> bool:
     """Whether a stage's weights can be replaced: not in compiled or scripted code."""
-    return CAN_SPLIT and not any(
-        isinstance(one, torch.jit.ScriptModule) or is_compiled(one)
-        for top in stage.modules
-        for one in top.modules()
+    return (
+        CAN_SPLIT
+        and bool(stage.split_modules)
+        and not any(
+            isinstance(one, torch.jit.ScriptModule) or is_compiled(one)
+            for top in stage.modules
+            for one in top.modules()
+        )
     )

@@ -63,6 +63,11 @@ class Pauses:
         """Whether it ever does."""
         return False
 
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the loop is over `elche.epochs`."""
+        return False
+
     def begin_pass(self) -> bool:
         """The loop goes over the loader; False for a pass that is done already."""
         return True

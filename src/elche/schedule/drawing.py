@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from elche.schedule.actions import Kind, Schedule
+import math
+from statistics import median
+
+from elche.schedule.actions import Kind, Schedule, StageAction
 from elche.schedule.costs import PipelineCosts
 from elche.schedule.timing import CostTable, Timing
 
 IDLE = "·"
 SHOWN_RANKS = 32
+SHOWN_PARTS = 6
 KIND_NAMES = {
     Kind.FORWARD: "forward",
     Kind.FULL_BACKWARD: "backward",
@@ -41,6 +45,8 @@ def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -
 
     An action is its letter and its microbatch, as far as they fit, then dashes for its
     length; letters of a rank's second stage and of later ones are small. Dots are idle.
+    Where actions would have no room for that in one line, the time goes on in up to
+    `SHOWN_PARTS` parts below each other.
 
     Args:
         schedule: compute only or lowered.
@@ -51,24 +57,57 @@ def draw(schedule: Schedule, timing: Timing, costs: PipelineCosts, width: int) -
     table = CostTable(costs)
     label = len(f"rank {schedule.num_ranks - 1} ")
     columns = max(width - label, 16)
-    scale = columns / timing.makespan if timing.makespan > 0 else 0.0
+    parts = _parts(schedule, timing, table, columns)
+    scale = parts * columns / timing.makespan if timing.makespan > 0 else 0.0
+    ranks = range(min(schedule.num_ranks, SHOWN_RANKS))
+    rows = [_row(schedule, timing, table, rank, scale) for rank in ranks]
     lines = []
-    for rank in range(min(schedule.num_ranks, SHOWN_RANKS)):
-        cells = [IDLE] * columns
-        first = min(schedule.stages_of(rank), default=0)
-        for one, start in zip(
-            schedule.actions[rank], timing.action_starts[rank], strict=True
-        ):
-            if not one.is_compute:
-                continue
-            length = table.durations[one.stage * 8 + _CODES[one.kind]]
-            begin, end = round(start * scale), round((start + length) * scale)
-            letter = one.kind.value if one.stage == first else one.kind.value.lower()
-            text = f"{letter}{one.microbatch}"
-            if len(text) > end - begin:
-                text = letter
-            cells[begin:end] = text.ljust(end - begin, "-")[: end - begin]
-        lines.append(f"{f'rank {rank}':<{label}}{''.join(cells)}")
+    for part in range(parts):
+        if parts > 1:
+            ends = [timing.makespan * at / parts for at in (part, part + 1)]
+            lines.append(f"time {ends[0]:.4g} to {ends[1]:.4g}")
+        for rank, row in zip(ranks, rows, strict=True):
+            shown = row.ljust(parts * columns, IDLE)[part * columns :][:columns]
+            lines.append(f"{f'rank {rank}':<{label}}{shown}")
     if schedule.num_ranks > SHOWN_RANKS:
         lines.append(f"and {schedule.num_ranks - SHOWN_RANKS} ranks more")
     return "\n".join(lines)
+
+
+def _parts(schedule: Schedule, timing: Timing, table: CostTable, columns: int) -> int:
+    """Lines of each rank, for the median action to show microbatch and end."""
+    lengths = [
+        length
+        for row in schedule.actions
+        for one in row
+        if one.is_compute and (length := _length(table, one)) > 0
+    ]
+    if not lengths:
+        return 1
+    letters = len(f"F{schedule.num_microbatches - 1}-")
+    needed = letters * timing.makespan / median(lengths)
+    return max(1, min(SHOWN_PARTS, math.ceil(needed / columns)))
+
+
+def _row(
+    schedule: Schedule, timing: Timing, table: CostTable, rank: int, scale: float
+) -> str:
+    cells = [IDLE] * round(timing.makespan * scale)
+    first = min(schedule.stages_of(rank), default=0)
+    for one, start in zip(
+        schedule.actions[rank], timing.action_starts[rank], strict=True
+    ):
+        if not one.is_compute:
+            continue
+        length = _length(table, one)
+        begin, end = round(start * scale), round((start + length) * scale)
+        letter = one.kind.value if one.stage == first else one.kind.value.lower()
+        text = f"{letter}{one.microbatch}"
+        if len(text) > end - begin:
+            text = letter
+        cells[begin:end] = text.ljust(end - begin, "-")[: end - begin]
+    return "".join(cells)
+
+
+def _length(table: CostTable, action: StageAction) -> float:
+    return table.durations[action.stage * 8 + _CODES[action.kind]]

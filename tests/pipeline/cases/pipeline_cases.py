@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elche.pipeline.peers import patience
+from elche.pipeline.peers import patience, waits
 from elche.pipeline.pipeline import Pipeline
 from tests.harness.rank_main import this_place
 
@@ -673,3 +675,38 @@ def example() -> str:
         sys.argv = arguments
         patience.WARM_STEPS = warm_steps
     return shown.getvalue()
+
+
+def stopped(late_rank: int) -> tuple[list[str], float]:
+    """A rank is stopped between two steps, until rank 0 or another has named it.
+
+    Returns:
+        Warnings of this rank, and the loss of the step that follows.
+    """
+    told: list[str] = []
+    pids: list[int] = []
+
+    class Wake(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            os.kill(pids[late_rank], signal.SIGCONT)
+
+    handler = Wake(logging.WARNING)
+    logger = logging.getLogger("elche.pipeline.peers.transport")
+    logger.addHandler(handler)
+    before, waits.NAMED_AFTER_S = waits.NAMED_AFTER_S, 2.0
+    work = Work()
+    try:
+        with Pipeline(MODELS["mlp"](), loss_of, micro_batches=4, **CALM) as pipe:
+            pids += pipe.communicator.exchange(os.getpid(), "process ids")
+            x, y = (
+                one.float() if one.is_floating_point() else one
+                for one in data_for(work, 0)
+            )
+            pipe.step(x, y)
+            if pipe.rank == late_rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return told, pipe.step(x, y).loss
+    finally:
+        waits.NAMED_AFTER_S = before
+        logger.removeHandler(handler)

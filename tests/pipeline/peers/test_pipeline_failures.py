@@ -6,7 +6,7 @@ import pytest
 
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
-from tests.pipeline.cases.pipeline_cases import troubled
+from tests.pipeline.cases.pipeline_cases import stopped, troubled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 
@@ -87,6 +87,22 @@ def test_later_waits_are_as_long_as_steps_have_been(ranks4: RankPool) -> None:
         assert "rank 2 is late" in told, told
 
 
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_is_stopped_between_steps_is_named(
+    ranks3: RankPool, late: int
+) -> None:
+    """By those that wait for it; the others wait for them. It then goes on."""
+    found = ranks3.run(stopped, late, case_setup=serve_in_thread)
+    naming = {1, 2} if late == 0 else {0}
+    for rank, (told, _) in enumerate(found):
+        for line in told:
+            assert f"for rank {late}: the begin of step; it is late, and w" in line
+        assert len(told) <= 1
+        assert rank in naming or not told
+    assert any(told for told, _ in found)
+    assert len({loss for _, loss in found}) == 1
+
+
 def test_a_dead_rank_is_named(ranks4: RankPool) -> None:
     outcomes = ranks4.run(
         troubled, "dies", case_setup=serve_in_thread, expect_failure=True
@@ -95,4 +111,6 @@ def test_a_dead_rank_is_named(ranks4: RankPool) -> None:
     assert "exit code 7" in outcomes[2].error.text
     for rank in (0, 1, 3):
         assert outcomes[rank].error is None
-        assert "rank 2" in outcomes[rank].value[0]
+        told = outcomes[rank].value[0]
+        assert "rank 2" in told
+        assert "to join" not in told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,17 +28,24 @@ from elche.runtime.process.coordinator import serve_in_thread
 from elche.runtime.process.environment import Placement
 from elche.schedule.costs import PipelineCosts
 from tests.harness.rank_pool import RankPool
+from tests.pipeline.cases.pipeline_cases import Recurrent as Waiting
 from tests.pipeline.setup.cases.profiling_cases import (
     LAYERS,
     SLOW_RANK,
+    WIDTH,
     Emulated,
+    Recurrent,
+    SplitsDearly,
     batch,
     layers_with,
     limited,
     measuring_fails_on_rank_1,
+    mixed_layers,
     profiled,
+    unsplit,
     virtual_time,
 )
+from tests.pipeline.split_backward.test_split_backward import Own
 
 CPU = torch.device("cpu")
 
@@ -49,6 +58,85 @@ def test_each_part_of_a_layer_is_timed() -> None:
     assert slow.input_gradient_s == pytest.approx(0.02)
     assert slow.weight_gradient_s < 1e-6
     assert fast.forward_s < 1e-6
+
+
+class Product(torch.autograd.Function):
+    """A matrix product that only its writer knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Product.apply(x, self.weight)
+        return found
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "make", [Recurrent, partial(Waiting, nn.GRU), parametrized, Custom]
+)
+def test_what_cannot_be_put_off_has_no_weight_gradient(
+    make: Callable[[], nn.Module],
+) -> None:
+    (found,) = profile_layers([make()], torch.randn(4, WIDTH), CPU)
+    assert found.weight_gradient_s == 0.0
+    assert found.input_gradient_s == found.backward_s > 0.0
+
+
+@pytest.mark.parametrize(("share", "is_split"), [(0.2, False), (0.01, True)])
+def test_a_layer_whose_split_costs_too_much_is_not_split(
+    share: float, is_split: bool
+) -> None:
+    layers = [SplitsDearly(0.01, share * 0.01)]
+    with virtual_time():
+        (found,) = profile_layers(layers, torch.randn(4, WIDTH), CPU)
+    assert (found.weight_gradient_s > 0.0) == is_split
+    more = 1 + share * is_split
+    assert found.forward_s == pytest.approx(0.01 * more, rel=1e-4)
+    assert found.input_gradient_s == pytest.approx(0.01 * more, rel=1e-4)
+    assert found.backward_s == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_backward_of_its_own_stays_split() -> None:
+    (found,) = profile_layers([Own(forgets=False)], torch.randn(4, WIDTH), CPU)
+    assert found.weight_gradient_s > 0.0
+
+
+@pytest.mark.distributed
+def test_layers_run_as_they_were_planned(ranks2: RankPool) -> None:
+    gradients, seen = {}, {}
+    for each, by_layer in ranks2.run(unsplit, case_setup=serve_in_thread):
+        gradients |= each
+        seen |= by_layer
+    assert seen == {
+        "0": "DeferredWeight",
+        "2": "Parameter",
+        "3": "DeferredWeight",
+        "5": "Parameter",
+        "6": "DeferredWeight",
+    }
+    model = nn.Sequential(*mixed_layers())
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    for name, one in model.named_parameters():
+        assert one.grad is not None
+        assert (gradients[name] - one.grad).norm() <= 1e-12 * one.grad.norm()
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
@@ -83,7 +171,8 @@ def test_factories_and_meta_layers_are_measured_without_the_model() -> None:
 
 def plan(slow: float, layers: int = 9, limit: float = math.inf) -> PipelineConfig:
     told = [
-        as_message([LayerMeasurement(t, t, t, 8, 8, 8)] * layers) for t in (1.0, slow)
+        as_message([LayerMeasurement(t, t, t, 2 * t, 8, 8, 8)] * layers)
+        for t in (1.0, slow)
     ]
     return plan_measured(told, [math.inf, limit], "1f1b", 8, PipelineConfig())[1]
 
@@ -130,7 +219,7 @@ def test_memory_that_is_none_is_refused(limits: Any) -> None:
 
 
 def test_ranks_with_other_layers_are_refused() -> None:
-    one = LayerMeasurement(1.0, 1.0, 1.0, 8, 8, 8)
+    one = LayerMeasurement(1.0, 1.0, 1.0, 2.0, 8, 8, 8)
     told = [as_message([one] * 3), as_message([one] * 4)]
     with pytest.raises(MismatchError, match=r"numbers of layers: \[3, 4\]"):
         plan_measured(told, [math.inf] * len(told), "1f1b", 2, PipelineConfig())

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 
 from elche.errors import ConfigError
+from elche.pipeline.checkpoints.loader_passes import LoaderPasses
 from elche.pipeline.moving.moving_optimizers import (
     GivenOptimizers,
     OptimizerGroups,
@@ -57,6 +58,7 @@ class Changes:
     ) -> None:
         self.planner = planner
         self.optimizers: tuple[torch.optim.Optimizer, ...] | None = None
+        self.passes = LoaderPasses()
         self._groups, self._communicator = groups, communicator
         self._timeout_s = timeout_s
         self._moves_by_itself = moves_by_itself
@@ -95,7 +97,8 @@ class Changes:
         times = None
         if is_timed:
             times = self.planner.report(executor.trace, executor.waited_s)
-        return [wanted, self.optimizers is not None, times]
+        wants_cut = self.passes.pauses.wants_cut()
+        return [wanted, self.optimizers is not None, times, wants_cut]
 
     def look(self, reports: Sequence[Any]) -> Forecast | None:
         """Takes the other ranks' times, and what they want to change.
@@ -107,7 +110,8 @@ class Changes:
             What steps will take, if times have come.
         """
         self.planner.ended()
-        self._agreed = max(wanted for wanted, _, _ in reports)
+        self._agreed = max(one[0] for one in reports)
+        self.passes.step_done(wants_cut=reports[0][3])
         times = [reports[rank][2] for rank in self._groups.members]
         if self._pending is not None or any(one is None for one in times):
             return None
@@ -156,6 +160,8 @@ class Changes:
         self, parts: Parts, change: Change, optimizers: OptimizerGroups
     ) -> Parts | None:
         plan, members = self._placed(change.plan), self._groups.members
+        unsplit = self.planner.unsplit(members.index(self._communicator.rank))
+        parts = replace(parts, given=replace(parts.given, unsplit=unsplit))
         asked = Repartition(parts, plan, optimizers, self._communicator, members)
         moved = asked.carry_out(Terms(self._timeout_s, change.most_bytes))
         if moved is None:

@@ -19,7 +19,7 @@ from elche.errors import ConfigError, MismatchError
 from elche.pipeline.trees import flatten, map_tensors, unflatten
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-_NOT_SETTINGS = ("params", "param_names")
+NOT_SETTINGS = ("params", "param_names")
 _SHOWN = 3
 
 
@@ -78,7 +78,7 @@ class OptimizerGroups:
         return [
             [
                 type(one).__name__,
-                [[key, _settings(group)] for key, group in _keyed(one)],
+                [[key, _settings(group)] for key, group in keyed(one)],
             ]
             for one in self._optimizers
         ]
@@ -121,7 +121,7 @@ class OptimizerGroups:
             ConfigError: its state cannot travel.
         """
         for index, optimizer in enumerate(self._optimizers):
-            for key, group in _keyed(optimizer):
+            for key, group in keyed(optimizer):
                 if any(one is parameter for one in group["params"]):
                     state = dict(optimizer.state.get(parameter, {}))
                     flatten(state, f"the {type(optimizer).__name__}'s state of {name}")
@@ -146,7 +146,7 @@ class OptimizerGroups:
         for index, optimizer in enumerate(self._optimizers):
             for one in [one for one in optimizer.state if id(one) in lost]:
                 del optimizer.state[one]
-            for key, group in _keyed(optimizer):
+            for key, group in keyed(optimizer):
                 mine = [each for each in come if each[1].place == (index, key)]
                 _refill(group, lost, mine, at)
                 for parameter, moving in mine:
@@ -199,9 +199,15 @@ def unpack_state(packed: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Movi
     return Moving(name, place and tuple(place), unflatten(structure, tensors))
 
 
-def _keyed(optimizer: torch.optim.Optimizer) -> list[tuple[int | str, dict[str, Any]]]:
+def keyed(optimizer: torch.optim.Optimizer) -> list[tuple[int | str, dict[str, Any]]]:
     """Groups by name if all have one of their own, else by position."""
-    groups = optimizer.param_groups
+    return keyed_groups(optimizer.param_groups)
+
+
+def keyed_groups(
+    groups: Sequence[dict[str, Any]],
+) -> list[tuple[int | str, dict[str, Any]]]:
+    """Groups of an optimizer, or of its state, with the keys of `keyed`."""
     names = [group.get("name") for group in groups]
     if len(set(names)) == len(groups) and all(isinstance(one, str) for one in names):
         return [(group["name"], group) for group in groups]
@@ -213,7 +219,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: repr(value.item() if _is_number(value) else value)
         for key, value in sorted(group.items())
-        if key not in _NOT_SETTINGS
+        if key not in NOT_SETTINGS
     }
 
 

@@ -166,6 +166,11 @@ class Planner:
         planned = stage_costs(known, self.plan.schedule.placement, sizes)
         return corrected(self.profiled, planned, self.measured)
 
+    def unsplit(self, seat: int) -> frozenset[int]:
+        """Layers whose backward runs whole on a rank, by what was measured there."""
+        rows = () if self.profiled is None else self.profiled.by_rank[seat]
+        return frozenset(i for i, one in enumerate(rows) if not one.weight_gradient)
+
     def is_due(self) -> bool:
         """Whether the times of the step that begins are wanted."""
         every = self._config.replan_every

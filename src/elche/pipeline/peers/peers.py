@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from elche.comm.control.control_channel import ControlChannel
+from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import (
@@ -104,13 +104,16 @@ class StagePeers:
         with contextlib.suppress(CommunicationError, ConfigError, RemoteRankError):
             StagePeers.join(placement, _DECLINE_S).fail(error)
 
-    def exchange(self, value: Any, timeout_s: float, what: str) -> list[Any]:
+    def exchange(
+        self, value: Any, timeout_s: float, what: str, *, names_late: bool = False
+    ) -> list[Any]:
         """Gives a value to all ranks, and gets theirs, in rank order.
 
         Args:
             value: of what msgpack can write.
             timeout_s: deadline.
             what: for messages.
+            names_late: whether the log names a rank that is late long before that.
 
         Raises:
             DeadlineError: a rank did not come in time.
@@ -122,7 +125,8 @@ class StagePeers:
             self._expect(others)
             values = [value]
             for each in others:
-                values.append(self.transport.receive(each, timeout_s).structure)
+                message = self.transport.receive(each, timeout_s, names_late)
+                values.append(message.structure)
             for each in others:
                 self.transport.send(each, Message(structure=values), timeout_s)
             # Whoever leaves after this one leaves nobody without it.
@@ -131,28 +135,30 @@ class StagePeers:
         root = Address(0, EXCHANGE_TAG, what)
         self._expect([root])
         self.transport.send(root, Message(structure=value), timeout_s)
-        found: list[Any] = self.transport.receive(root, timeout_s).structure
+        message = self.transport.receive(root, timeout_s, names_late)
+        found: list[Any] = message.structure
         return found
 
-    def gather(
-        self, tensors: dict[str, torch.Tensor], to: int, timeout_s: float
-    ) -> dict[str, torch.Tensor]:
-        """Collects named tensors of all ranks on one; empty on the others."""
-        what = "the parameters of a rank"
+    def gather(self, part: Message, to: int, timeout_s: float) -> list[Message]:
+        """Collects a message of each rank on one, in rank order; [] on the others."""
+        what = "a rank's part of the model's state"
         if self.rank != to:
-            message = Message(tuple(tensors.values()), list(tensors))
-            self.transport.send(Address(to, GATHER_TAG, what), message, timeout_s)
+            self.transport.send(Address(to, GATHER_TAG, what), part, timeout_s)
             self.transport.flush(timeout_s)
-            return {}
-        found = dict(tensors)
+            return []
+        found = []
         for rank in range(self.world_size):
-            if rank == to:
-                continue
             address = Address(rank, GATHER_TAG, what)
+            if rank == to:
+                found.append(part)
+                continue
             self._expect([address])
-            message = self.transport.receive(address, timeout_s)
-            found.update(zip(message.structure, message.tensors, strict=True))
+            found.append(self.transport.receive(address, timeout_s))
         return found
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends well by itself when signalled."""
+        self._channel.store_set(heeds_key(self.rank), b"1" if heeds else b"")
 
     def send(self, rank: int, tensors: list[torch.Tensor], timeout_s: float) -> None:
         """Sends tensors to one rank, which calls :meth:`receive`."""

@@ -9,6 +9,7 @@ with the computation.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any, Protocol, final
 import torch
 
 from elche.errors import CommunicationError, DeadlineError, ElcheError
+from elche.pipeline.peers import waits
 from elche.pipeline.peers.stage_messages import (
     HEAD_BYTES,
     Message,
@@ -29,6 +31,8 @@ from elche.pipeline.peers.stage_messages import (
     read_head,
 )
 from elche.pipeline.peers.waits import REASON_WITHIN_S
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
 JOIN_S = 5.0
@@ -56,6 +60,9 @@ class LongWaits(Protocol):
 
     def explain(self, rank: int) -> str:
         """The deadline has passed, waiting for a rank: who is to blame."""
+
+    def is_late(self, rank: int) -> bool:
+        """Whether a rank that this one waits for waits for nobody itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +233,25 @@ class Transport:
             line.allowed += 1
             line.wake.notify()
 
-    def receive(self, address: Address, timeout_s: float) -> Message:
+    def receive(
+        self, address: Address, timeout_s: float, names_late: bool = False
+    ) -> Message:
         """Waits for an announced message.
+
+        Args:
+            address: of it.
+            timeout_s: deadline.
+            names_late: whether the log names a rank that is late long before that.
 
         Raises:
             DeadlineError: it did not come in time.
             CommunicationError: the connection broke.
         """
         key = (address.rank, address.tag)
-        self._wait(lambda: key in self.arrived, address.rank, address.what, timeout_s)
+        self._wait(
+            *(lambda: key in self.arrived, address.rank, address.what, timeout_s),
+            names_late,
+        )
         with self.condition:
             return self.arrived.pop(key)
 
@@ -305,18 +322,27 @@ class Transport:
         self._group = None  # ends the connections: whoever still waits must see it
 
     def _wait(
-        self, ready: Callable[[], bool], rank: int, what: str, timeout_s: float
+        self,
+        ready: Callable[[], bool],
+        rank: int,
+        what: str,
+        timeout_s: float,
+        names_late: bool = False,
     ) -> None:
         if ready():
             return
         started_s = time.monotonic()
-        is_long = False
+        is_long, named_after_s = False, waits.NAMED_AFTER_S
+        told_after_s = min(timeout_s, named_after_s if names_late else timeout_s) / 2
         while not self._look(ready, rank):
             waited_s = time.monotonic() - started_s
             self._check()
-            if waited_s > timeout_s / 2 and not is_long:
+            if waited_s > told_after_s and not is_long:
                 is_long = True
                 self._watch.begin(rank, what)
+            if names_late and waited_s > named_after_s:
+                names_late = False
+                self._name_late(rank, what, timeout_s)
             if rank in self._broken:
                 self._check_for_a_while()
                 raise self._failure(rank, what)
@@ -327,6 +353,14 @@ class Transport:
                 )
         if is_long:
             self._watch.end()
+
+    def _name_late(self, rank: int, what: str, timeout_s: float) -> None:
+        if self._watch.is_late(rank):
+            logger.warning(
+                "the pipeline has waited %.0f s for rank %d: %s; it is late, and waits "
+                "for nobody: look at its own output; it has %g s (timeout_s) in all",
+                *(waits.NAMED_AFTER_S, rank, what, timeout_s),
+            )
 
     def _look(self, ready: Callable[[], bool], rank: int) -> bool:
         """Sleeps a moment unless it is there."""

@@ -11,6 +11,8 @@ from elche.errors import CommunicationError
 from elche.pipeline.peers.rendezvous import Rendezvous
 
 TELL_S = 1.0
+NAMED_AFTER_S = 10.0
+"""So long all wait for a rank between steps until the log names it."""
 REASON_WITHIN_S = 5.0
 """How long the reason for a lost connection may take to come by the coordinator."""
 
@@ -46,6 +48,20 @@ class Waits:
 
     def explain_all(self, ranks: Sequence[int]) -> str:
         """The deadline has passed, waiting for these ranks: who is to blame."""
+        late, seen = self._follow(ranks)
+        named = " and ".join(f"rank {one}" for one in late or seen)
+        if not late:
+            return f"{named} wait for each other"
+        if len(late) > 1:
+            return f"{named} are late, and wait for no other rank"
+        return f"{named} is late, and waits for nobody"
+
+    def is_late(self, rank: int) -> bool:
+        """Whether a rank that this one waits for waits for nobody itself."""
+        return rank in self._follow([rank])[0]
+
+    def _follow(self, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ranks that are waited for and wait for nobody, and all on the way to them."""
         seen, late = [self._rank], []
         to_ask = list(ranks)
         while to_ask:
@@ -61,12 +77,7 @@ class Waits:
                 to_ask += map(int, told.partition(" ")[0].split(","))
             else:
                 late.append(rank)
-        named = " and ".join(f"rank {one}" for one in late or seen)
-        if not late:
-            return f"{named} wait for each other"
-        if len(late) > 1:
-            return f"{named} are late, and wait for no other rank"
-        return f"{named} is late, and waits for nobody"
+        return late, seen
 
     def _waits_of(self, rank: int) -> str:
         store = Rendezvous(self._channel, self._rank, TELL_S)

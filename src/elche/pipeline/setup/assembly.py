@@ -35,6 +35,7 @@ class Blueprint:
         config: the settings.
         ties: parameters in several places of the model, see `LayerList.ties`.
         meta: layers that were given on the meta device.
+        unsplit: layers whose backward runs whole on this rank, if they come to it.
     """
 
     layers: LayerList
@@ -43,6 +44,7 @@ class Blueprint:
     config: PipelineConfig
     ties: list[list[tuple[int, str]]]
     meta: frozenset[int]
+    unsplit: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def assemble(
         mine = plan.layers_of(index)
         own = [built[layer] for layer in mine]
         unpacks, seed = given.layers.unpacks, _seed(given, plan)
-        stage = Stage(index, own, unpacks, seed, mine.start)
+        unsplit = [layer - mine.start for layer in mine if layer in given.unsplit]
+        stage = Stage(index, own, unpacks, seed, mine.start, unsplit)
         stages[index] = _runner(stage, plan, given.config)
     transport = peers and peers.transport
     executor = Executor(

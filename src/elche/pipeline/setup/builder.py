@@ -135,6 +135,8 @@ class PipelineBuilder:
         )
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
+        seat = groups.members.index(self._placement.rank)
+        given = replace(given, unsplit=planner.unsplit(seat))
         built = build_layers(given, plan, self._placement.rank)
         return assemble(given, plan, built, self._communicator.peers)
 

@@ -2,8 +2,10 @@
 
 A layer is timed as it will run: through
 `elche.pipeline.split_backward.backward.StageBackward`, with its weight gradients put
-off. The ranks exchange what they found, and each makes the same partition and schedule
-of it (`elche.schedule.planning.planner`).
+off, and whole. Where they cannot be put off, or where that costs too much, it runs its
+backward whole, and the plan gets all of it as I, with no W. The ranks exchange what
+they found, and each makes the same partition and schedule of it
+(`elche.schedule.planning.planner`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
-from elche.pipeline.stage import Layer, Stage
+from elche.pipeline.stage import Layer, OwnBackward, Stage
 from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import StageCost
@@ -42,6 +44,8 @@ from elche.schedule.planning.profile import (
 WARM_RUNS = 1
 RUNS = 3
 _LEAST_S = 1e-9
+MOST_SPLIT_COST = 1.05
+"""A layer whose F, I and W take longer than so many times its F and B is not split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class LayerMeasurement:
     Attributes:
         forward_s: median time of F.
         input_gradient_s: of I.
-        weight_gradient_s: of W.
+        weight_gradient_s: of W; 0 where the layer is not split, and I is all of it.
+        backward_s: of B, the whole backward at once.
         activation_bytes: that forward keeps for backward, its parameters left out.
         output_bytes: of the message to the next layer.
         parameter_bytes: of its parameters.
@@ -60,6 +65,7 @@ class LayerMeasurement:
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
+    backward_s: float
     activation_bytes: int
     output_bytes: int
     parameter_bytes: int
@@ -209,6 +215,7 @@ def layer_costs_of(
                     forward=one.forward_s,
                     input_gradient=one.input_gradient_s,
                     weight_gradient=one.weight_gradient_s,
+                    backward=one.backward_s,
                     activation=one.activation_bytes,
                 )
                 for one in row
@@ -240,6 +247,7 @@ def _layer_profile(index: int, by_rank: Sequence[LayerMeasurement]) -> LayerProf
                 forward_s=one.forward_s,
                 input_gradient_s=one.input_gradient_s,
                 weight_gradient_s=one.weight_gradient_s,
+                backward_s=one.backward_s,
             )
             for rank, one in enumerate(by_rank)
         },
@@ -272,40 +280,56 @@ def _measure(
     layer: Layer, unpacks: bool, given: Message, device: torch.device, runs: int
 ) -> tuple[LayerMeasurement, Message]:
     """Times a layer; returns what it hands on, too."""
-    runner = StageBackward(Stage(0, [layer], unpacks), None)
-    rows: list[tuple[float, float, float]] = []
-    message = given
+    stage = Stage(0, [layer], unpacks)
+    split, whole = (StageBackward(stage, None, splits) for splits in (True, False))
+    rows: list[tuple[float, ...]] = []
     for _ in range(WARM_RUNS + runs):
-        runner.begin_step()
-        begin_s = _now_s(device)
-        message = runner.keep(0, runner.forward(0, given, {}, True))
-        forward_s = _now_s(device)
-        gradients = [
-            torch.ones_like(one)
-            for one, needed in zip(message.tensors, message.needs_grad, strict=True)
-            if needed
-        ]
-        made_s = _now_s(device)
-        runner.backward_input(0, gradients)
-        input_s = _now_s(device)
-        runner.backward_weight(0)
-        rows.append((forward_s - begin_s, input_s - made_s, _now_s(device) - input_s))
-    forward_s, input_s, weight_s = (
-        max(_LEAST_S, median(times))
-        for times in zip(*islice(rows, WARM_RUNS, None), strict=True)
-    )
+        rows.append((*_timed(split, given, device), *_timed(whole, given, device)))
+    columns = list(zip(*islice(rows, WARM_RUNS, None), strict=True))
+    times = [max(_LEAST_S, median(column)) for column in columns]
+    (forward_s, input_s, weight_s), (whole_s, *backward) = times[:3], times[3:]
+    backward_s = sum(backward)
+    # Whatever else the machine does only adds to a time.
+    least = [max(_LEAST_S, min(column)) for column in columns]
+    split_cost = sum(least[:3]) / sum(least[3:])
+    has_own = isinstance(layer.module, OwnBackward)
+    is_put_off = split.profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
+    if not has_own and not is_put_off:
+        forward_s, input_s, weight_s = whole_s, backward_s, 0.0
+    message = whole.keep(0, whole.forward(0, given, {}, False))
     parameters = list(layer.module.parameters())
     return (
         LayerMeasurement(
             forward_s=forward_s,
             input_gradient_s=input_s,
             weight_gradient_s=weight_s,
+            backward_s=backward_s,
             activation_bytes=_activation_bytes(layer, unpacks, given),
             output_bytes=sum(one.nbytes for one in message.tensors),
             parameter_bytes=sum(one.nbytes for one in parameters),
         ),
         message,
     )
+
+
+def _timed(
+    runner: StageBackward, given: Message, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of F, I and W."""
+    runner.begin_step()
+    begin_s = _now_s(device)
+    message = runner.keep(0, runner.forward(0, given, {}, True))
+    forward_s = _now_s(device)
+    gradients = [
+        torch.ones_like(one)
+        for one, needed in zip(message.tensors, message.needs_grad, strict=True)
+        if needed
+    ]
+    made_s = _now_s(device)
+    runner.backward_input(0, gradients)
+    input_s = _now_s(device)
+    runner.backward_weight(0)
+    return forward_s - begin_s, input_s - made_s, _now_s(device) - input_s
 
 
 def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:

@@ -83,7 +83,7 @@ class StageBackward:
         self.immediate_flops = 0
         self._store = WeightGradients()
         self._deferring = Deferring(stage, self._store)
-        self._known = KnownModules(stage.modules)
+        self._known = KnownModules(stage.split_modules)
         self._own = stage.own_backward
         self._splits = splits and self._own is None and can_split(stage)
         self._copies_input = changes_in_place(stage)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
@@ -78,6 +79,30 @@ def unscale(
             one.grad.div_(scale)
             finite = finite and bool(one.grad.isfinite().all())
     return all(communicator.exchange(finite, "whether the gradients are finite"))
+
+
+def unscale_by(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    communicator: PipelineCommunicator,
+) -> bool:
+    """Lets a scaler divide this rank's gradients; whether those of all are finite then.
+
+    Where one rank's are not, another rank's first gradient is made infinite, so that
+    its scaler skips the step, too, and both go on with one scale.
+    """
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    mine = all(bool(one.isfinite().all()) for one in gradients)
+    told = communicator.agree(lambda: [scaler.get_scale(), mine], "unscale_")
+    _common([scale for scale, _ in told], "loss_scale")
+    finite = all(one for _, one in told)
+    if not finite and mine and gradients:
+        gradients[0].fill_(math.inf)
+    for one in gradients[:1]:
+        scaler.scale(torch.zeros((), device=one.device))  # it begins to count with this
+    scaler.unscale_(optimizer)
+    return finite
 
 
 def _common(told: list[float], name: str) -> float:

@@ -43,6 +43,7 @@ class Stepping:
     Attributes:
         parts: what this rank has now; replaced by :meth:`adopt`.
         replicas: all replicas, as this rank sees them.
+        steps: done so far, those before a resume included.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Stepping:
         self.parts = parts
         self._communicator, self._groups, self._changes = communicator, groups, changes
         self._config = config
-        self._steps = 0
+        self.steps = 0
         self._patience = Patience(
             config.timeout_s, config.patience_factor, config.min_patience_s
         )
@@ -91,7 +92,7 @@ class Stepping:
         self._communicator.check_open()
         self.adopt(self._changes.carry_out(self.parts))
         given, shares = self._begin(call)
-        if self._steps < COMPARED_STEPS:
+        if self.steps < COMPARED_STEPS:
             compare_batches(call.batch, self.seat, self._communicator, self._groups)
         is_timed = self._changes.planner.is_due()
         asked = self._input(
@@ -118,7 +119,7 @@ class Stepping:
             with self._communicator.ending_on_failure():
                 tied.sum_gradients(earlier, self._config.timeout_s)
         self._patience.ended(time.monotonic() - started_s)
-        self._steps += 1
+        self.steps += 1
         forecast = self._changes.look(reports)
         if forecast is not None:
             self._patience.foresee(forecast)
@@ -170,7 +171,7 @@ class Stepping:
         self._compare_keywords(reports, seat)
         self._patience.begin(" ".join(one.form for one in reports if one.form))
         for runner in self.parts.stages.values():
-            runner.stage.step = self._steps
+            runner.stage.step = self.steps
         said = [(one.samples, one.targets) for one in reports]
         reduction = self._config.loss_reduction
         shares = self.replicas.shares(said, reduction, call.what == "step")

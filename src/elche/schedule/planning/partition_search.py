@@ -143,7 +143,7 @@ def refine(evaluator: Evaluator, start: Partition, actions: int) -> Partition:
     improved = True
     while improved:
         improved = False
-        for moved in _moves(evaluator.table, best):
+        for moved in moved_layers(evaluator.table, best):
             if evaluator.actions >= limit:
                 return best
             time = evaluator.step_s(moved)
@@ -176,7 +176,7 @@ def polish(
     improved = True
     while improved:
         improved = False
-        for moved in _moves(table, best):
+        for moved in moved_layers(table, best):
             if not fits(table, moved) or _least_s(table, moved) >= best_s:
                 continue
             if actions <= 0:
@@ -211,7 +211,7 @@ def balanced(table: ProfileTable, start: Partition) -> Partition:
     """
     best, improved = start, True
     while improved:
-        options = [each for each in _moves(table, best) if fits(table, each)]
+        options = [each for each in moved_layers(table, best) if fits(table, each)]
         better = min(options, key=lambda each: _imbalance(table, each), default=best)
         most, squares = _imbalance(table, best)
         improved = _imbalance(table, better) < (
@@ -224,11 +224,11 @@ def balanced(table: ProfileTable, start: Partition) -> Partition:
 
 
 def _imbalance(table: ProfileTable, partition: Partition) -> tuple[float, float]:
-    loads = _loads(table, partition).values()
+    loads = loads_of(table, partition).values()
     return max(loads), sum(each * each for each in loads)
 
 
-def _loads(table: ProfileTable, partition: Partition) -> dict[int, float]:
+def loads_of(table: ProfileTable, partition: Partition) -> dict[int, float]:
     """Each device's work in a step."""
     bounds = partition.boundaries
     loads = dict.fromkeys(partition.devices, 0.0)
@@ -237,12 +237,12 @@ def _loads(table: ProfileTable, partition: Partition) -> dict[int, float]:
     return loads
 
 
-def _moves(table: ProfileTable, partition: Partition) -> Iterator[Partition]:
+def moved_layers(table: ProfileTable, partition: Partition) -> Iterator[Partition]:
     """One layer from a stage to another; the stages between pass theirs on.
 
     From busy devices to idle ones first.
     """
-    sizes, load = partition.sizes, _loads(table, partition)
+    sizes, load = partition.sizes, loads_of(table, partition)
     stages = range(len(sizes))
     pairs = [(one, to) for one in stages for to in stages if one != to]
     devices = partition.devices

@@ -174,3 +174,69 @@ def measuring_fails_on_rank_1() -> None:
         sample=x,
         timeout_s=100,
     )
+
+
+class SplitsDearly(nn.Module):
+    """A layer that takes longer where its weight gradient is put off."""
+
+    def __init__(self, seconds: float, more_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds, self.more_s = seconds, more_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_split = type(self.linear.weight) is not nn.Parameter
+        seconds = self.seconds + self.more_s * is_split
+        found: torch.Tensor = Delay.apply(torch.tanh(self.linear(x)), seconds)
+        return found
+
+
+class Recurrent(nn.Module):
+    """No layer of torch whose weight gradients can be put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Delay.apply(x + self.cell(x[:, None])[0][:, 0], SLOW_S)
+        return found
+
+
+def mixed_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    made = [Emulated(SLOW_S), Recurrent(), SplitsDearly(SLOW_S, 0.2 * SLOW_S)] * 2
+    return [layer.double() for layer in [*made, SplitsDearly(SLOW_S, 0.01 * SLOW_S)]]
+
+
+def unsplit() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """One step of layers of which some run their backward whole.
+
+    Returns:
+        Gradients, and by parameter the class that its layer's forward saw.
+    """
+    x, y = batch()
+    seen: dict[str, str] = {}
+    with (
+        virtual_time(),
+        Pipeline(
+            mixed_layers(),
+            F.mse_loss,
+            micro_batches=MICRO_BATCHES,
+            schedule="zb-h1",
+            costs="measure",
+            sample=x[: len(x) // MICRO_BATCHES],
+            timeout_s=100,
+        ) as pipe,
+    ):
+        for layer in pipe.layers:
+
+            def look(module: nn.Module, _: Any, name: str = layer.name) -> None:
+                linear = getattr(module, "linear", None)
+                if linear is not None:
+                    seen[name] = type(linear.weight).__name__
+
+            layer.module.register_forward_pre_hook(look)
+        pipe.step(x, y)
+        found = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+        return found, seen

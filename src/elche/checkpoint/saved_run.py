@@ -1,0 +1,69 @@
+"""What checkpoints need of a run, whatever it is a run of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elche.checkpoint.contents import Captured
+from elche.checkpoint.store import Checkpoint
+from elche.runtime.report.notifications import RunNotifications
+
+
+class SavedContents(Protocol):
+    """The objects whose state a checkpoint is, as `Contents` and a pipeline's."""
+
+    def capture(self, loop: Mapping[str, int]) -> Captured:
+        """Copies of everything; with all ranks."""
+
+    def load(self, found: Checkpoint) -> dict[str, Any]:
+        """Puts a checkpoint into them; returns what all ranks held in common."""
+
+
+class SavedRun(Protocol):
+    """What checkpoints need of a run; `Run`, `SingleRun` and a pipeline's have it."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of waits."""
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether an epoch is under way."""
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether it can be interrupted."""
+
+    @property
+    def notifications(self) -> RunNotifications:
+        """Lines for the user."""
+
+    def agree(self, text: str, what: str) -> str:
+        """Rank 0's text, on every rank."""
+
+    def barrier(self, name: str) -> None:
+        """Waits until every rank is here."""
+
+    def heeds_signals(self, heeds: bool) -> None:
+        """Tells the launcher whether this rank ends by itself after a signal."""
+
+    def check_record(self) -> None:
+        """Refuses checkpoints of runs that record or replay."""
+
+    def check_cut(self) -> None:
+        """Refuses a checkpoint where nobody knows what is left of the epoch."""
+
+    def described(self) -> dict[str, Any]:
+        """What a manifest says of the run: samples or steps among it."""
+
+    def resume(self, state: dict[str, Any], epochs: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state."""

@@ -1,0 +1,1 @@
+"""Checkpoints of pipelines: each rank its own stages, resumed under any partition."""

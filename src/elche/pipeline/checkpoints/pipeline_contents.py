@@ -1,0 +1,162 @@
+"""Contents of a pipeline's checkpoint: each rank's part, and the common rest.
+
+Every rank writes its own layers and their optimizer state, by the model's names. One
+that resumes reads of all parts what is of its layers, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elche.checkpoint.capture import copied
+from elche.checkpoint.contents import Captured, fitting, is_bound, load_registered
+from elche.checkpoint.store import Checkpoint
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.moving.named_states import (
+    NamedState,
+    join_states,
+    load_named_state,
+    named_state,
+    part_of,
+)
+from elche.pipeline.pipeline import Pipeline
+
+KIND = "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineContents:
+    """The objects whose state a checkpoint of a pipeline is.
+
+    Attributes:
+        pipe: it.
+        registered: by the user, by name; optimizers among them.
+    """
+
+    pipe: Pipeline
+    registered: Mapping[str, Any]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of the pipeline, and those that were registered."""
+        named = [o for o in self.registered.values() if _is_optimizer(o)]
+        known = [*self.pipe.optimizers, *named]
+        return list({id(one): one for one in known}.values())
+
+    def capture(self, loop: Mapping[str, int]) -> Captured:
+        """Copies of everything on this rank; all ranks call it together.
+
+        Raises:
+            ConfigError: something that trains was not handed over.
+        """
+        pipe, passes = self.pipe, self.pipe.passes
+        pipe.average_buffers()
+        self._refuse_unknown()
+        others = {n: o for n, o in self.registered.items() if not _is_optimizer(o)}
+        names = pipe.parameter_names()
+        own = {
+            "optimizers": [named_state(one, names) for one in self.optimizers],
+            "free": {n: o.state_dict() for n, o in others.items() if not is_bound(o)},
+            "random": passes.random(),
+            "begun": passes.begun,
+        }
+        if pipe.replica:  # replica 0 has the same
+            own["optimizers"] = []
+            return Captured(own=copied(own), shared={}, model={})
+        shared = {}
+        if pipe.rank == 0:
+            bound = {n: o.state_dict() for n, o in others.items() if is_bound(o)}
+            shared = {
+                "loop": dict(loop),
+                "run": {"steps": pipe.steps_done},
+                "epochs": {"done": passes.done},
+                "registered": bound,
+                "optimizers": [type(one).__name__ for one in self.optimizers],
+            }
+        return Captured(
+            own=copied(own),
+            shared=copied(shared),
+            model=copied(pipe.local_state_dict()),
+            model_file=f"model-rank{pipe.rank}.safetensors",
+        )
+
+    def _refuse_unknown(self) -> None:
+        held = {
+            id(one)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+        }
+        missing = [
+            name
+            for name, one in self.pipe.named_parameters()
+            if one.requires_grad and id(one) not in held
+        ]
+        if missing:
+            raise ConfigError(
+                f"no optimizer that the pipeline knows of holds {missing[0]}, which "
+                "learns: call pipe.register_optimizer(optimizer) before saving or "
+                "resuming, so that its state is kept"
+            )
+
+    def load(self, found: Checkpoint) -> dict[str, Any]:
+        """Puts a checkpoint into the pipeline, on this rank.
+
+        Returns:
+            What all ranks held in common.
+
+        Raises:
+            MismatchError: something does not fit.
+            CheckpointError: a file is damaged.
+        """
+        if found.manifest.info.get("kind") != KIND:
+            raise MismatchError(
+                f"{found.path} is of a run of elche.setup, and this one has a Pipeline"
+            )
+        self._refuse_unknown()
+        pipe = self.pipe
+        shared: dict[str, Any] = found.shared()
+        kinds = [type(one).__name__ for one in self.optimizers]
+        if kinds != shared["optimizers"]:
+            raise MismatchError(
+                f"{found.path} has the state of {shared['optimizers']}, this script "
+                f"hands over {kinds}; give the same optimizers in the same order"
+            )
+        with fitting(found, "model"):
+            pipe.load_state_dict(found.model_parts(set(pipe.local_state_dict())))
+        states = self._optimizer_states(found)
+        for each, state in zip(self.optimizers, states, strict=True):
+            with fitting(found, "optimizer"):
+                load_named_state(each, pipe.parameter_names(), state)
+        was_there = pipe.rank < found.manifest.world_size
+        own = found.of_rank(pipe.rank if was_there else 0, _without_optimizers)
+        others = {n: o for n, o in self.registered.items() if not _is_optimizer(o)}
+        load_registered(found, others, {**shared["registered"], **own["free"]})
+        pipe.steps_done = shared["run"]["steps"]
+        pipe.passes.resume(shared["epochs"]["done"], own["begun"], own["random"])
+        return shared
+
+    def _optimizer_states(self, found: Checkpoint) -> list[NamedState]:
+        """Of this rank's parameters, from the parts of all ranks that have them."""
+        mine = {n for some in self.pipe.parameter_names().values() for n in some}
+
+        def only_mine(tree: dict[str, Any]) -> dict[str, Any]:
+            return {"optimizers": [part_of(one, mine) for one in tree["optimizers"]]}
+
+        parts = [
+            found.of_rank(rank, only_mine)["optimizers"]
+            for rank in range(found.manifest.world_size)
+        ]
+        return [join_states(each) for each in zip(*filter(None, parts), strict=True)]
+
+
+def _is_optimizer(each: Any) -> bool:
+    return isinstance(each, torch.optim.Optimizer)
+
+
+def _without_optimizers(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in tree.items() if name != "optimizers"}

@@ -1,0 +1,110 @@
+"""The best partition for a schedule by name, against all that there are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche.errors import ConfigError
+from elche.schedule.generators.schedules import FIXED_SCHEDULES, LOOPED, V_SHAPED
+from elche.schedule.planning import named_search
+from elche.schedule.planning.partition import Partition, ProfileTable
+from elche.schedule.planning.partition_search import Evaluator, fits
+from elche.schedule.planning.plan import PlanConfig
+from elche.schedule.planning.planner import plan_pipeline
+from elche.schedule.planning.profile import PipelineProfile
+from tests.schedule.planning.test_partition import equal_layers, profiles
+
+
+def every_partition(profile: PipelineProfile, name: str) -> Iterator[Partition]:
+    """On every choice and order of devices; on two at least where stages interleave."""
+    layers, devices = len(profile.layers), range(len(profile.devices))
+    several = name in LOOPED + V_SHAPED
+    for count in range(2 if several else 1, len(devices) + 1):
+        for order in permutations(devices, count):
+            held = (*order, *reversed(order)) if name in V_SHAPED else order
+            held = order * 2 if name in LOOPED else held
+            for cuts in combinations(range(1, layers), len(held) - 1):
+                bounds = (0, *cuts, layers)
+                yield Partition(held, tuple(b - a for a, b in pairwise(bounds)))
+
+
+def best_of_all(
+    profile: PipelineProfile, name: str, count: int
+) -> tuple[float, float] | None:
+    """Bytes that are lacking, and the step; None where there is no such schedule."""
+    table = ProfileTable(profile, count)
+    evaluator, found = Evaluator(table), []
+    for each in every_partition(profile, name):
+        if fits(table, each):
+            with contextlib.suppress(ConfigError):
+                found.append(evaluator.measure(name, each))
+    return min(found, default=None)
+
+
+def compare(profile: PipelineProfile, name: str, count: int) -> float:
+    """The plan's step over the best of all; 1.0 where nothing fits for either."""
+    best = best_of_all(profile, name, count)
+    config = PlanConfig(num_microbatches=count, schedule=name)
+    try:
+        found = plan_pipeline(profile, config).chosen
+    except ConfigError:
+        assert best is None or best[0] > 0, "it is refused, and would fit"
+        return 1.0
+    assert best is not None
+    assert best[0] == found.missing_bytes == 0
+    return found.step_s / best[1] if best[1] else 1.0
+
+
+@given(profiles(most_layers=6), st.integers(2, 6), st.sampled_from(FIXED_SCHEDULES))
+@settings(max_examples=25)
+def test_no_partition_is_better(
+    profile: PipelineProfile, count: int, name: str
+) -> None:
+    assert compare(profile, name, count) <= 1 + 1e-8
+
+
+@pytest.mark.slow
+@given(profiles(most_layers=8), st.integers(2, 8), st.sampled_from(FIXED_SCHEDULES))
+@settings(max_examples=150)
+def test_no_partition_of_more_layers_is_better(
+    profile: PipelineProfile, count: int, name: str
+) -> None:
+    assert compare(profile, name, count) <= 1 + 1e-8
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-v", "interleaved-zb"])
+def test_moving_layers_from_the_best_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where there are too many to try, what comes is near the best all the same."""
+    monkeypatch.setattr(named_search, "ALL_PARTITIONS", 0)
+    for speeds in ((1.0, 1.0, 0.4), (0.3, 1.0), (0.5, 1.0, 0.8)):
+        assert compare(equal_layers(8, speeds), name, 6) <= 1.1
+
+
+def test_a_schedule_that_needs_all_activations_gets_a_partition_of_its_own() -> None:
+    """1F1B takes seven layers to the fast device, which gpipe would overfill."""
+    profile = equal_layers(8, (3.0, 1.0))
+    layers = tuple(
+        type(one)(times=one.times, activation_bytes=10.0) for one in profile.layers
+    )
+    first, other = profile.devices
+    small = type(first)(name="small", speed=first.speed, memory_bytes=400.0)
+    tight = PipelineProfile(layers=layers, devices=(small, other))
+    sizes = {}
+    for name in ("1f1b", "gpipe"):
+        chosen = plan_pipeline(
+            tight, PlanConfig(num_microbatches=8, schedule=name)
+        ).chosen
+        assert chosen.missing_bytes == 0
+        on_small = sum(e - b + 1 for b, e in chosen.partition.layers_of(0))
+        sizes[name] = on_small
+    assert sizes["gpipe"] == 5 < sizes["1f1b"] <= 8
+    assert math.isclose(small.memory_bytes, sizes["gpipe"] * 8 * 10.0)

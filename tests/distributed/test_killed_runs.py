@@ -81,7 +81,7 @@ def test_sigterm_makes_a_last_checkpoint(policy: str, tmp_path: Path) -> None:
     assert_once(tmp_path, 2, 400)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("policy", "is_inside"),
     [
@@ -117,7 +117,9 @@ def test_twenty_kills_at_random_moments(
             )
             assert outcomes[victim].error, kill
         ranks = pool.run(
-            *(train, task, str(tmp_path), (), None), case_setup=serve_in_thread
+            *(train, task, str(tmp_path), (), None),
+            case_setup=serve_in_thread,
+            timeout_s=600.0,
         )
         assert resumed > 10
         assert ranks[0].epochs, "all was trained before the last kill"
@@ -127,6 +129,8 @@ def test_twenty_kills_at_random_moments(
         assert identical([rank.state for rank in ranks])
         if policy == "sync" or not is_inside:
             whole = pool.run(
-                *(train, task, str(tmp_path / "whole")), case_setup=serve_in_thread
+                *(train, task, str(tmp_path / "whole")),
+                case_setup=serve_in_thread,
+                timeout_s=600.0,
             )
             assert identical([whole[0].state, ranks[0].state])

@@ -31,7 +31,7 @@ from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
-from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
+from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Schedule, StageAction
@@ -236,7 +236,8 @@ class Pipeline:
         """Runs one batch forward and backward; adds to the parameters' gradients.
 
         Args:
-            batch: read on the first stage's rank. Dense tensors, and arrays that
+            batch: read on the first stage's rank; of any number of samples, one at
+                least. Dense tensors, and arrays that
                 `torch.as_tensor` takes, whose first dimension is that of the first one
                 are cut along it; other values go to all microbatches. Of several
                 replicas each reads its own, of any size; one may have none.
@@ -268,7 +269,12 @@ class Pipeline:
         )
 
     def evaluate(
-        self, batch: Any = None, target: Any = None, **keywords: Any
+        self,
+        batch: Any = None,
+        target: Any = None,
+        *,
+        outputs: OutputRanks = "last",
+        **keywords: Any,
     ) -> EvaluationOutput:
         """Runs one batch forward in evaluation mode, without gradients.
 
@@ -276,13 +282,21 @@ class Pipeline:
             batch: as in `step`.
             target: as in `step`; without one there is no loss. Give it on the last
                 stage's rank or not at all.
+            outputs: which rank gets what the last layer returns: the last stage's, all,
+                or the rank of this number; of several replicas, those of its own.
             **keywords: as in `step`.
 
         Raises:
             ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
         """
         return self._stepping.evaluate(
-            Call(what="evaluate", batch=batch, target=target, keywords=keywords)
+            Call(
+                what="evaluate",
+                batch=batch,
+                target=target,
+                keywords=keywords,
+                outputs=outputs,
+            )
         )
 
     def clip_grad_norm_(self, max_norm: float) -> float:

@@ -172,12 +172,16 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def join_batches(parts: Sequence[Any]) -> Any:
-    """Puts microbatches of one structure together along the first dimension."""
+    """Puts microbatches of one structure together along the first dimension.
+
+    Other mappings and sequences, a model's own output say, become plain ones.
+    """
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(list(parts)) if first.dim() == 0 else torch.cat(list(parts))
-    if type(first) in (tuple, list):
-        return type(first)(join_batches(one) for one in zip(*parts, strict=True))
-    if type(first) is dict:
+    if isinstance(first, (tuple, list)):
+        joined = [join_batches(one) for one in zip(*parts, strict=True)]
+        return joined if isinstance(first, list) else tuple(joined)
+    if isinstance(first, Mapping):
         return {key: join_batches([part[key] for part in parts]) for key in first}
     return first

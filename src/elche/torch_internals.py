@@ -469,6 +469,13 @@ tree_leaves: Callable[[Any], list[Any]] = _bind(
 )
 
 
+_FAKE = "torch._subclasses.FakeTensorMode"
+FakeTensorMode: Any = _bind(
+    _FAKE, "2.1", "cuts a model for a pipeline", REFUSED, _refusing(_FAKE)
+)
+"""Runs a model without computing, with sizes as symbols."""
+
+
 def _moved(inputs: Any, kwargs: Any, device: torch.device, _: bool) -> tuple[Any, Any]:
     def is_moved(item: Any) -> bool:
         return isinstance(item, torch.Tensor | PackedSequence)

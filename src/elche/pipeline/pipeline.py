@@ -53,14 +53,15 @@ class Pipeline:
     order.
 
     Args:
-        model: an nn.Sequential, a list of layers or of factories of layers, or any
-            module together with `split`.
+        model: any module (with `sample` it is cut by itself, or at `split_points`), an
+            nn.Sequential, or a list of layers or of factories of layers.
         loss_fn: of output and target of one microbatch; returns a scalar.
         micro_batches: how many parts a batch is cut into.
         schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
             or a schedule.
         devices: name of each rank's device; None takes what the launcher says.
-        split: cuts a module into layers, see `elche.pipeline.setup.building.layers_of`.
+        split: cuts a module into layers by hand, see
+            `elche.pipeline.setup.building.layers_of`.
         config: further settings as one value; or give them as options.
         **options: fields of `PipelineConfig`.
 

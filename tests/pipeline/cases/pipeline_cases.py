@@ -419,7 +419,7 @@ def plain(work: Work) -> Trained:
     """The work in one process: microbatches one after the other, plain autograd."""
     layers = layers_for(work)
     whole = nn.ModuleList(layers)
-    optimizer = _optimizer(list(whole.parameters()))
+    optimizer = optimizer_for(list(whole.parameters()))
     losses, norm = [], 0.0
     seed = OPTIONS.get(work.model, {}).get("seed")
     x = torch.empty(0)
@@ -469,7 +469,7 @@ def piped(work: Work) -> Trained:
         **OPTIONS.get(work.model, {}),
         **work.options,
     ) as pipe:
-        optimizer = _optimizer(list(pipe.parameters()))
+        optimizer = optimizer_for(list(pipe.parameters()))
         losses, norm, gradient = [], 0.0, None
         for step in range(work.steps):
             x, y = data_for(work, step)
@@ -492,7 +492,7 @@ def piped(work: Work) -> Trained:
         return Trained(state, losses, gradient, norm, evaluated)
 
 
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_for(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     # A rank may have nothing to train; SGD refuses an empty list.
     return torch.optim.SGD([*parameters, torch.zeros(1)], lr=0.1, momentum=0.9)
 

@@ -29,6 +29,7 @@ from elche.pipeline.setup.profiling import (
 )
 from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
+from elche.pipeline.step.generation import BatchOf, Choose, Generation, greedy
 from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
@@ -49,8 +50,8 @@ class Pipeline:
     :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
-    `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in the same
-    order.
+    `generate`, `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in
+    the same order.
 
     Args:
         model: any module (with `sample` it is cut by itself, or at `split_points`), an
@@ -299,6 +300,43 @@ class Pipeline:
                 outputs=outputs,
             )
         )
+
+    def generate(
+        self,
+        tokens: Any = None,
+        *,
+        max_new_tokens: int,
+        end_token: int | None = None,
+        choose: Choose = greedy,
+        batch_of: BatchOf = lambda tokens: tokens,
+    ) -> torch.Tensor:
+        """Continues sequences of tokens with a causal model; on all ranks.
+
+        Each token runs all of the sequence again: there is no cache. The sequences are
+        cut into microbatches as a batch is, so several keep all ranks busy.
+
+        Args:
+            tokens: [sequences, length], read on the first stage's rank.
+            max_new_tokens: how many to append at most; the same on all ranks.
+            end_token: where a sequence ends; it is filled up with it.
+            choose: of the last position's logits [sequences, vocabulary], the tokens;
+                called on the last stage's rank. The likeliest unless given.
+            batch_of: of tokens, the model's input, where it takes more than them.
+
+        Returns:
+            All tokens, on every rank, on the CPU.
+
+        Raises:
+            ConfigError: tokens, settings or the model's output are wrong, on every
+                rank; or there are several replicas. Others as in `step`.
+        """
+        if self._groups.are_several:
+            raise ConfigError(
+                "generate runs one pipeline, and this one has replicas; load its "
+                "state_dict into a Pipeline without them"
+            )
+        made = Generation(self._stepping, self._communicator, batch_of, choose)
+        return made.run(tokens, max_new_tokens, end_token)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.

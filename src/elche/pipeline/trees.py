@@ -171,17 +171,23 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
-def join_batches(parts: Sequence[Any]) -> Any:
-    """Puts microbatches of one structure together along the first dimension.
+def as_plain(value: Any) -> Any:
+    """The same nesting in plain tuples, lists and dicts: a model's output, say."""
+    if isinstance(value, (tuple, list)):
+        items = [as_plain(one) for one in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: as_plain(one) for key, one in value.items()}
+    return value
 
-    Other mappings and sequences, a model's own output say, become plain ones.
-    """
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """Puts microbatches of one structure together, as `as_plain` gives them."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(list(parts)) if first.dim() == 0 else torch.cat(list(parts))
-    if isinstance(first, (tuple, list)):
-        joined = [join_batches(one) for one in zip(*parts, strict=True)]
-        return joined if isinstance(first, list) else tuple(joined)
-    if isinstance(first, Mapping):
+    if type(first) in (tuple, list):
+        return type(first)(join_batches(one) for one in zip(*parts, strict=True))
+    if type(first) is dict:
         return {key: join_batches([part[key] for part in parts]) for key in first}
     return first

@@ -234,6 +234,72 @@ def alone(work: Cut, micro_batches: int) -> Trained:
     return Trained(model.state_dict(), losses, evaluated=evaluated)
 
 
+PROMPTS = [torch.tensor([[3]]), torch.tensor([[1, 2], [7, 5], [3, 3], [10, 0], [4, 9]])]
+"""Of one sequence, and of more than there are microbatches."""
+
+
+def sharpened() -> nn.Module:
+    """A model that does not repeat one token."""
+    model = model_for(Cut("gpt"))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2.0)
+    return model
+
+
+def continued(end_token: int | None) -> list[torch.Tensor]:
+    """Greedy generation in one process."""
+    model = sharpened().eval()
+    found = []
+    for tokens in PROMPTS:
+        ended = torch.zeros(len(tokens), dtype=torch.bool)
+        for _ in range(4):
+            with torch.no_grad():
+                following = model(tokens)["logits"][:, -1].argmax(-1)
+            if end_token is not None:
+                following[ended] = end_token
+                ended |= following == end_token
+            tokens = torch.cat([tokens, following[:, None]], 1)
+            if ended.all():
+                break
+        found.append(tokens)
+    return found
+
+
+def generated(end_token: int | None) -> tuple[list[torch.Tensor], list[str]]:
+    """The same on one rank of a pipeline, and what wrong calls come to."""
+    sample = torch.zeros(2, 3, dtype=torch.int64)
+    options: dict[str, Any] = {"schedule": "zb-v", "sample": sample, **CALM}
+    wrong = []
+    with Pipeline(sharpened(), loss_of, micro_batches=4, **options) as pipe:
+        parts = [one for layer in pipe.layers for one in layer.module.modules()]
+        before = [one.training for one in parts]
+        found = [
+            pipe.generate(
+                one if pipe.is_first else None, max_new_tokens=4, end_token=end_token
+            )
+            for one in PROMPTS
+        ]
+        assert before == [one.training for one in parts]
+        calls: list[dict[str, Any]] = [
+            {"tokens": torch.zeros(3), "max_new_tokens": 1},
+            {"tokens": PROMPTS[0], "max_new_tokens": -1},
+            {"tokens": PROMPTS[0], "max_new_tokens": 1 + pipe.rank},
+            {
+                "tokens": PROMPTS[0],
+                "max_new_tokens": 1,
+                "choose": lambda logits: logits.argmax(),
+            },
+        ]
+        for one in calls:
+            try:
+                pipe.generate(**one)
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+        assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=1), found[0][:, :2])
+    return found, wrong
+
+
 @dataclass
 class Together:
     """What came out on one rank, and how many layers each stage has."""

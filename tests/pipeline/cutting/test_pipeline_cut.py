@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from elche.runtime.process.coordinator import serve_in_thread
 from elche.schedule.generators.schedules import FIXED_SCHEDULES
@@ -13,6 +14,8 @@ from tests.pipeline.cases.pipeline_cut_cases import (
     Cut,
     Together,
     alone,
+    continued,
+    generated,
     together,
 )
 
@@ -92,3 +95,27 @@ def test_replicas_of_a_model_that_was_cut(ranks4: RankPool) -> None:
     # Both replicas have the same batches, so the mean is that of one of them.
     expected = alone(Cut("gpt", sizes=(6, 6)), 4)
     assert found[0].trained.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("end_token", [None, 4])
+def test_generation_is_that_of_one_process(
+    ranks2: RankPool, end_token: int | None
+) -> None:
+    expected = continued(end_token)
+    new = expected[1][:, 2:]
+    assert len(set(new.flatten().tolist())) > 2, "it does not repeat itself"
+    assert (new[2].tolist() == [4, 4, 4, 5]) == (end_token is None), "it ends early"
+    messages = (
+        "ConfigError: expected tokens [sequences, length] of whole numbers",
+        "ConfigError: expected max_new_tokens of at least 0, got -1",
+        "ConfigError: expected one max_new_tokens and end_token on all ranks",
+        "expected choose to return one token for each of 1 sequences",
+    )
+    pools = [[generated(end_token)]]
+    pools.append(ranks2.run(generated, end_token, case_setup=serve_in_thread))
+    for pool in pools:
+        for found, wrong in pool:
+            assert all(map(torch.equal, found, expected)), (found, expected)
+            told = messages if len(pool) == 2 else (*messages[:2], messages[3])
+            for text, wanted in zip(wrong, told, strict=True):
+                assert wanted in text

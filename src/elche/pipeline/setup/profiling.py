@@ -25,7 +25,7 @@ from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, Stage
-from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
+from elche.pipeline.trees import as_plain, as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import StageCost
 from elche.schedule.planning.layer_costs import LayerCosts
@@ -278,7 +278,7 @@ def _measure(
     for _ in range(WARM_RUNS + runs):
         runner.begin_step()
         begin_s = _now_s(device)
-        message = runner.keep(0, runner.forward(0, given, {}, True))
+        message = runner.keep(0, as_plain(runner.forward(0, given, {}, True)))
         forward_s = _now_s(device)
         gradients = [
             torch.ones_like(one)

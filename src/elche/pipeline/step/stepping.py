@@ -32,7 +32,7 @@ from elche.pipeline.step.outputs import (
 )
 from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
-from elche.pipeline.trees import join_batches, split_batch
+from elche.pipeline.trees import as_plain, join_batches, split_batch
 
 
 @final
@@ -173,7 +173,7 @@ class Stepping:
         members = self._groups.members
         if not shares.mine or (isinstance(wanted, int) and wanted not in members):
             return None
-        parts = [results.outputs[i] for i in sorted(results.outputs)]
+        parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
         with self._communicator.ending_on_failure():
             return hand_out(
                 *(join_batches(parts) if parts else None, wanted, members),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +136,19 @@ POINTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Cut:
-    """What to train: sizes of the batches, how it is cut, which rank is slower."""
+    """What to train.
+
+    Attributes:
+        model: one of `MODELS`.
+        by_name: it is cut at `POINTS`; around its blocks otherwise.
+        schedule: of the pipeline.
+        sizes: of the batches, one a step.
+        slow: the rank that is three times slower, if one is.
+        masked: the batch has a mask.
+        moves: the partition after the first step.
+        on_meta: the model is given without values, and loads them.
+        options: of the pipeline.
+    """
 
     model: str = "gpt"
     by_name: bool = False
@@ -143,6 +156,8 @@ class Cut:
     sizes: tuple[int, ...] = (11, 3, 1)
     slow: int | None = None
     masked: bool = False
+    moves: tuple[int, ...] = ()
+    on_meta: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -312,7 +327,8 @@ class Together:
 
 def together(work: Cut, micro_batches: int) -> Together:
     """One rank of a pipeline of the model, cut by elche."""
-    model = model_for(work)
+    with torch.device("meta") if work.on_meta else nullcontext():
+        model = model_for(work)
     torch.manual_seed(0)
     options = dict(work.options)
     if work.slow is not None:
@@ -331,9 +347,13 @@ def together(work: Cut, micro_batches: int) -> Together:
         **CALM,
         **options,
     ) as pipe:
+        if work.on_meta:
+            pipe.load_state_dict(model_for(work).state_dict())
         optimizer = optimizer_for(list(pipe.parameters()))
         losses = []
         for step in range(len(work.sizes)):
+            if step == 1 and work.moves:
+                pipe.repartition(work.moves, optimizer=optimizer)
             torch.manual_seed(step)
             x, y = data_for(work, step)
             pipe.zero_grad()

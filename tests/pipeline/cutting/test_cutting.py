@@ -135,6 +135,21 @@ def test_a_model_on_the_meta_device() -> None:
     assert run(layers, sample_for("gpt", 1))["logits"].device.type == "cpu"
 
 
+class Doubled(nn.Linear):
+    """Overrides the call itself, as transformers does for checkpointing."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return 2 * super().__call__(x)
+
+
+def test_a_call_that_is_overridden_stays_whole() -> None:
+    model = Outer(lambda model, x: model.doubled(x))
+    model.inner.add_module("doubled", Doubled(WIDTH, WIDTH))
+    layers = cut_model(model, ["inner.second", "last"], torch.randn(3, WIDTH))
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(run(layers, x), model(x))
+
+
 def _raises_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = x * 2

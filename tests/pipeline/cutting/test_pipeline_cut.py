@@ -84,6 +84,16 @@ def test_a_rank_three_times_slower_gets_fewer_layers(
     assert layers[1] <= layers[0] - 2, made
 
 
+def test_layers_of_a_cut_model_move(ranks2: RankPool) -> None:
+    made = check(ranks2, Cut("gpt", schedule="1f1b", moves=(6, 2)))
+    assert made.partition == (6, 2)
+
+
+def test_a_model_without_values(ranks2: RankPool) -> None:
+    options = {"init": bool}  # its values are loaded
+    check(ranks2, Cut("gpt", schedule="zb-h1", on_meta=True, options=options))
+
+
 def test_replicas_of_a_model_that_was_cut(ranks4: RankPool) -> None:
     options = {"replicas": 2}
     found = ranks4.run(

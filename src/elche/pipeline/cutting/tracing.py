@@ -176,6 +176,13 @@ class _Calls:
     def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
         self._whole = whole
         self._names = {id(one): name for name, one in model.named_modules()}
+        # Some override the call itself, to checkpoint what is inside of it.
+        self._owners = {
+            owner
+            for one in (model, *model.modules())
+            for owner in type(one).__mro__
+            if issubclass(owner, nn.Module) and "__call__" in owner.__dict__
+        }
         self._stack: list[str] = []
         self._opaque = 0
         self.inside = type(model).__name__
@@ -183,8 +190,16 @@ class _Calls:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Calls of all modules come here meanwhile, as torch.fx does it."""
-        call = nn.Module.__call__
+        calls = {owner: owner.__dict__["__call__"] for owner in self._owners}
+        for owner, call in calls.items():
+            setattr(owner, "__call__", self._hook(call))  # noqa: B010
+        try:
+            yield
+        finally:
+            for owner, call in calls.items():
+                setattr(owner, "__call__", call)  # noqa: B010
 
+    def _hook(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **keywords: Any) -> Any:
             if self._opaque or id(module) not in self._names:
                 return call(module, *args, **keywords)
@@ -201,11 +216,7 @@ class _Calls:
             self.inside = self._stack[-1] if self._stack else self.inside
             return found
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        return called
 
     def _record(
         self,

@@ -150,6 +150,30 @@ def test_a_call_that_is_overridden_stays_whole() -> None:
     assert torch.equal(run(layers, x), model(x))
 
 
+@pytest.mark.parametrize("points", [["inner.second"], ["last"]])
+def test_a_module_that_counts_and_runs_twice(points: list[str]) -> None:
+    """Two ranks would each count half of its calls."""
+    model = Outer(lambda model, x: model.norm(x))
+    norm = nn.BatchNorm1d(WIDTH)
+    model.inner.add_module("norm", norm)
+    model.inner.second = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
+    refused: Any = pytest.raises(
+        ConfigError, match=r"changes the buffer inner\..*_tracked in 2 layers"
+    )
+    with refused if points == ["inner.second"] else nullcontext():
+        cut_model(model, points, torch.randn(3, WIDTH))
+    assert norm.num_batches_tracked == 0
+
+
+def test_what_forward_does_not_use_stays_in_the_state() -> None:
+    model = Outer(lambda model, x: x)
+    model.inner.add_module("unused", nn.Linear(2, 2))
+    layers = cut_model(model, ["inner.second"], torch.randn(3, WIDTH))
+    found = names_of_split(model, layers)
+    names = {name for one in found.aliases for name in (one or {}).values()}
+    assert names == set(model.state_dict())
+
+
 def _raises_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = x * 2
@@ -158,7 +182,7 @@ def _raises_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _changes(model: Any, x: torch.Tensor) -> torch.Tensor:
     y = model.taking(x)
-    x += 1
+    x[:, :2].add_(1)
     return x + y
 
 

@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
-from elche.pipeline.cutting.tracing import REMEDY, CallTrace, call_whole, where
+from elche.pipeline.cutting.tracing import CallTrace, where
+from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
 from elche.pipeline.cutting.whole_modules import CutChoice
 from elche.torch_internals import tree_map
 
@@ -102,7 +103,27 @@ def segments_of(
         output = trace.output if index == len(parts) - 1 else None
         segment = Segment(body, trace.device, output)
         made.append(segment if index else FirstSegment(segment, trace.arguments))
+    _check_buffers(trace.changed, made)
+    called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
+    for name in choice.whole:
+        if name not in called:  # forward has no use for it, the model's state has
+            _mount(body, name, model.get_submodule(name))
     return made
+
+
+def _check_buffers(
+    changed: Mapping[str, torch.Tensor], layers: Sequence[nn.Module]
+) -> None:
+    for name, one in changed.items():
+        holders = [
+            layer for layer in layers if any(one is each for each in layer.buffers())
+        ]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"forward changes the buffer {name} in {len(holders)} layers, because "
+                "its module runs more than once; cut so that it runs in one layer "
+                "(split_points=), or give each call a module of its own"
+            )
 
 
 def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
@@ -162,7 +183,7 @@ def _graph(
         return here[node]
 
     for node in nodes:
-        if _changes(node) and node.args[0] not in own:
+        if _changes(node) and _viewed(node.args[0]) not in own:
             raise ConfigError(
                 f"forward changes {where(node)} ({node.target}) in place what was made "
                 "before a cut; take the operation that returns a new tensor, or "
@@ -173,6 +194,7 @@ def _graph(
             here[node] = graph.call_module(*mapped_args)
         else:
             here[node] = graph.node_copy(node, mapped)
+            here[node].meta = {}  # holds the trace
     graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
     return graph
 
@@ -181,6 +203,13 @@ def _changes(node: fx.Node) -> bool:
     """Whether a node changes its first argument in place, by torch's convention."""
     parts = str(node.target).split(".")
     return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of; itself if it is none."""
+    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
+        node = node.args[0]
+    return node
 
 
 def _root(

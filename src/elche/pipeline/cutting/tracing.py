@@ -7,22 +7,15 @@ remain the user's own modules, with their names, hooks, modes and random numbers
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import fx, nn
-from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -31,19 +24,15 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
-from elche.torch_internals import FakeTensorMode, tree_leaves, tree_map
-
-REMEDY = (
-    "put that code into a submodule of its own, or cut by hand with "
-    "split=lambda model: [...]"
+from elche.pipeline.cutting.whole_calls import REMEDY, ModuleCalls, call_whole
+from elche.torch_internals import (
+    FakeTensorMode,
+    held_buffers,
+    held_parameters,
+    tree_leaves,
+    tree_map,
+    version,
 )
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def call_whole(name: str, args: Any, keywords: Any) -> NoReturn:
-    """Stands in a trace for the call of a submodule; it is replaced before it runs."""
-    raise RuntimeError(f"the call of {name} was not put into a layer")
 
 
 @final
@@ -56,6 +45,7 @@ class CallTrace:
             tensors of the output in a list.
         used: parameters and buffers that the code between them uses, by the graph's
             names; None for a constant that forward makes.
+        changed: buffers that forward changes in training, by the model's names.
         arguments: that forward was traced with.
         output: of forward, with others in the place of its tensors.
         device: where it was traced.
@@ -63,6 +53,7 @@ class CallTrace:
 
     graph: fx.Graph
     used: dict[str, torch.Tensor | None]
+    changed: dict[str, torch.Tensor]
     arguments: Arguments
     output: Any
     device: torch.device
@@ -101,17 +92,20 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
     mode = FakeTensorMode(shape_env=shapes)
     # Forward changes no buffer of the model (BatchNorm counts its batches).
     named = dict((*model.named_parameters(), *model.named_buffers()))
-    state = {n: mode.from_tensor(one, static_shapes=True) for n, one in named.items()}
+    state = {
+        id(one): mode.from_tensor(one, static_shapes=True) for one in named.values()
+    }
+    before = {key: version(fake) for key, fake in state.items()}
     fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
     symbols = [[size.node.expr for size in fake.shape] for fake in fakes]
     outputs: list[Any] = []
 
-    watch = _Calls(model, whole)
+    watch = ModuleCalls(model, whole)
 
     def forward(*tensors: torch.Tensor) -> list[Any]:
-        with watch.patched():  # in here: the tracer has set its own hook before
-            given = arguments.filled(tensors)
-            outputs.append(functional_call(model, state, (), given))
+        # In here: the tracer has set a hook of its own before.
+        with watch.patched(), _standing_in(model, state):
+            outputs.append(model(**arguments.filled(tensors)))
         return tree_leaves(outputs[-1])
 
     try:
@@ -136,7 +130,7 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
     arguments.learn_sizes(symbols, fixed, [one.expr for one in shapes.guards])
     nothing = torch.empty(0, device="cpu")
     output = tree_map(lambda one: nothing, outputs[-1])
-    real = {id(fake): named[name] for name, fake in state.items()}
+    real = {id(state[id(one)]): one for one in named.values()}
     return CallTrace(
         graph=made.graph,
         used={
@@ -144,10 +138,39 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
             for node in made.graph.nodes
             if node.op == "get_attr"
         },
+        changed={
+            name: one
+            for name, one in named.items()
+            if version(state[id(one)]) != before[id(one)]
+        },
         arguments=arguments,
         output=output,
         device=device,
     )
+
+
+@contextmanager
+def _standing_in(
+    model: nn.Module, others: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
+    """Puts other tensors, by id, in the place of parameters and buffers, and back.
+
+    `torch.func.functional_call` leaves them in a module that stands in two places.
+    """
+    slots = [
+        (held, name, one)
+        for module in model.modules()
+        for held in (held_parameters(module), held_buffers(module))
+        for name, one in held.items()
+        if one is not None
+    ]
+    try:
+        for held, name, one in slots:
+            held[name] = others[id(one)]
+        yield
+    finally:
+        for held, name, one in slots:
+            held[name] = one
 
 
 def _fixed_size(size: Any) -> int | None:
@@ -159,109 +182,6 @@ def _fixed_size(size: Any) -> int | None:
 
 def _dynamic(tensor: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
     return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
-
-
-@final
-class _Calls:
-    """Calls of modules while a model is traced.
-
-    Args:
-        model: what is traced.
-        whole: names of submodules that stay whole, by id.
-
-    Attributes:
-        inside: the innermost module that was being called when an error came.
-    """
-
-    def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
-        self._whole = whole
-        self._names = {id(one): name for name, one in model.named_modules()}
-        # Some override the call itself, to checkpoint what is inside of it.
-        self._owners = {
-            owner
-            for one in (model, *model.modules())
-            for owner in type(one).__mro__
-            if issubclass(owner, nn.Module) and "__call__" in owner.__dict__
-        }
-        self._stack: list[str] = []
-        self._opaque = 0
-        self.inside = type(model).__name__
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Calls of all modules come here meanwhile, as torch.fx does it."""
-        calls = {owner: owner.__dict__["__call__"] for owner in self._owners}
-        for owner, call in calls.items():
-            setattr(owner, "__call__", self._hook(call))  # noqa: B010
-        try:
-            yield
-        finally:
-            for owner, call in calls.items():
-                setattr(owner, "__call__", call)  # noqa: B010
-
-    def _hook(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-            if self._opaque or id(module) not in self._names:
-                return call(module, *args, **keywords)
-            name = self._names[id(module)]
-            self._stack.append(
-                f"{name} ({type(module).__name__})" if name else type(module).__name__
-            )
-            self.inside = self._stack[-1]
-            if id(module) in self._whole:
-                found = self._record(module, call, args, keywords)
-            else:
-                found = call(module, *args, **keywords)
-            self._stack.pop()
-            self.inside = self._stack[-1] if self._stack else self.inside
-            return found
-
-        return called
-
-    def _record(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        mode = get_proxy_mode()
-        assert mode is not None, "only while tracing"
-        tracer: Any = mode.tracer
-        given = self._proxies((args, keywords), tracer)
-        self._opaque += 1
-        with disable_proxy_modes_tracing():
-            found = call(module, *args, **keywords)
-        self._opaque -= 1
-        name = self._whole[id(module)]
-        node = tracer.create_proxy("call_function", call_whole, (name, *given), {})
-        if isinstance(found, torch.Tensor):
-            track_tensor_tree(found, node, constant=None, tracer=tracer)
-            return found
-        leaves = tracer.create_proxy("call_function", tree_leaves, (node,), {})
-        for index, one in enumerate(tree_leaves(found)):
-            if isinstance(one, torch.Tensor):
-                each = (leaves, index)
-                proxy = tracer.create_proxy("call_function", operator.getitem, each, {})
-                track_tensor_tree(one, proxy, constant=None, tracer=tracer)
-        return found
-
-    def _proxies(self, value: Any, tracer: Any) -> Any:
-        """Arguments of a call with the trace's values instead of tensors."""
-        if isinstance(value, (torch.Tensor, *_SYMBOLS)):
-            return tracer.unwrap_proxy(value)
-        if type(value) in (tuple, list):
-            return type(value)(self._proxies(one, tracer) for one in value)
-        if type(value) is dict:
-            return {key: self._proxies(one, tracer) for key, one in value.items()}
-        if isinstance(value, _PLAIN):
-            return value
-        raise ConfigError(
-            f"{self.inside} is given a {type(value).__name__}, which cannot travel "
-            "between layers; leave it out with an argument of the model, such as "
-            'sample={"input_ids": ..., "use_cache": False}, or cut by hand with '
-            "split=lambda model: [...]"
-        )
 
 
 def _drop_empty_modes(graph: fx.Graph) -> None:

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.errors import ConfigError
-from elche.pipeline.cutting.cut import cut_model
 from elche.pipeline.cutting.whole_modules import SplitPoints
 from elche.pipeline.setup.naming import names_of_split
 from elche.pipeline.stage import Layer
@@ -189,6 +188,9 @@ def layers_of(
         )
     is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
     if points is not None or (split is None and is_plain):
+        # Brings sympy, which nobody else needs.
+        from elche.pipeline.cutting.cut import cut_model
+
         split = partial(cut_model, points=points, sample=sample)
     found = _listed(model, split)
     for index, source in enumerate(found.sources):

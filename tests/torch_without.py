@@ -393,6 +393,15 @@ def stream() -> None:
         assert get_worker_info() is not None
 
 
+def cut() -> None:
+    from elche.pipeline.cutting.cut import cut_model
+
+    model = nn.ModuleDict({"net": nn.Linear(4, 4), "out": nn.Linear(4, 2)})
+    model.forward = lambda x: model["out"](model["net"](x))  # type: ignore[method-assign]
+    layers = cut_model(model, ["out"], torch.randn(2, 4))
+    assert len(layers) == 2
+
+
 def gloo() -> None:
     from elche.torch_internals.groups import gloo_options
 
@@ -439,6 +448,7 @@ CHECKS: dict[str, list[Callable[[], None]]] = {
     "torch._foreach_norm": [finite],
     "torch.utils._pytree.tree_map": [batches],
     "torch.utils._pytree.tree_leaves": [batches, leaves],
+    "torch._subclasses.FakeTensorMode": [cut],
     "torch.distributed.utils._to_kwargs": [moved],
     "torch.utils.data._utils.worker._worker_info": [stream],
     TIMEOUT: [gloo],
@@ -452,6 +462,7 @@ REFUSED = {
     "torch.nn.Module()._parameters",
     "torch.nn.Module()._buffers",
     "torch.nn.Module()._modules",
+    "torch._subclasses.FakeTensorMode",
     "torch.utils.data._utils.worker._worker_info",
     TIMEOUT,
     GLOO,

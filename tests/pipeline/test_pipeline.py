@@ -63,6 +63,25 @@ def test_every_schedule_on_two_ranks(ranks2: RankPool, schedule: str) -> None:
     _check(ranks2, Work(model="gpt", schedule=schedule))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("model", ["several", "gpt"])
+def test_last_batches_of_few_samples(
+    ranks4: RankPool, schedule: str, model: str
+) -> None:
+    """A whole batch, one sample, fewer samples than microbatches; one evaluated."""
+    micro_batches = 4 if schedule.startswith("interleaved") else 5
+    _check(
+        ranks4,
+        Work(
+            model=model,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            sizes=(11, 1, 3),
+            steps=3,
+        ),
+    )
+
+
 PAIRS = [
     (model, ("zb-h1", "zb-v", "interleaved-zb", "1f1b")[number % 4])
     for number, model in enumerate(MODELS)

@@ -48,9 +48,10 @@ from elche.pipeline.setup.profiling import (
 )
 from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
 from elche.pipeline.stage import Layer
+from elche.pipeline.step.generation import BatchOf, Choose, Generation, greedy
 from elche.pipeline.step.gradients import clip_norm, unscale, unscale_by
 from elche.pipeline.step.inputs import Call
-from elche.pipeline.step.outputs import EvaluationOutput, StepOutput
+from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
 from elche.pipeline.step.stepping import Stepping
 from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Schedule, StageAction
@@ -70,18 +71,19 @@ class Pipeline:
     :meth:`parameters`.
 
     Call every method that communicates (the constructor, `step`, `evaluate`,
-    `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in the same
-    order.
+    `generate`, `clip_grad_norm_`, `state_dict`, `repartition`, `close`) on all ranks in
+    the same order.
 
     Args:
-        model: an nn.Sequential, a list of layers or of factories of layers, or any
-            module together with `split`.
+        model: any module (with `sample` it is cut by itself, or at `split_points`), an
+            nn.Sequential, or a list of layers or of factories of layers.
         loss_fn: of output and target of one microbatch; returns a scalar.
         micro_batches: how many parts a batch is cut into.
         schedule: a name (one of `FIXED_SCHEDULES`, or "auto"), the path of a CSV file,
             or a schedule.
         devices: name of each rank's device; None takes what the launcher says.
-        split: cuts a module into layers, see `elche.pipeline.setup.building.layers_of`.
+        split: cuts a module into layers by hand, see
+            `elche.pipeline.setup.building.layers_of`.
         config: further settings as one value; or give them as options.
         **options: fields of `PipelineConfig`.
 
@@ -276,7 +278,8 @@ class Pipeline:
         """Runs one batch forward and backward; adds to the parameters' gradients.
 
         Args:
-            batch: read on the first stage's rank. Dense tensors, and arrays that
+            batch: read on the first stage's rank; of any number of samples, one at
+                least. Dense tensors, and arrays that
                 `torch.as_tensor` takes, whose first dimension is that of the first one
                 are cut along it; other values go to all microbatches. Of several
                 replicas each reads its own, of any size; one may have none.
@@ -308,7 +311,12 @@ class Pipeline:
         )
 
     def evaluate(
-        self, batch: Any = None, target: Any = None, **keywords: Any
+        self,
+        batch: Any = None,
+        target: Any = None,
+        *,
+        outputs: OutputRanks = "last",
+        **keywords: Any,
     ) -> EvaluationOutput:
         """Runs one batch forward in evaluation mode, without gradients.
 
@@ -316,14 +324,59 @@ class Pipeline:
             batch: as in `step`.
             target: as in `step`; without one there is no loss. Give it on the last
                 stage's rank or not at all.
+            outputs: which rank gets what the last layer returns: the last stage's, all,
+                or the rank of this number; of several replicas, those of its own.
             **keywords: as in `step`.
 
         Raises:
             ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
         """
         return self._stepping.evaluate(
-            Call(what="evaluate", batch=batch, target=target, keywords=keywords)
+            Call(
+                what="evaluate",
+                batch=batch,
+                target=target,
+                keywords=keywords,
+                outputs=outputs,
+            )
         )
+
+    def generate(
+        self,
+        tokens: Any = None,
+        *,
+        max_new_tokens: int,
+        end_token: int | None = None,
+        choose: Choose = greedy,
+        batch_of: BatchOf = lambda tokens: tokens,
+    ) -> torch.Tensor:
+        """Continues sequences of tokens with a causal model; on all ranks.
+
+        Each token runs all of the sequence again: there is no cache. The sequences are
+        cut into microbatches as a batch is, so several keep all ranks busy.
+
+        Args:
+            tokens: [sequences, length], read on the first stage's rank.
+            max_new_tokens: how many to append at most; the same on all ranks.
+            end_token: where a sequence ends; it is filled up with it.
+            choose: of the last position's logits [sequences, vocabulary], the tokens;
+                called on the last stage's rank. The likeliest unless given.
+            batch_of: of tokens, the model's input, where it takes more than them.
+
+        Returns:
+            All tokens, on every rank, on the CPU.
+
+        Raises:
+            ConfigError: tokens, settings or the model's output are wrong, on every
+                rank; or there are several replicas. Others as in `step`.
+        """
+        if self._groups.are_several:
+            raise ConfigError(
+                "generate runs one pipeline, and this one has replicas; load its "
+                "state_dict into a Pipeline without them"
+            )
+        made = Generation(self._stepping, self._communicator, batch_of, choose)
+        return made.run(tokens, max_new_tokens, end_token)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales all gradients of all stages so that their common norm is not larger.

@@ -26,7 +26,12 @@ class PipelineConfig:
         costs: measured costs of the stages, for schedules that depend on them. With
             ``"measure"`` each rank times the layers on its device at the start, and
             partition and schedule are made for these times.
-        sample: one microbatch of the input, for ``costs="measure"``; on every rank.
+        sample: one microbatch of the input, for ``costs="measure"`` and to cut a
+            module; on every rank.
+        split_points: names of submodules before which a module is cut, or torch's
+            ``{"layer2": SplitPoint.BEGINNING}``. None cuts a module that is no
+            Sequential, and comes without `split`, around the members of its
+            ModuleLists and Sequentials. See `elche.pipeline.cutting`.
         memory_bytes: of each rank of the run, what parameters, their state (as much as
             Adam's) and activations may fill on it, for ``costs="measure"``; infinity
             for no limit. None takes nine tenths of what a CUDA device has free at the
@@ -63,6 +68,7 @@ class PipelineConfig:
     replicas: int | Sequence[Sequence[int]] = 1
     costs: PipelineCosts | Literal["measure"] | None = None
     sample: Any = None
+    split_points: Sequence[str] | Mapping[str, Any] | None = None
     memory_bytes: Sequence[float] | None = None
     split_backward: bool = True
     guard: bool = True

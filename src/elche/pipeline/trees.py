@@ -171,8 +171,18 @@ def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
+def as_plain(value: Any) -> Any:
+    """The same nesting in plain tuples, lists and dicts: a model's output, say."""
+    if isinstance(value, (tuple, list)):
+        items = [as_plain(one) for one in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: as_plain(one) for key, one in value.items()}
+    return value
+
+
 def join_batches(parts: Sequence[Any]) -> Any:
-    """Puts microbatches of one structure together along the first dimension."""
+    """Puts microbatches of one structure together, as `as_plain` gives them."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(list(parts)) if first.dim() == 0 else torch.cat(list(parts))

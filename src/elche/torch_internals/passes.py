@@ -204,3 +204,10 @@ def mark_dynamic(tensor: torch.Tensor) -> None:
     mark = getattr(dynamo, "maybe_mark_dynamic", None)
     if mark is not None and tensor.dim():
         mark(tensor, 0)
+
+
+_FAKE = "torch._subclasses.FakeTensorMode"
+FakeTensorMode: Any = bind(
+    _FAKE, "2.1", "cuts a model for a pipeline", REFUSED, refusing(_FAKE)
+)
+"""Runs a model without computing, with sizes as symbols."""

@@ -87,6 +87,10 @@ def wrong_calls() -> tuple[dict[str, str], bool]:
             ),
             "state and step": lambda: pipe.state_dict() if rank else pipe.step(x, y),
             "state for others": lambda: pipe.state_dict(None if rank else 0),
+            "outputs elsewhere": lambda: pipe.evaluate(
+                x, outputs="last" if rank else "all"
+            ),
+            "outputs of no rank": lambda: pipe.evaluate(x, outputs=2),
             "a copy": lambda: copy.deepcopy(pipe),
         }
         found = {name: told(call) for name, call in calls.items()}
@@ -127,6 +131,40 @@ def keywords_where_taken() -> list[str]:
             told(lambda: pipe.step(x, y, **words, other=1)),
             told(lambda: pipe.step(x, y, **words)),
         ]
+
+
+class Named(nn.Module):
+    """Returns a mapping of its own, as models of other libraries do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return OrderedDict(logits=x, shape=(x * 2, [x + 1]))
+
+
+def outputs_by_choice(replicas: int) -> dict[str, bool]:
+    """Whether this rank got its replica's outputs when it was to, and only then."""
+    rank, last = this_place().rank, 1
+    x, _ = data()
+    torch.manual_seed(3)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), Named()]
+    expected = layers[1](layers[0](x))
+    found = {}
+    with pipeline(layers, replicas=replicas) as pipe:
+        for samples in (SAMPLES, 3, 1):
+            want = expected[:samples]
+            for wanted in ("last", "all", 0, 1):
+                got = pipe.evaluate(x[:samples], outputs=wanted).outputs  # type: ignore[arg-type]
+                is_asked = wanted in ("all", rank)
+                if wanted == "last":
+                    is_asked = replicas == 2 or rank == last
+                is_right = (got is not None) == is_asked
+                if is_asked and got is not None:
+                    values = (want, want * 2, want + 1)
+                    told = (got["logits"], got["shape"][0], got["shape"][1][0])
+                    is_right = type(got) is dict and all(
+                        map(torch.allclose, told, values)
+                    )
+                found[f"{wanted} of {samples}"] = is_right
+    return found
 
 
 def after_close() -> list[str]:

@@ -91,6 +91,12 @@ def test_shares_are_weighted_by_samples() -> None:
     assert summed.loss([[1.0, 1.0, 3.0, 3.0], [2.0, 6.0]]) == 16.0
 
 
+def test_fewer_samples_than_microbatches_are_microbatches_of_one() -> None:
+    shares = read_shares([(3, None), (None, 3), (1, 1)], TWO, [4, 2], "mean", True)
+    assert shares.sizes == ([1, 1, 1], [1])
+    assert shares.loss([[1.0, 2.0, 3.0], [6.0]]) == pytest.approx(12 / 4)
+
+
 def test_a_replica_without_a_batch_has_no_share() -> None:
     shares = read_shares(
         [(6, None), (None, 6), (None, None)], TWO, [4, 2], "mean", True
@@ -106,7 +112,7 @@ def test_a_replica_without_a_batch_has_no_share() -> None:
     [
         ([(6, None), (None, 6), (None, 2)], "replica 1 has a target but no batch"),
         ([(6, None), (None, None), (2, 2)], "replica 0 has a batch but no target"),
-        ([(6, None), (None, 6), (1, 1)], "1 samples cannot be cut into 2"),
+        ([(6, None), (None, 6), (1, 2)], "the batch has 1 samples, but the target 2"),
         ([(None, None)] * 3, "no replica has a batch"),
     ],
 )

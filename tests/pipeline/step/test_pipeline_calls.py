@@ -23,6 +23,7 @@ from tests.pipeline.cases.pipeline_call_cases import (
     loaded,
     loaded_split,
     norms_that_are_none,
+    outputs_by_choice,
     wrong_calls,
 )
 
@@ -52,6 +53,8 @@ MESSAGES = {
     "state and step": "different methods: rank 0: step, rank 1: state_dict",
     "state for others": r"ranks ask state_dict for different things: \[0, None\]",
     "a copy": "a Pipeline cannot be copied or pickled",
+    "outputs elsewhere": r"one choice of outputs on all ranks, got \['all', 'last'\]",
+    "outputs of no rank": "expected outputs= of 'last', 'all' or a rank below 2, got 2",
 }
 
 
@@ -98,6 +101,15 @@ def test_states_of_other_models_are_refused(ranks2: RankPool) -> None:
     assert second[1] == "", "it may be rank 0's"
     assert first[2] == "", "it is rank 1's"
     assert "the state has another shape of 2.bias [1] (not [3])" in second[2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_outputs_come_to_the_ranks_that_ask_for_them(
+    ranks2: RankPool, replicas: int
+) -> None:
+    for found in ranks2.run(outputs_by_choice, replicas, case_setup=serve_in_thread):
+        assert len(found) == 3 * len(("last", "all", 0, 1))
+        assert [name for name, is_right in found.items() if not is_right] == []
 
 
 def test_names_of_a_split_are_checked_on_every_rank(ranks2: RankPool) -> None:

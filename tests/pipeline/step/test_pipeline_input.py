@@ -46,7 +46,7 @@ MESSAGES = {
     "weights of batches": "weight_of= is not for pipelines, whose microbatches and",
     "an option that is none, on one rank": "unexpected keyword argument 'microbatches'",
     "a device that is none": "expected a device for each of 2 ranks",
-    "a batch of nothing": "a batch of 0 samples cannot be cut into 4 microbatches",
+    "a batch of nothing": "the batch has no samples; leave empty batches out",
     "a batch of text": "expected a tensor with samples along its first dimension",
     "a batch of another width": "shapes cannot be multiplied (2x3 and 6x6)",
     "another call": "rank 0: step, rank 1: evaluate",

@@ -257,14 +257,22 @@ class StagePeers:
             ) from error
         return True
 
-    def send_layer(self, rank: int, message: Message, timeout_s: float) -> None:
-        """Sends a layer to one rank, which calls :meth:`receive_layer`."""
-        address = Address(rank, LAYER_TAG, "a layer that moves")
+    def send_layer(
+        self,
+        rank: int,
+        message: Message,
+        timeout_s: float,
+        what: str = "a layer that moves",
+    ) -> None:
+        """Sends a layer, or other values, to a rank that calls `receive_layer`."""
+        address = Address(rank, LAYER_TAG, what)
         self.transport.send(address, message, timeout_s)
 
-    def receive_layer(self, rank: int, timeout_s: float) -> Message:
+    def receive_layer(
+        self, rank: int, timeout_s: float, what: str = "a layer that moves"
+    ) -> Message:
         """Receives what a rank has sent with :meth:`send_layer`."""
-        address = Address(rank, LAYER_TAG, "a layer that moves")
+        address = Address(rank, LAYER_TAG, what)
         self._expect([address])
         return self.transport.receive(address, timeout_s)
 

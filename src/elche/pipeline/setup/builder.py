@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
-from elche.pipeline.setup.building import Split, layers_of
+from elche.pipeline.setup.building import LayerList, Split, layers_of
 from elche.pipeline.setup.memory import memory_limit
 from elche.pipeline.setup.planning import check_asked, make_plan
 from elche.pipeline.setup.profiling import (
@@ -100,19 +101,26 @@ class PipelineBuilder:
             told = self._communicator.gather(self._measure, "measuring the layers")
         return self._communicator.build(lambda: self._build(told), self._groups)
 
+    @cached_property
+    def _layers(self) -> LayerList:
+        """The model's layers; cutting it takes seconds, so only once."""
+        asked, config = self._asked, self.config
+        points, sample = config.split_points, config.sample
+        return layers_of(asked.model, asked.split, points, sample)
+
     def _measure(self) -> list[Any]:
         asked, config = self._asked, self.config
         check_asked(asked.schedule, asked.micro_batches)
         check_measuring(asked.schedule, config)
         device = asked.device(self._placement)
-        layers = layers_of(asked.model, asked.split)
+        layers = self._layers
         most = memory_limit(config, self._placement, device, layers)
         return [most, as_message(profile_layers(layers, config.sample, device))]
 
     def _build(self, told: Sequence[Any]) -> Parts:
         asked, groups = self._asked, self._groups
         device = asked.device(self._placement)
-        layers = layers_of(asked.model, asked.split)
+        layers = self._layers
         wanted = asked.schedule
         mine = [told[rank][1] for rank in groups.members] if told else []
         limits = [told[rank][0] for rank in groups.members] if told else []

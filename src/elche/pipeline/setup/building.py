@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from elche.comm.tensors.unshareable import why_not_plain, wrapped_module
 from elche.errors import ConfigError
+from elche.pipeline.cutting.whole_modules import SplitPoints
 from elche.pipeline.setup.naming import names_of_split
 from elche.pipeline.stage import Layer
 from elche.torch_internals.held import held_parameters
@@ -160,18 +162,36 @@ def join_ties(
             held_parameters(module.get_submodule(owner))[own] = first
 
 
-def layers_of(model: Any, split: Split | None) -> LayerList:
+def layers_of(
+    model: Any,
+    split: Split | None,
+    points: SplitPoints | None = None,
+    sample: Any = None,
+) -> LayerList:
     """Reads what the user gave as a model.
 
     Args:
         model: an nn.Sequential, a list of modules or factories of modules, or any
-            module with `split`.
+            module with `split` or a sample.
         split: given the module, returns its layers in the order in which they run; they
             are modules of it, or new ones that hold its parameters.
+        points: where to cut a module instead.
+        sample: one microbatch of its input, to cut it with.
 
     Raises:
         ConfigError: it is none of these, or layers and model do not match.
     """
+    if points is not None and (split is not None or not isinstance(model, nn.Module)):
+        raise ConfigError(
+            "split_points= cuts a module, and goes without split=; got "
+            f"{type(model).__name__}{' and split' if split else ''}"
+        )
+    is_plain = isinstance(model, nn.Module) and not isinstance(model, nn.Sequential)
+    if points is not None or (split is None and is_plain):
+        # Brings sympy, which nobody else needs.
+        from elche.pipeline.cutting.cut import cut_model
+
+        split = partial(cut_model, points=points, sample=sample)
     found = _listed(model, split)
     for index, source in enumerate(found.sources):
         if isinstance(source, nn.Module):
@@ -205,8 +225,8 @@ def _listed(model: Any, split: Split | None) -> LayerList:
         names = tuple(str(index) for index in range(len(model)))
         return LayerList(names, tuple(model), True, (None,) * len(model))
     raise ConfigError(
-        "expected an nn.Sequential, a list of layers, or a module with split=, got "
-        f"{type(model).__name__}; write split=lambda model: [model.first, ...]"
+        "expected an nn.Module or a list of layers as the model, got "
+        f"{type(model).__name__}"
     )
 
 

@@ -27,7 +27,7 @@ from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.setup.building import LayerList, layers_of
 from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer, OwnBackward, Stage
-from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
+from elche.pipeline.trees import as_plain, as_tensors, batch_samples, flatten, unflatten
 from elche.schedule.actions import Schedule
 from elche.schedule.costs import StageCost
 from elche.schedule.planning.layer_costs import LayerCosts
@@ -296,7 +296,7 @@ def _measure(
     is_put_off = split.profile.deferred_flops > 0 and split_cost <= MOST_SPLIT_COST
     if not has_own and not is_put_off:
         forward_s, input_s, weight_s = whole_s, backward_s, 0.0
-    message = whole.keep(0, whole.forward(0, given, {}, False))
+    message = whole.keep(0, as_plain(whole.forward(0, given, {}, False)))
     parameters = list(layer.module.parameters())
     return (
         LayerMeasurement(
@@ -318,7 +318,7 @@ def _timed(
     """Seconds of F, I and W."""
     runner.begin_step()
     begin_s = _now_s(device)
-    message = runner.keep(0, runner.forward(0, given, {}, True))
+    message = runner.keep(0, as_plain(runner.forward(0, given, {}, True)))
     forward_s = _now_s(device)
     gradients = [
         torch.ones_like(one)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, ClassVar, final
 
 import torch
@@ -104,28 +105,38 @@ class Executor:
         return run.results
 
     def _carry_out(self, run: _Run, actions: Sequence[StageAction]) -> None:
+        """Runs a list, but for microbatches that have no samples in this step.
+
+        What is left keeps its order, and loses sends together with their receives, so
+        it deadlocks no more than the whole. Stages are told to be complete at the same
+        places: replicas sum in that order.
+        """
         self.trace, self.waited_s = [], []
+        runs = [run.has(one) for one in actions]
         if self._transport is not None:
             self._transport.expect(
                 self.address(one)
-                for one in actions
+                for one in compress(actions, runs)
                 if one.kind in (Kind.RECV_F, Kind.RECV_B)
             )
         for position, one in enumerate(actions):
             started_s = time.monotonic()
             done = position
             try:
-                run.do(one)
+                if runs[position]:
+                    run.do(one)
                 done += 1
                 if run.given.is_timed and self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                self.trace.append((one, started_s, time.monotonic()))
-                self.waited_s.append(run.take_waited_s())
+                if runs[position]:
+                    self.trace.append((one, started_s, time.monotonic()))
+                    self.waited_s.append(run.take_waited_s())
                 if run.is_training and self.after_stage is not None:
                     for stage in self._through.get(position, ()):
                         self.after_stage(stage)
             except Exception as error:
-                self._tell_peers(actions[done:], run, error)
+                left = list(compress(actions[done:], runs[done:]))
+                self._tell_peers(left, run, error)
                 raise
         if self._transport is not None:
             self._transport.flush(run.given.timeout_s)
@@ -257,6 +268,11 @@ class _Run:
     def do(self, one: StageAction) -> None:
         """Carries out one action."""
         self._DO[one.kind](self, one)
+
+    def has(self, one: StageAction) -> bool:
+        """Whether an action's microbatch has samples."""
+        count = self.given.microbatches
+        return count is None or one.microbatch < count
 
     def take_waited_s(self) -> float:
         """Time waited for messages since the last call."""

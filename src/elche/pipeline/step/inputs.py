@@ -30,6 +30,7 @@ class Call:
         keywords: see there.
         loss_scale: see there.
         input_gradients: see there.
+        outputs: see `elche.pipeline.Pipeline.evaluate`.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     loss_scale: float = 1.0
     input_gradients: bool = False
+    outputs: Any = "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class InputReport:
         form: shapes of the batch, on the rank that reads it.
         loss_scale: of the call.
         keywords: names of those given, and whether a layer of the rank may take them.
+        outputs: which ranks want the outputs.
     """
 
     what: str
@@ -84,6 +87,7 @@ class InputReport:
     form: str = ""
     loss_scale: float = 1.0
     keywords: Mapping[str, bool] = field(default_factory=dict)
+    outputs: int | str = "last"
 
     def as_message(self) -> list[Any]:
         """As the ranks exchange it."""
@@ -161,7 +165,9 @@ def _read(call: Call, seat: Seat) -> LocalInput:
     }
     takes = {name: any(one.takes(name) for one in seat.stages) for name in keywords}
     form = " ".join(shapes) if seat.is_first else ""
-    report = InputReport(what, "", samples, targets, form, loss_scale, takes)
+    report = InputReport(
+        what, "", samples, targets, form, loss_scale, takes, call.outputs
+    )
     return LocalInput(report, here(batch), here(target), keywords)
 
 
@@ -195,13 +201,25 @@ def check_reports(reports: Sequence[InputReport], groups: ReplicaGroups) -> None
     """Compares the reports of all ranks; raises the same error on all of them.
 
     Raises:
-        ConfigError: a keyword is taken by no layer where it was given.
-        MismatchError: ranks have different loss scales.
+        ConfigError: a keyword is taken by no layer where it was given, or outputs are
+            wanted on a rank that there is not.
+        MismatchError: ranks have different loss scales, or want outputs elsewhere.
     """
     scales = [one.loss_scale for one in reports]
     if len(set(scales)) > 1:
         raise MismatchError(
             f"expected one loss_scale on all ranks, got {scales} by rank"
+        )
+    wanted = [one.outputs for one in reports]
+    if any(one != wanted[0] for one in wanted):
+        raise MismatchError(
+            f"expected one choice of outputs on all ranks, got {wanted} by rank"
+        )
+    known = ("last", "all", *range(len(reports)))
+    if wanted[0] not in known or isinstance(wanted[0], bool):
+        raise ConfigError(
+            f"expected outputs= of 'last', 'all' or a rank below {len(reports)}, got "
+            f"{wanted[0]!r}"
         )
     for members in groups.ranks:
         given = sorted({name for rank in members for name in reports[rank].keywords})

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from elche.errors import ConfigError
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.peers.stage_messages import Message
 from elche.pipeline.step.step_io import StepResults
+from elche.pipeline.trees import flatten, unflatten
+
+OutputRanks: TypeAlias = int | Literal["last", "all"]
+_WHAT = "the outputs of an evaluation"
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class StepOutput:
 
     Attributes:
         loss: of the whole batch, under the configured reduction; on every rank.
-        losses: of each microbatch, unweighted [micro_batches]; on every rank.
+        losses: of each microbatch that has samples, unweighted; on every rank.
         input_gradients: of the batch's floating point tensors in order, where asked
             for, on the rank of the first stage; None for one that no loss depends on.
     """
@@ -33,7 +40,8 @@ class EvaluationOutput:
 
     Attributes:
         loss: of the whole batch; None without a target.
-        outputs: of the last layer for the whole batch, on the last stage's rank.
+        outputs: of the last layer for the whole batch, on the ranks that asked for
+            them; None elsewhere. Mappings of a model's own are plain dicts.
     """
 
     loss: float | None
@@ -46,20 +54,56 @@ def microbatch_sizes(total: int, labelled: int | None, count: int) -> list[int]:
     Args:
         total: samples of the batch.
         labelled: samples of the target, if it can be told.
-        count: microbatches.
+        count: microbatches at most; with fewer samples each is one by itself.
 
     Raises:
-        ConfigError: there are too few, or batch and target differ.
+        ConfigError: there are none, or batch and target differ.
     """
-    if total < count:
-        raise ConfigError(
-            f"a batch of {total} samples cannot be cut into {count} microbatches; "
-            "give larger batches or fewer micro_batches"
-        )
+    if total < 1:
+        raise ConfigError("the batch has no samples; leave empty batches out")
+    count = min(count, total)
     if labelled is not None and labelled != total:
         raise ConfigError(f"the batch has {total} samples, but the target {labelled}")
     each, rest = divmod(total, count)
     return [each + (index < rest) for index in range(count)]
+
+
+def hand_out(
+    outputs: Any,
+    wanted: OutputRanks,
+    members: Sequence[int],
+    last: int,
+    peers: StagePeers | None,
+    timeout_s: float,
+) -> Any:
+    """Sends the outputs of a pipeline from its last stage's rank; with all its ranks.
+
+    Args:
+        outputs: on that rank.
+        wanted: where.
+        members: the pipeline's ranks.
+        last: that rank.
+        peers: the ranks.
+        timeout_s: deadline of each message.
+
+    Returns:
+        The outputs where they are wanted; they arrive on the CPU.
+    """
+    if wanted == "last" or peers is None:
+        return outputs
+    to = list(members) if wanted == "all" else [int(wanted)]
+    if peers.rank == last:
+        tensors, structure = flatten(outputs, _WHAT)
+        message = Message(tuple(tensors), structure)
+        for rank in to:
+            if rank != last:
+                peers.send_layer(rank, message, timeout_s, _WHAT)
+        peers.transport.flush(timeout_s)
+        return outputs if last in to else None
+    if peers.rank not in to:
+        return None
+    message = peers.receive_layer(last, timeout_s, _WHAT)
+    return unflatten(message.structure, message.tensors)
 
 
 def loss_weights(sizes: list[int], scale: float, reduction: str) -> list[float]:

@@ -33,6 +33,7 @@ class StepInput:
         weights: per microbatch, what its loss counts in the step's loss, loss scale
             included.
         input_gradients: whether the gradients of the inputs are wanted.
+        microbatches: that have samples in this step; None for all of the schedule's.
         timeout_s: deadline of each wait...
         arrivals_s: ...but one for these messages, by the receive, may last until
             `stretch` times so many seconds after the step's begin...
@@ -47,6 +48,7 @@ class StepInput:
     keywords: Sequence[Mapping[str, Any]] = ()
     weights: Sequence[float] = ()
     input_gradients: bool = False
+    microbatches: int | None = None
     timeout_s: float = 300.0
     arrivals_s: Mapping[StageAction, float] = field(default_factory=dict)
     stretch: float = 1.0

@@ -23,10 +23,16 @@ from elche.pipeline.step.inputs import (
     check_shared,
     read_call,
 )
-from elche.pipeline.step.outputs import EvaluationOutput, StepOutput, joined_gradients
+from elche.pipeline.step.outputs import (
+    EvaluationOutput,
+    OutputRanks,
+    StepOutput,
+    hand_out,
+    joined_gradients,
+)
 from elche.pipeline.step.same_batch import COMPARED_STEPS, compare_batches
 from elche.pipeline.step.step_io import StepInput, StepResults
-from elche.pipeline.trees import join_batches, split_batch
+from elche.pipeline.trees import as_plain, join_batches, split_batch
 
 
 @final
@@ -95,6 +101,7 @@ class Stepping:
         if self.steps < COMPARED_STEPS:
             compare_batches(call.batch, self.seat, self._communicator, self._groups)
         is_timed = self._changes.planner.is_due()
+        is_whole = len(shares.mine) == self.parts.plan.schedule.num_microbatches
         asked = self._input(
             given,
             shares,
@@ -111,9 +118,7 @@ class Stepping:
         results, told, reports = self._communicator.run(
             self.replicas.training(self.parts.executor.train, shares),
             asked,
-            lambda: self._changes.report(
-                self.parts.executor, is_timed and bool(shares.mine)
-            ),
+            lambda: self._changes.report(self.parts.executor, is_timed and is_whole),
         )
         if tied is not None:
             with self._communicator.ending_on_failure():
@@ -157,11 +162,25 @@ class Stepping:
             for module, mode in modes:
                 module.training = mode
         self._patience.ended(time.monotonic() - started_s)
-        outputs = [results.outputs[i] for i in sorted(results.outputs)]
         return EvaluationOutput(
             loss=shares.loss(self.replicas.losses(told)),
-            outputs=join_batches(outputs) if outputs else None,
+            outputs=self._outputs(results, shares, call.outputs),
         )
+
+    def _outputs(
+        self, results: StepResults, shares: ReplicaShares, wanted: OutputRanks
+    ) -> Any:
+        """The outputs of this replica's batch, on the ranks that want them."""
+        members = self._groups.members
+        if not shares.mine or (isinstance(wanted, int) and wanted not in members):
+            return None
+        parts = [as_plain(results.outputs[i]) for i in sorted(results.outputs)]
+        with self._communicator.ending_on_failure():
+            return hand_out(
+                *(join_batches(parts) if parts else None, wanted, members),
+                *(self.parts.plan.schedule.placement[-1], self._communicator.peers),
+                self._config.timeout_s,
+            )
 
     def _begin(self, call: Call) -> tuple[LocalInput, ReplicaShares]:
         """All ranks begin the same thing, and know the samples of all microbatches."""
@@ -201,6 +220,7 @@ class Stepping:
             inputs=split_batch(given.batch, sizes) if self.seat.is_first else (),
             targets=split_batch(given.target, sizes) if has_target else (),
             keywords=(split_batch(given.keywords, sizes) if given.keywords else ()),
+            microbatches=len(sizes),
             timeout_s=self._patience.deadline_s,
             grace_s=self._patience.grace_s,
             **more,

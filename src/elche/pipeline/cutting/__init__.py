@@ -1,0 +1,1 @@
+"""Cutting of a plain module into layers."""

@@ -1,0 +1,195 @@
+"""Arguments of a traced forward: as traced, and as given in a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from elche.errors import ConfigError
+from elche.pipeline.trees import as_tensors, batch_samples, flatten, unflatten
+
+_KINDS = inspect.Parameter
+_BY_NAME = (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY, _KINDS.VAR_KEYWORD)
+
+
+@final
+@dataclass
+class Arguments:
+    """What forward was traced with, by name.
+
+    Attributes:
+        signature: of forward.
+        structures: of each argument, see `elche.pipeline.trees.flatten`.
+        tensors: of all arguments, in order; none after the trace.
+        samples: in the sample.
+    """
+
+    signature: inspect.Signature
+    structures: dict[str, Any]
+    tensors: list[torch.Tensor]
+    samples: int
+    _symbols: list[list[Any]] = field(default_factory=list)
+    _fixed: list[list[int | None]] = field(default_factory=list)
+    _guards: list[Any] = field(default_factory=list)
+    _seen: set[tuple[int, ...]] = field(default_factory=set)
+
+    @staticmethod
+    def read(model: nn.Module, sample: Any, device: torch.device) -> Arguments:
+        """Reads a sample as the batch of a step is read.
+
+        Args:
+            model: whose forward takes it: a tuple as positional arguments, a dict as
+                keywords, anything else as the only argument.
+            sample: one microbatch.
+            device: of the model.
+
+        Raises:
+            ConfigError: forward does not take it, or it has fewer than two samples.
+        """
+        sample = as_tensors(sample, "the sample")
+        samples = batch_samples(sample)
+        if samples is None or samples < 2:
+            raise ConfigError(
+                "expected one microbatch of the input, of at least two samples along "
+                f"its first dimension, as sample=, got {samples or 'none'}"
+            )
+        signature = inspect.signature(model.forward)
+        odd = [n for n, one in signature.parameters.items() if one.kind not in _BY_NAME]
+        if odd:
+            raise ConfigError(
+                f"forward of {type(model).__name__} takes {odd[0]} by position only; "
+                "cut by hand with split=lambda model: [...]"
+            )
+        args: tuple[Any, ...] = (sample,)
+        keywords: dict[str, Any] = {}
+        if isinstance(sample, tuple):
+            args = sample
+        elif isinstance(sample, dict):
+            args, keywords = (), sample
+        made = Arguments(signature, {}, [], samples)
+        for name, value in made._named(args, keywords).items():
+            tensors, made.structures[name] = flatten(value, f"{name} of the sample")
+            made.tensors += [one.detach().to(device) for one in tensors]
+        return made
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors)
+
+    def filled(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """The traced arguments with other tensors."""
+        values = iter(tensors)
+        return {
+            name: unflatten(structure, [next(values) for _ in range(_count(structure))])
+            for name, structure in self.structures.items()
+        }
+
+    def learn_sizes(
+        self,
+        symbols: list[list[Any]],
+        fixed: list[list[int | None]],
+        guards: list[Any],
+    ) -> None:
+        """Keeps what the trace took for granted about sizes.
+
+        Args:
+            symbols: of each tensor's sizes before the trace.
+            fixed: sizes that the trace has fixed.
+            guards: conditions that were true in it.
+        """
+        self._symbols, self._fixed, self._guards = symbols, fixed, guards
+        self.tensors = []  # it may be large
+
+    def tensors_of(
+        self, args: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of the trace.
+
+        What the sample had beside tensors may be left out.
+
+        Raises:
+            ConfigError: the call is not like the sample.
+        """
+        given = self._named(args, keywords)
+        tensors: list[torch.Tensor] = []
+        for name, structure in self.structures.items():
+            if name not in given and not _count(structure):
+                continue
+            found, told = flatten(given.pop(name, None), f"the argument {name}")
+            if told != structure:
+                raise ConfigError(
+                    f"the argument {name} of the model is not like that of the sample "
+                    f"it was cut with: got {_shown(told)}, the sample has "
+                    f"{_shown(structure)}; give it in the same form"
+                )
+            tensors += found
+        extra = [name for name, value in given.items() if value is not None]
+        if extra:
+            raise ConfigError(
+                f"the model was cut without its argument {extra[0]}; give it in "
+                "sample=, too"
+            )
+        self._check_sizes(tensors)
+        return tensors
+
+    def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        sizes = tuple(size for one in tensors for size in (*one.shape, -1))
+        if sizes in self._seen:
+            return
+        if [one.dim() for one in tensors] != [len(one) for one in self._fixed]:
+            raise ConfigError(
+                f"expected tensors of {[len(one) for one in self._fixed]} dimensions, "
+                f"as in the sample, got {[one.dim() for one in tensors]}"
+            )
+        values: dict[Any, int] = {}
+        for one, fixed, symbols in zip(
+            tensors, self._fixed, self._symbols, strict=True
+        ):
+            for size, wanted, symbol in zip(one.shape, fixed, symbols, strict=True):
+                # One sample runs the code of several, so do sequences of one.
+                values[symbol] = max(2, size)
+                if wanted is not None and size != wanted:
+                    raise ConfigError(
+                        f"the model was cut for a size of {wanted}, which its forward "
+                        f"fixes, got {size} in a tensor of shape {list(one.shape)}"
+                    )
+        broken = [one for one in self._guards if one.xreplace(values) == False]  # noqa: E712
+        if broken:
+            raise ConfigError(
+                f"the model was cut for sizes with {broken[0]}, which the sample has "
+                f"and tensors of {[list(one.shape) for one in tensors]} have not: "
+                "forward may do something else for them; cut with a sample like them"
+            )
+        self._seen.add(sizes)
+
+    def _named(
+        self, args: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        try:
+            bound = self.signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"the model's forward does not take this batch: {error}"
+            ) from error
+        named = dict(bound.arguments)
+        for name, one in self.signature.parameters.items():
+            if one.kind is _KINDS.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
+        return named
+
+
+def _count(structure: Any) -> int:
+    if structure[0] == "t":
+        return 1
+    if structure[0] == "v":
+        return 0
+    return sum(map(_count, structure[-1]))
+
+
+def _shown(structure: Any) -> str:
+    words: Any = ["tensor"] * _count(structure)
+    return str(unflatten(structure, words))

@@ -1,0 +1,256 @@
+"""Layers of a traced model: consecutive parts of its forward, with their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import fx, nn
+
+from elche.errors import ConfigError
+from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.tracing import CallTrace, where
+from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
+from elche.pipeline.cutting.whole_modules import CutChoice
+from elche.torch_internals.batches import tree_map
+
+_LOCAL = ("placeholder", "get_attr", "output")
+
+
+@final
+class Segment(nn.Module):
+    """Part of a model's forward; takes and returns what lives across its ends.
+
+    Args:
+        body: the code and the model's modules in it.
+        device: for which the code was traced.
+        output: of the model, if this is its last part; None otherwise.
+    """
+
+    def __init__(
+        self, body: fx.GraphModule, device: torch.device, output: Any = None
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self._device = device
+        self._output = output
+
+    def forward(self, *values: Any) -> Any:
+        """Runs it on whatever device the values are."""
+        given = next((one for one in values if isinstance(one, torch.Tensor)), None)
+        if given is not None and given.device != self._device:
+            self._place(given.device)
+        found = self.body(*values)
+        if self._output is None:
+            return tuple(found)
+        leaves = iter(found)
+        return tree_map(lambda _: next(leaves), self._output)
+
+    def _place(self, device: torch.device) -> None:
+        """Makes new tensors on another device than that of the trace."""
+
+        def placed(value: Any) -> Any:
+            is_old = isinstance(value, torch.device) and value == self._device
+            return device if is_old else value
+
+        for node in self.body.graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, placed)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, placed)
+        self.body.recompile()
+        self._device = device
+
+
+@final
+class FirstSegment(nn.Module):
+    """The first part: takes what the model's forward takes.
+
+    Args:
+        rest: its code.
+        arguments: that the model was traced with.
+    """
+
+    def __init__(self, rest: Segment, arguments: Arguments) -> None:
+        super().__init__()
+        self.rest = rest
+        self._arguments = arguments
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """Runs it on a batch like the sample, of any size."""
+        return self.rest(*self._arguments.tensors_of(args, keywords))
+
+
+def segments_of(
+    model: nn.Module, trace: CallTrace, choice: CutChoice
+) -> list[nn.Module]:
+    """The layers of a model; they hold its own modules.
+
+    Args:
+        model: that was traced.
+        trace: of it.
+        choice: where to cut.
+
+    Raises:
+        ConfigError: code between submodules uses what cannot be put into a layer.
+    """
+    parts = _parts(trace.graph, choice)
+    ends = _live(trace.graph, parts)
+    made: list[nn.Module] = []
+    for index, nodes in enumerate(parts):
+        graph = _graph(nodes, ends[index], ends[index + 1])
+        body = fx.GraphModule(_root(model, trace.used, graph, nodes), graph)
+        _keep_out_of_state(body, model)
+        output = trace.output if index == len(parts) - 1 else None
+        segment = Segment(body, trace.device, output)
+        made.append(segment if index else FirstSegment(segment, trace.arguments))
+    _check_buffers(trace.changed, made)
+    called = {node.args[0] for node in trace.graph.nodes if node.target is call_whole}
+    for name in choice.whole:
+        if name not in called:  # forward has no use for it, the model's state has
+            _mount(body, name, model.get_submodule(name))
+    return made
+
+
+def _check_buffers(
+    changed: Mapping[str, torch.Tensor], layers: Sequence[nn.Module]
+) -> None:
+    for name, one in changed.items():
+        holders = [
+            layer for layer in layers if any(one is each for each in layer.buffers())
+        ]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"forward changes the buffer {name} in {len(holders)} layers, because "
+                "its module runs more than once; cut so that it runs in one layer "
+                "(split_points=), or give each call a module of its own"
+            )
+
+
+def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
+    """Nodes of each layer in order.
+
+    A layer begins with a call: code behind one, which may change its result in place,
+    stays with it.
+    """
+    parts: list[list[fx.Node]] = [[]]
+    last: str | None = None
+    for node in graph.nodes:
+        if node.op in _LOCAL:
+            continue
+        if node.target is call_whole:
+            name = str(node.args[0])
+            if last is not None and (name in choice.before or last in choice.after):
+                parts.append([])
+            last = name
+        parts[-1].append(node)
+    return parts
+
+
+def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """What crosses the ends of the layers: the input, what lives, and the output."""
+    number = {node: index for index, nodes in enumerate(parts) for node in nodes}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    last = {
+        node: max((number.get(user, len(parts) - 1) for user in node.users), default=-1)
+        for node in graph.nodes
+    }
+    ends = [inputs]
+    for index in range(1, len(parts)):
+        ends.append(
+            [
+                node
+                for node in graph.nodes
+                if node.op not in ("get_attr", "output")
+                and number.get(node, -1) < index <= last[node]
+            ]
+        )
+    output = next(node for node in graph.nodes if node.op == "output")
+    return [*ends, list(output.args[0])]
+
+
+def _graph(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any]
+) -> fx.Graph:
+    """A layer's own graph."""
+    graph = fx.Graph()
+    here = {node: graph.placeholder(node.name) for node in inputs}
+    own = set(nodes)
+
+    def mapped(node: fx.Node) -> fx.Node:
+        if node not in here:
+            assert node.op == "get_attr", "everything else lives across the end"
+            here[node] = graph.node_copy(node)
+        return here[node]
+
+    for node in nodes:
+        if _changes(node) and _viewed(node.args[0]) not in own:
+            raise ConfigError(
+                f"forward changes {where(node)} ({node.target}) in place what was made "
+                "before a cut; take the operation that returns a new tensor, or "
+                f"{REMEDY}"
+            )
+        if node.target is call_whole:
+            mapped_args: Any = fx.node.map_arg(node.args, mapped)
+            here[node] = graph.call_module(*mapped_args)
+        else:
+            here[node] = graph.node_copy(node, mapped)
+            here[node].meta = {}  # holds the trace
+    graph.output(tuple(fx.node.map_arg(list(outputs), mapped)))
+    return graph
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether a node changes its first argument in place, by torch's convention."""
+    parts = str(node.target).split(".")
+    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
+
+
+def _viewed(node: Any) -> Any:
+    """What a node is a view of; itself if it is none."""
+    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
+        node = node.args[0]
+    return node
+
+
+def _root(
+    model: nn.Module,
+    used: Mapping[str, torch.Tensor | None],
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+) -> nn.Module:
+    """Holds what a layer's graph uses: the model's own objects."""
+    root = nn.Module()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = used[node.target]
+            if value is None:
+                raise ConfigError(
+                    f"forward makes a tensor of constants {where(nodes[0])} or later "
+                    f"in that layer; register it as a buffer of the model, or {REMEDY}"
+                )
+            if isinstance(value, nn.Parameter):
+                root.register_parameter(node.target, value)
+            else:
+                root.register_buffer(node.target, value)
+        elif node.op == "call_module":
+            _mount(root, node.target, model.get_submodule(node.target))
+    return root
+
+
+def _mount(root: nn.Module, name: str, module: nn.Module) -> None:
+    *owners, own = name.split(".")
+    for one in owners:
+        if one not in dict(root.named_children()):
+            root.add_module(one, nn.Module())
+        root = root.get_submodule(one)
+    root.add_module(own, module)
+
+
+def _keep_out_of_state(body: fx.GraphModule, model: nn.Module) -> None:
+    """Buffers that the model does not save are not saved in a layer."""
+    state = model.state_dict(keep_vars=True)
+    saved = {id(one) for one in state.values()}
+    for name, one in list(body.named_buffers(recurse=False)):
+        if id(one) not in saved:
+            delattr(body, name)
+            body.register_buffer(name, one, persistent=False)

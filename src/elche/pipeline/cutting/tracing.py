@@ -1,0 +1,256 @@
+"""Trace of a model's forward between its submodules, by torch's own tracer.
+
+`make_fx` runs forward once on fake tensors with symbolic sizes, as torch.export and
+torch.distributed.pipelining do. Submodules that stay whole are one call each: they
+remain the user's own modules, with their names, hooks, modes and random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from elche.errors import ConfigError
+from elche.pipeline.cutting.arguments import Arguments
+from elche.pipeline.cutting.whole_calls import REMEDY, ModuleCalls, call_whole
+from elche.torch_internals.batches import tree_leaves, tree_map
+from elche.torch_internals.held import held_buffers, held_parameters, version
+from elche.torch_internals.passes import FakeTensorMode
+
+
+@final
+@dataclass(frozen=True)
+class CallTrace:
+    """What forward does between the submodules that stay whole.
+
+    Attributes:
+        graph: with a node of :func:`call_whole` for each call of one; returns the
+            tensors of the output in a list.
+        used: parameters and buffers that the code between them uses, by the graph's
+            names; None for a constant that forward makes.
+        changed: buffers that forward changes in training, by the model's names.
+        arguments: that forward was traced with.
+        output: of forward, with others in the place of its tensors.
+        device: where it was traced.
+    """
+
+    graph: fx.Graph
+    used: dict[str, torch.Tensor | None]
+    changed: dict[str, torch.Tensor]
+    arguments: Arguments
+    output: Any
+    device: torch.device
+
+
+def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
+    """Traces a model.
+
+    Args:
+        model: as the user gave it, also on the meta device; it is left as it was.
+        whole: name of each submodule that stays whole, by id.
+        sample: one microbatch of its input.
+
+    Raises:
+        ConfigError: the code between the submodules cannot be traced, or does something
+            else in evaluation than in training.
+    """
+    modes = [(one, one.training) for one in model.modules()]
+    try:
+        model.train()
+        found = _trace(model, whole, sample)
+        model.eval()
+        evaluated = _trace(model, whole, sample)
+    finally:
+        for one, mode in modes:
+            one.training = mode
+    _compare(found.graph, evaluated.graph)
+    return found
+
+
+def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
+    held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
+    device = held[0].device
+    arguments = Arguments.read(model, sample, device)
+    shapes = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=shapes)
+    # Forward changes no buffer of the model (BatchNorm counts its batches).
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    state = {
+        id(one): mode.from_tensor(one, static_shapes=True) for one in named.values()
+    }
+    before = {key: version(fake) for key, fake in state.items()}
+    fakes = [mode.from_tensor(one, symbolic_context=_dynamic(one)) for one in arguments]
+    symbols = [[size.node.expr for size in fake.shape] for fake in fakes]
+    outputs: list[Any] = []
+
+    watch = ModuleCalls(model, whole)
+
+    def forward(*tensors: torch.Tensor) -> list[Any]:
+        # In here: the tracer has set a hook of its own before.
+        with watch.patched(), _standing_in(model, state):
+            outputs.append(model(**arguments.filled(tensors)))
+        return tree_leaves(outputs[-1])
+
+    try:
+        with torch.enable_grad(), mode:
+            made = make_fx(forward, pre_dispatch=True)(*fakes)
+    except ConfigError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"forward of {watch.inside} cannot be traced: {type(error).__name__}: "
+            f"{first}; {REMEDY}"
+        ) from error
+    fixed = [[_fixed_size(size) for size in fake.shape] for fake in fakes]
+    if not fixed or fixed[0][0] is not None:
+        raise ConfigError(
+            f"forward of {type(model).__name__} fixes the number of samples at that of "
+            f"the sample, {arguments.samples}; compute it from the input's shape, or "
+            "cut by hand with split=lambda model: [...]"
+        )
+    _drop_empty_modes(made.graph)
+    arguments.learn_sizes(symbols, fixed, [one.expr for one in shapes.guards])
+    nothing = torch.empty(0, device="cpu")
+    output = tree_map(lambda one: nothing, outputs[-1])
+    real = {id(state[id(one)]): one for one in named.values()}
+    return CallTrace(
+        graph=made.graph,
+        used={
+            node.target: real.get(id(getattr(made, node.target)))
+            for node in made.graph.nodes
+            if node.op == "get_attr"
+        },
+        changed={
+            name: one
+            for name, one in named.items()
+            if version(state[id(one)]) != before[id(one)]
+        },
+        arguments=arguments,
+        output=output,
+        device=device,
+    )
+
+
+@contextmanager
+def _standing_in(
+    model: nn.Module, others: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
+    """Puts other tensors, by id, in the place of parameters and buffers, and back.
+
+    `torch.func.functional_call` leaves them in a module that stands in two places.
+    """
+    slots = [
+        (held, name, one)
+        for module in model.modules()
+        for held in (held_parameters(module), held_buffers(module))
+        for name, one in held.items()
+        if one is not None
+    ]
+    try:
+        for held, name, one in slots:
+            held[name] = others[id(one)]
+        yield
+    finally:
+        for held, name, one in slots:
+            held[name] = one
+
+
+def _fixed_size(size: Any) -> int | None:
+    """The number that a size has become in a trace; None while it may vary."""
+    expression = size if isinstance(size, int) else size.node.expr
+    is_number = isinstance(expression, int) or expression.is_number
+    return int(expression) if is_number else None
+
+
+def _dynamic(tensor: torch.Tensor) -> StatelessSymbolicContext[Any, Any]:
+    return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+
+
+def _drop_empty_modes(graph: fx.Graph) -> None:
+    """Drops switches of no_grad or autocast around calls of whole modules.
+
+    They switch for themselves when they run.
+
+    Raises:
+        ConfigError: there is traced code between two of them.
+    """
+    while True:
+        nodes = list(graph.nodes)
+        pairs = [
+            (one, other)
+            for one, other in pairwise(nodes)
+            if _switches(one) and _switches(other)
+        ]
+        if not pairs:
+            break
+        for node in reversed(pairs[0]):
+            graph.erase_node(node)
+    left = next((one for one in graph.nodes if _switches(one)), None)
+    if left is not None:
+        raise ConfigError(
+            f"forward uses {left.target!s} around code {where(left)}, which a cut "
+            f"might tear apart; {REMEDY}"
+        )
+
+
+def _switches(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name.endswith(
+        ("set_grad_enabled", "enter_autocast", "exit_autocast")
+    )
+
+
+def _compare(trained: fx.Graph, evaluated: fx.Graph) -> None:
+    """Raises unless both graphs are the same.
+
+    Raises:
+        ConfigError: they are not; says between which submodules.
+    """
+    rows = [_texts(graph) for graph in (trained, evaluated)]
+    if rows[0] == rows[1]:
+        return
+    nodes = list(trained.nodes)
+    at = next(
+        (i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b),
+        min(map(len, rows)) - 1,
+    )
+    raise ConfigError(
+        f"forward does something else in training than in evaluation "
+        f"{where(nodes[at])} ({nodes[at].name}), such as dropout as a function: make "
+        f"it a module (nn.Dropout); {REMEDY}"
+    )
+
+
+def _texts(graph: fx.Graph) -> list[str]:
+    """The nodes of a graph; names of nodes in it are numbers, others may differ."""
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    return [
+        str(fx.node.map_arg((str(one.target), one.args, one.kwargs), number.get))
+        for one in graph.nodes
+    ]
+
+
+def where(node: fx.Node) -> str:
+    """Between which submodules a node of a trace stands, for messages."""
+    before, after, is_seen = "the input", "the output", False
+    for one in node.graph.nodes:
+        is_seen = is_seen or one is node
+        if one.target is call_whole and one is not node:
+            if is_seen:
+                after = str(one.args[0])
+                break
+            before = str(one.args[0])
+    return f"between {before} and {after}"

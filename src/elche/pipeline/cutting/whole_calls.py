@@ -1,0 +1,134 @@
+"""Calls of modules while a model is traced; those that stay whole become one node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, final
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+
+from elche.errors import ConfigError
+from elche.torch_internals.batches import tree_leaves
+
+REMEDY = (
+    "put that code into a submodule of its own, or cut by hand with "
+    "split=lambda model: [...]"
+)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def call_whole(name: str, args: Any, keywords: Any) -> NoReturn:
+    """Stands in a trace for the call of a submodule; it is replaced before it runs."""
+    raise RuntimeError(f"the call of {name} was not put into a layer")
+
+
+@final
+class ModuleCalls:
+    """Calls of modules while a model is traced.
+
+    Args:
+        model: what is traced.
+        whole: names of submodules that stay whole, by id.
+
+    Attributes:
+        inside: the innermost module that was being called when an error came.
+    """
+
+    def __init__(self, model: nn.Module, whole: Mapping[int, str]) -> None:
+        self._whole = whole
+        self._names = {id(one): name for name, one in model.named_modules()}
+        # Some override the call itself, to checkpoint what is inside of it.
+        self._owners = {
+            owner
+            for one in (model, *model.modules())
+            for owner in type(one).__mro__
+            if issubclass(owner, nn.Module) and "__call__" in owner.__dict__
+        }
+        self._stack: list[str] = []
+        self._opaque = 0
+        self.inside = type(model).__name__
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Calls of all modules come here meanwhile, as torch.fx does it."""
+        calls = {owner: owner.__dict__["__call__"] for owner in self._owners}
+        for owner, call in calls.items():
+            setattr(owner, "__call__", self._hook(call))  # noqa: B010
+        try:
+            yield
+        finally:
+            for owner, call in calls.items():
+                setattr(owner, "__call__", call)  # noqa: B010
+
+    def _hook(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+            if self._opaque or id(module) not in self._names:
+                return call(module, *args, **keywords)
+            name = self._names[id(module)]
+            self._stack.append(
+                f"{name} ({type(module).__name__})" if name else type(module).__name__
+            )
+            self.inside = self._stack[-1]
+            if id(module) in self._whole:
+                found = self._record(module, call, args, keywords)
+            else:
+                found = call(module, *args, **keywords)
+            self._stack.pop()
+            self.inside = self._stack[-1] if self._stack else self.inside
+            return found
+
+        return called
+
+    def _record(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None, "only while tracing"
+        tracer: Any = mode.tracer
+        given = self._proxies((args, keywords), tracer)
+        self._opaque += 1
+        with disable_proxy_modes_tracing():
+            found = call(module, *args, **keywords)
+        self._opaque -= 1
+        name = self._whole[id(module)]
+        node = tracer.create_proxy("call_function", call_whole, (name, *given), {})
+        if isinstance(found, torch.Tensor):
+            track_tensor_tree(found, node, constant=None, tracer=tracer)
+            return found
+        leaves = tracer.create_proxy("call_function", tree_leaves, (node,), {})
+        for index, one in enumerate(tree_leaves(found)):
+            if isinstance(one, torch.Tensor):
+                each = (leaves, index)
+                proxy = tracer.create_proxy("call_function", operator.getitem, each, {})
+                track_tensor_tree(one, proxy, constant=None, tracer=tracer)
+        return found
+
+    def _proxies(self, value: Any, tracer: Any) -> Any:
+        """Arguments of a call with the trace's values instead of tensors."""
+        if isinstance(value, (torch.Tensor, *_SYMBOLS)):
+            return tracer.unwrap_proxy(value)
+        if type(value) in (tuple, list):
+            return type(value)(self._proxies(one, tracer) for one in value)
+        if type(value) is dict:
+            return {key: self._proxies(one, tracer) for key, one in value.items()}
+        if isinstance(value, _PLAIN):
+            return value
+        raise ConfigError(
+            f"{self.inside} is given a {type(value).__name__}, which cannot travel "
+            "between layers; leave it out with an argument of the model, such as "
+            'sample={"input_ids": ..., "use_cache": False}, or cut by hand with '
+            "split=lambda model: [...]"
+        )

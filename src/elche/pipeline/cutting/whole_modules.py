@@ -1,0 +1,117 @@
+"""Choice of the submodules that stay whole, and of those to cut between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from elche.errors import ConfigError
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CHAINS = (*_LISTS, nn.Sequential)
+
+SplitPoints = Sequence[str] | Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class CutChoice:
+    """Where a model may be cut.
+
+    Attributes:
+        whole: names of submodules that run as they are; code between them is traced.
+        before: of these, those before whose calls a layer begins.
+        after: those after whose calls one begins.
+    """
+
+    whole: tuple[str, ...]
+    before: frozenset[str]
+    after: frozenset[str]
+
+
+def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
+    """Cuts where the user says.
+
+    Args:
+        model: what to cut.
+        points: names of submodules before which to cut; or by name
+            ``SplitPoint.BEGINNING`` or ``SplitPoint.END`` of torch's pipelining.
+
+    Raises:
+        ConfigError: there is no such module, or it is none that is called.
+    """
+    given = points if isinstance(points, Mapping) else dict.fromkeys(points)
+    modules = dict(model.named_modules())
+    ends: dict[str, str] = {}
+    for name, point in given.items():
+        if name not in modules or not name or isinstance(modules[name], _LISTS):
+            near = [one for one in modules if one and one.startswith(f"{name}.")]
+            shown = ", ".join((near or [*modules][1:])[:6])
+            raise ConfigError(
+                "expected names of submodules that forward calls as split_points, got "
+                f"{name!r}; the model has {shown}, ..."
+            )
+        ends[name] = "BEGINNING" if point is None else getattr(point, "name", "")
+        if ends[name] not in ("BEGINNING", "END"):
+            raise ConfigError(
+                f"expected SplitPoint.BEGINNING or SplitPoint.END for {name!r}, got "
+                f"{point!r}"
+            )
+
+    def opened(name: str) -> bool:
+        return any(one.startswith(f"{name}.") for one in ends)
+
+    return CutChoice(
+        whole=tuple(_whole(model, "", opened)),
+        before=frozenset(n for n, end in ends.items() if end == "BEGINNING"),
+        after=frozenset(n for n, end in ends.items() if end == "END"),
+    )
+
+
+def at_blocks(model: nn.Module) -> CutChoice:
+    """Cuts around the members of the model's chains of blocks.
+
+    Chains are its outermost ModuleLists and Sequentials, and those directly inside of
+    them. A model without one may be cut between any of its children.
+    """
+    chains = {
+        name: one for name, one in model.named_modules() if isinstance(one, _CHAINS)
+    }
+    opened = {
+        name
+        for name, one in model.named_modules()
+        if not isinstance(one, _CHAINS)
+        and any(chain.startswith(f"{name}.") for chain in chains)
+        and not _is_inside(name, chains)
+    }
+    whole = tuple(_whole(model, "", lambda name: name in opened or name in chains))
+    members = frozenset(
+        name for name in whole if isinstance(_parent(model, name), _CHAINS)
+    )
+    if not members:
+        members = frozenset(
+            name for name in whole if any(model.get_submodule(name).parameters())
+        )
+        return CutChoice(whole, members, frozenset())
+    return CutChoice(whole, members, members)
+
+
+def _whole(module: nn.Module, prefix: str, opened: Any) -> Iterator[str]:
+    for own, child in module.named_children():
+        name = f"{prefix}{own}"
+        if isinstance(child, _LISTS) or opened(name):
+            yield from _whole(child, f"{name}.", opened)
+        else:
+            yield name
+
+
+def _is_inside(name: str, chains: Mapping[str, nn.Module]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in chains for end in range(1, len(parts)))
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])

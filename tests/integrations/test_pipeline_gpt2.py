@@ -1,0 +1,53 @@
+"""A GPT-2 of transformers is cut and trained as it comes, and generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
+from tests.integrations.cases.hf_pipeline import Gpt2, Outcome, alone, piped
+from tests.pipeline.cases.pipeline_cases import furthest
+
+pytestmark = pytest.mark.distributed
+
+
+def check(pool: RankPool, work: Gpt2) -> Outcome:
+    """Losses, parameters, one sample's evaluation and tokens are one process'."""
+    expected = alone(work)
+    found = pool.run(piped, work, case_setup=serve_in_thread)
+    assert len(set(expected.tokens[0, 3:].tolist())) > 1
+    for one in found:
+        assert one.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert one.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
+        assert torch.equal(one.tokens, expected.tokens)
+        assert one.state.keys() == expected.state.keys()
+        state = {name: one.state[name] for name in expected.state}
+        assert furthest(state, dict(expected.state)) <= 1e-12
+    return found[0]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "auto"])
+def test_around_its_blocks_on_two_ranks(ranks2: RankPool, schedule: str) -> None:
+    check(ranks2, Gpt2(schedule))
+
+
+def test_by_name_on_two_ranks(ranks2: RankPool) -> None:
+    points = ("transformer.h.2", "transformer.h.4", "transformer.ln_f")
+    found = check(ranks2, Gpt2("zb-v", points))
+    assert sum(found.layers) == 4
+
+
+def test_with_a_mask_on_four_ranks(ranks4: RankPool) -> None:
+    check(ranks4, Gpt2("zb-h1", masked=True))
+
+
+def test_one_rank_of_two_three_times_slower(ranks2: RankPool) -> None:
+    found = check(ranks2, Gpt2("1f1b", slow=1, options={"costs": "measure"}))
+    assert found.layers[1] <= found.layers[0] - 2
+
+
+def test_one_rank_of_four_three_times_slower(ranks4: RankPool) -> None:
+    found = check(ranks4, Gpt2("auto", slow=2, options={"costs": "measure"}))
+    assert found.layers[2] == min(found.layers) < max(found.layers)

@@ -1,0 +1,374 @@
+"""Plain modules that elche cuts, and the same work in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+
+from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
+from tests.pipeline.cases.pipeline_cases import CALM, Block, Trained, optimizer_for
+
+WIDTH, VOCABULARY, LENGTH = 8, 11, 6
+
+
+class Residual(nn.Module):
+    """A block of a residual net."""
+
+    def __init__(self, inside: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample: nn.Module | None = None
+        if inside != width:
+            narrow = nn.Conv2d(inside, width, 1, stride, bias=False)
+            self.downsample = nn.Sequential(narrow, nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x += beside
+        return self.relu(x)
+
+
+class ResNet(nn.Module):
+    """A residual net of eight blocks, as ResNet-18 with narrow layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        widths = [4, 4, 6, 8, 10]
+        for index in range(1, 5):
+            inside, width = widths[index - 1], widths[index]
+            stride = 1 if index == 1 else 2
+            blocks = Residual(inside, width, stride), Residual(width, width)
+            self.add_module(f"layer{index}", nn.Sequential(*blocks))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for index in range(1, 5):
+            x = self.get_submodule(f"layer{index}")(x)
+        x = self.avgpool(x)
+        return self.fc(x.view(x.size(0), -1))
+
+
+class Gpt(nn.Module):
+    """A causal model with tied weights, and a mask as keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        if mask is not None:
+            x = x * mask[:, :, None]
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x)}
+
+
+class Crossing(nn.Module):
+    """Values that live across several cuts, and parameters used between modules.
+
+    One module runs twice, with a value in between that is changed in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.up = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shift: torch.Tensor
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        x = self.middle(self.middle(x) * self.scale + self.shift)
+        for layer in self.up:
+            x = layer(x + kept.pop())
+            x += kept[0] if kept else self.shift
+        return (x @ self.mix)[..., :3]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": ResNet,
+    "gpt": Gpt,
+    "crossing": Crossing,
+}
+POINTS: dict[str, Any] = {
+    "resnet": ["layer2", "layer3.1", "layer4"],
+    "gpt": {
+        "blocks.1": SplitPoint.BEGINNING,
+        "blocks.3": SplitPoint.BEGINNING,
+        "blocks.5": SplitPoint.END,
+    },
+    "crossing": ["down.1", "middle", "up.1"],
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What to train.
+
+    Attributes:
+        model: one of `MODELS`.
+        by_name: it is cut at `POINTS`; around its blocks otherwise.
+        schedule: of the pipeline.
+        sizes: of the batches, one a step.
+        slow: the rank that is three times slower, if one is.
+        masked: the batch has a mask.
+        moves: the partition after the first step.
+        on_meta: the model is given without values, and loads them.
+        options: of the pipeline.
+    """
+
+    model: str = "gpt"
+    by_name: bool = False
+    schedule: str = "1f1b"
+    sizes: tuple[int, ...] = (11, 3, 1)
+    slow: int | None = None
+    masked: bool = False
+    moves: tuple[int, ...] = ()
+    on_meta: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Pause(torch.autograd.Function):
+    """Takes its time, as long again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pause_s: float) -> torch.Tensor:
+        ctx.pause_s = pause_s
+        time.sleep(pause_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.pause_s)
+        return grad, None
+
+
+def slow_down(module: nn.Module, pause_s: float) -> None:
+    """Emulates a device: a module's passes take at least so long."""
+
+    def pause(_: nn.Module, given: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return Pause.apply(output[0], pause_s), *output[1:]  # type: ignore[no-untyped-call]
+        return Pause.apply(output, pause_s)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(pause)
+
+
+def model_for(work: Cut) -> nn.Module:
+    torch.manual_seed(5)
+    return MODELS[work.model]().double()
+
+
+def data_for(work: Cut, step: int) -> tuple[Any, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    count = work.sizes[step % len(work.sizes)]
+    if work.model == "gpt":
+        tokens = torch.randint(VOCABULARY, (count, LENGTH - step % 2 + 1))
+        x: Any = tokens[:, :-1].contiguous()
+        if work.masked:
+            mask = torch.rand(x.shape, generator=generator, dtype=torch.float64) > 0.2
+            x = {"tokens": x, "mask": mask.double()}
+        return x, tokens[:, 1:].contiguous()
+    y = torch.randint(3, (count,), generator=generator)
+    shape = (count, 3, 32, 32) if work.model == "resnet" else (count, WIDTH)
+    return torch.randn(shape, generator=generator, dtype=torch.float64), y
+
+
+def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+    if isinstance(output, dict):
+        output = output["logits"]
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def parts_of(value: Any, count: int) -> list[Any]:
+    """A batch in microbatches."""
+    if isinstance(value, dict):
+        parts = zip(*(parts_of(one, count) for one in value.values()), strict=True)
+        return [dict(zip(value, part, strict=True)) for part in parts]
+    return list(value.tensor_split(min(count, len(value))))
+
+
+def alone(work: Cut, micro_batches: int) -> Trained:
+    """In one process: microbatches one after the other, plain autograd."""
+    model = model_for(work)
+    optimizer = optimizer_for(list(model.parameters()))
+    losses = []
+    for step in range(len(work.sizes)):
+        torch.manual_seed(step)
+        x, y = data_for(work, step)
+        optimizer.zero_grad()
+        total = 0.0
+        for part, target in zip(
+            parts_of(x, micro_batches), parts_of(y, micro_batches), strict=True
+        ):
+            output = model(**part) if isinstance(part, dict) else model(part)
+            loss = loss_of(output, target) * len(target) / len(y)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    model.eval()
+    with torch.no_grad():
+        torch.manual_seed(7)
+        x, y = data_for(work, len(work.sizes) - 1)
+        output = model(**x) if isinstance(x, dict) else model(x)
+        evaluated = loss_of(output, y).item()
+    return Trained(model.state_dict(), losses, evaluated=evaluated)
+
+
+PROMPTS = [torch.tensor([[3]]), torch.tensor([[1, 2], [7, 5], [3, 3], [10, 0], [4, 9]])]
+"""Of one sequence, and of more than there are microbatches."""
+
+
+def sharpened() -> nn.Module:
+    """A model that does not repeat one token."""
+    model = model_for(Cut("gpt"))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2.0)
+    return model
+
+
+def continued(end_token: int | None) -> list[torch.Tensor]:
+    """Greedy generation in one process."""
+    model = sharpened().eval()
+    found = []
+    for tokens in PROMPTS:
+        ended = torch.zeros(len(tokens), dtype=torch.bool)
+        for _ in range(4):
+            with torch.no_grad():
+                following = model(tokens)["logits"][:, -1].argmax(-1)
+            if end_token is not None:
+                following[ended] = end_token
+                ended |= following == end_token
+            tokens = torch.cat([tokens, following[:, None]], 1)
+            if ended.all():
+                break
+        found.append(tokens)
+    return found
+
+
+def generated(end_token: int | None) -> tuple[list[torch.Tensor], list[str]]:
+    """The same on one rank of a pipeline, and what wrong calls come to."""
+    sample = torch.zeros(2, 3, dtype=torch.int64)
+    options: dict[str, Any] = {"schedule": "zb-v", "sample": sample, **CALM}
+    wrong = []
+    with Pipeline(sharpened(), loss_of, micro_batches=4, **options) as pipe:
+        parts = [one for layer in pipe.layers for one in layer.module.modules()]
+        before = [one.training for one in parts]
+        found = [
+            pipe.generate(
+                one if pipe.is_first else None, max_new_tokens=4, end_token=end_token
+            )
+            for one in PROMPTS
+        ]
+        assert before == [one.training for one in parts]
+        calls: list[dict[str, Any]] = [
+            {"tokens": torch.zeros(3), "max_new_tokens": 1},
+            {"tokens": PROMPTS[0], "max_new_tokens": -1},
+            {"tokens": PROMPTS[0], "max_new_tokens": 1 + pipe.rank},
+            {
+                "tokens": PROMPTS[0],
+                "max_new_tokens": 1,
+                "choose": lambda logits: logits.argmax(),
+            },
+        ]
+        for one in calls:
+            try:
+                pipe.generate(**one)
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+        assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=1), found[0][:, :2])
+    return found, wrong
+
+
+@dataclass
+class Together:
+    """What came out on one rank, and how many layers each stage has."""
+
+    trained: Trained
+    partition: tuple[int, ...]
+    placement: tuple[int, ...]
+    again: bool
+
+
+def together(work: Cut, micro_batches: int) -> Together:
+    """One rank of a pipeline of the model, cut by elche."""
+    with torch.device("meta") if work.on_meta else nullcontext():
+        model = model_for(work)
+    torch.manual_seed(0)
+    options = dict(work.options)
+    if work.slow is not None:
+        is_slow = this_place().rank == work.slow
+        for name, one in model.named_modules():
+            if isinstance(one, (Block, Residual)):
+                slow_down(model.get_submodule(name), 0.006 if is_slow else 0.002)
+    sample, _ = data_for(Cut(model=work.model, sizes=(2,), masked=work.masked), 0)
+    with Pipeline(
+        model,
+        loss_of,
+        micro_batches=micro_batches,
+        schedule=work.schedule,
+        sample=sample,
+        split_points=POINTS[work.model] if work.by_name else None,
+        **CALM,
+        **options,
+    ) as pipe:
+        if work.on_meta:
+            pipe.load_state_dict(model_for(work).state_dict())
+        optimizer = optimizer_for(list(pipe.parameters()))
+        losses = []
+        for step in range(len(work.sizes)):
+            if step == 1 and work.moves:
+                pipe.repartition(work.moves, optimizer=optimizer)
+            torch.manual_seed(step)
+            x, y = data_for(work, step)
+            pipe.zero_grad()
+            losses.append(pipe.step(x, y).loss)
+            optimizer.step()
+        torch.manual_seed(7)
+        x, y = data_for(work, len(work.sizes) - 1)
+        out = pipe.evaluate(x, y, outputs="all")
+        state = pipe.state_dict()
+        model_for(work).load_state_dict(state)  # the names are the model's own
+        pipe.load_state_dict(state)
+        again = pipe.evaluate(x, y).loss == out.loss
+        return Together(
+            Trained(state, losses, evaluated=out.loss),
+            pipe.partition,
+            pipe.schedule.placement,
+            again and out.outputs is not None,
+        )

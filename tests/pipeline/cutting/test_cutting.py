@@ -1,0 +1,325 @@
+"""What cutting a module keeps, where it cuts, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+
+from elche.errors import ConfigError
+from elche.pipeline.cutting.cut import cut_model
+from elche.pipeline.setup.building import layers_of
+from elche.pipeline.setup.naming import names_of_split
+from tests.pipeline.cases.pipeline_cut_cases import MODELS, Gpt, ResNet
+
+WIDTH = 4
+
+
+class Inner(nn.Module):
+    """Two layers, and what a test wants done between them."""
+
+    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.between(self, self.first(x)))
+
+
+class Outer(nn.Module):
+    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = Inner(between)
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.inner(x))
+
+
+class TakesObjects(nn.Linear):
+    def forward(self, x: torch.Tensor, other: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def run(layers: list[nn.Module], value: Any) -> Any:
+    """What a list of layers means."""
+    for layer in layers:
+        if isinstance(value, tuple):
+            value = layer(*value)
+        else:
+            value = layer(**value) if isinstance(value, dict) else layer(value)
+    return value
+
+
+def sample_for(model: str, samples: int = 3) -> torch.Tensor:
+    if model == "gpt":
+        return torch.randint(11, (samples, 5))
+    return torch.randn((samples, 3, 32, 32) if model == "resnet" else (samples, 8))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cut_model_is_the_model(model: str) -> None:
+    whole = MODELS[model]()
+    whole.train()
+    next(iter(whole.children())).eval()
+    before = copy.deepcopy(whole.state_dict())
+    modes = [one.training for one in whole.modules()]
+    call, drawn = nn.Module.__call__, torch.random.get_rng_state()
+    sample = sample_for(model)
+    layers = cut_model(whole, None, sample)
+    assert nn.Module.__call__ is call
+    assert modes == [one.training for one in whole.modules()]
+    assert all(torch.equal(one, before[n]) for n, one in whole.state_dict().items())
+    again = copy.deepcopy(layers)
+    torch.random.set_rng_state(drawn)
+    assert torch.equal(sample_for(model), sample), "nothing was drawn in between"
+    mine = {id(one) for layer in layers for one in layer.parameters()}
+    assert mine == {id(one) for one in whole.parameters()}
+    assert set(names_of_split(whole, layers).of_state) == set(before)
+    whole.eval()
+    for layer in again:
+        layer.eval()
+    for samples in (3, 1, 5):
+        x = sample_for(model, samples)
+        for found in (run(layers, x), run(again, x)):
+            expected = whole(x)
+            if isinstance(expected, dict):
+                found, expected = found["logits"], expected["logits"]
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("points", "count"),
+    [
+        (None, 10),
+        (["layer2"], 2),
+        (["layer2", "layer3.1", "fc"], 4),
+        ({"layer1": SplitPoint.END, "layer3.0": SplitPoint.BEGINNING}, 3),
+    ],
+)
+def test_where_it_cuts(points: Any, count: int) -> None:
+    layers = cut_model(ResNet(), points, torch.randn(2, 3, 32, 32))
+    assert len(layers) == count
+    if points is not None and "layer2" in points:
+        first = {name for name, _ in layers[0].named_parameters()}
+        assert any(".layer1." in name for name in first)
+        assert not any(".layer2." in name for name in first)
+
+
+def test_values_on_another_device_than_the_trace() -> None:
+    """Tensors that forward makes follow its input."""
+    layers = cut_model(Gpt(), None, sample_for("gpt"))
+    for layer in layers:
+        layer.to("meta")
+    found = run(layers, torch.zeros(7, 4, dtype=torch.int64, device="meta"))
+    assert found["logits"].shape == (7, 4, 11)
+    assert found["logits"].is_meta
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Gpt()
+    layers = cut_model(model, None, sample_for("gpt"))
+    assert all(one.is_meta for layer in layers for one in layer.parameters())
+    for layer in layers:
+        layer.to_empty(device="cpu")
+    assert run(layers, sample_for("gpt", 1))["logits"].device.type == "cpu"
+
+
+class Doubled(nn.Linear):
+    """Overrides the call itself, as transformers does for checkpointing."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return 2 * super().__call__(x)
+
+
+def test_a_call_that_is_overridden_stays_whole() -> None:
+    model = Outer(lambda model, x: model.doubled(x))
+    model.inner.add_module("doubled", Doubled(WIDTH, WIDTH))
+    layers = cut_model(model, ["inner.second", "last"], torch.randn(3, WIDTH))
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(run(layers, x), model(x))
+
+
+@pytest.mark.parametrize("points", [["inner.second"], ["last"]])
+def test_a_module_that_counts_and_runs_twice(points: list[str]) -> None:
+    """Two ranks would each count half of its calls."""
+    model = Outer(lambda model, x: model.norm(x))
+    norm = nn.BatchNorm1d(WIDTH)
+    model.inner.add_module("norm", norm)
+    model.inner.second = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
+    refused: Any = pytest.raises(
+        ConfigError, match=r"changes the buffer inner\..*_tracked in 2 layers"
+    )
+    with refused if points == ["inner.second"] else nullcontext():
+        cut_model(model, points, torch.randn(3, WIDTH))
+    assert norm.num_batches_tracked == 0
+
+
+def test_what_forward_does_not_use_stays_in_the_state() -> None:
+    model = Outer(lambda model, x: x)
+    model.inner.add_module("unused", nn.Linear(2, 2))
+    layers = cut_model(model, ["inner.second"], torch.randn(3, WIDTH))
+    found = names_of_split(model, layers)
+    names = {name for one in found.aliases for name in (one or {}).values()}
+    assert names == set(model.state_dict())
+
+
+def _raises_no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * 2
+    return x + y
+
+
+def _changes(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y = model.taking(x)
+    x[:, :2].add_(1)
+    return x + y
+
+
+BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "dropout": (
+        lambda model, x: F.dropout(x, 0.5, model.training),
+        "something else in training than in evaluation between inner.first and "
+        r"inner.second \(dropout\)",
+    ),
+    "training": (
+        lambda model, x: x * 2 if model.training else x,
+        "something else in training than in evaluation between inner.first",
+    ),
+    "no_grad": (_raises_no_grad, "uses .*set_grad_enabled.* between inner.first and"),
+    "values": (
+        lambda model, x: x if x.sum() > 0 else -x,
+        r"forward of inner \(Inner\) cannot be traced: .*; put that code into a",
+    ),
+    "an error": (
+        lambda model, x: x @ x[:, :1],
+        r"forward of inner \(Inner\) cannot be traced: RuntimeError",
+    ),
+    "samples": (
+        lambda model, x: x if x.shape[0] == 3 else -x,
+        "forward of Outer fixes the number of samples at that of the sample, 3",
+    ),
+    "constants": (
+        lambda model, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        "makes a tensor of constants between",
+    ),
+    "in place": (
+        _changes,
+        r"changes between inner.taking and inner.second .* in place",
+    ),
+    "an object": (
+        lambda model, x: model.taking(x, object()),
+        r"inner.taking \(TakesObjects\) is given a object, which cannot travel",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_what_cannot_be_cut_is_named(kind: str) -> None:
+    between, message = BETWEEN[kind]
+    model = Outer(between)
+    model.inner.add_module("taking", TakesObjects(WIDTH, WIDTH))
+    call = nn.Module.__call__
+    with pytest.raises(ConfigError, match=message):
+        cut_model(model, ["inner.taking", "inner.second"], torch.randn(3, 4))
+    assert nn.Module.__call__ is call
+
+
+@pytest.mark.parametrize("kind", ["dropout", "values"])
+def test_code_in_a_module_that_stays_whole_may_do_anything_traceable_or_not(
+    kind: str,
+) -> None:
+    """Dropout does; what depends on values cannot give a shape without them."""
+    model = Outer(BETWEEN[kind][0])
+    refused: Any = pytest.raises(ConfigError, match=r"forward of inner \(Inner\)")
+    with refused if kind == "values" else nullcontext():
+        assert len(cut_model(model, ["last"], torch.randn(3, WIDTH))) == 2
+
+
+class Chosen(nn.Module):
+    """Does something else for long inputs, and takes a mask and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, mask: Any = None, doubled: bool = False
+    ) -> torch.Tensor:
+        x = self.first(x)
+        if x.shape[1] > 8:
+            x = x[:, -8:]
+        if mask is not None:
+            x = x * mask[:, :, None]
+        return self.second(x * 2 if doubled else x)
+
+
+def test_calls_unlike_the_sample_are_refused() -> None:
+    sample = {"x": torch.randn(3, 5, WIDTH), "mask": torch.ones(3, 5), "doubled": True}
+    model = Chosen()
+    layers = cut_model(model, ["second"], sample)
+    x, mask = torch.randn(1, 7, WIDTH), torch.rand(1, 7)
+    expected = model(x, mask, True)
+    for args, keywords in (
+        ((x, mask), {}),
+        ((x,), {"mask": mask, "doubled": True}),
+        ((), {"x": x, "mask": mask}),
+    ):
+        assert torch.equal(run(layers[1:], layers[0](*args, **keywords)), expected)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x,), {}, "the argument mask of the model is not like that of the sample"),
+        ((x, mask, False), {}, "got False, the sample has True"),
+        ((x, mask), {"scale": 1}, "the model's forward does not take this batch"),
+        ((x[0], mask), {}, "expected tensors of [3, 2] dimensions"),
+        ((x[..., :3], mask), {}, f"cut for a size of {WIDTH}, which its forward fixes"),
+        ((torch.randn(1, 9, 4), torch.rand(1, 9)), {}, "the model was cut for sizes"),
+    ]
+    for args, keywords, message in wrong:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            layers[0](*args, **keywords)
+
+
+class ByPosition(nn.Linear):
+    def forward(self, x: torch.Tensor, /) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "points", "sample", "message"),
+    [
+        (Gpt(), None, None, "a Gpt is cut by tracing it: give sample="),
+        (Gpt(), None, torch.zeros(1, 5).long(), "at least two samples"),
+        (Gpt(), None, "text", "at least two samples"),
+        (Gpt(), None, {"token": torch.zeros(2, 5)}, "does not take this batch"),
+        (Gpt(), ["blocks"], torch.zeros(2, 5), "got 'blocks'; the model has blocks.0"),
+        (Gpt(), ["block.1"], torch.zeros(2, 5), "got 'block.1'; the model has tokens"),
+        (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
+        (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
+        (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),
+    ],
+)
+def test_wrong_samples_and_names(
+    model: nn.Module, points: Any, sample: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        cut_model(model, points, sample)
+
+
+def test_split_points_go_with_a_module_alone() -> None:
+    x = torch.zeros(2, 5).long()
+    for model, split in ((Gpt(), lambda m: [m.tokens]), ([nn.Linear(2, 2)], None)):
+        with pytest.raises(ConfigError, match="split_points= cuts a module, and goes"):
+            layers_of(model, split, ["head"], x)
+    chain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    assert len(layers_of(chain, None)) == 3, "no sample is needed"
+    assert len(layers_of(chain, None, ["2"], torch.zeros(2, 4))) == 2

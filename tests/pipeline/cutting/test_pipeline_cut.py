@@ -1,0 +1,131 @@
+"""Plain modules, cut by elche, train on real processes as one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elche.runtime.process.coordinator import serve_in_thread
+from elche.schedule.generators.schedules import FIXED_SCHEDULES
+from tests.harness.rank_pool import RankPool
+from tests.pipeline.cases.pipeline_cases import furthest
+from tests.pipeline.cases.pipeline_cut_cases import (
+    MODELS,
+    Cut,
+    Together,
+    alone,
+    continued,
+    generated,
+    together,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+def check(pool: RankPool | None, work: Cut, micro_batches: int = 4) -> Together:
+    """Losses, parameters and an evaluation of one sample are those of one process."""
+    expected = alone(work, micro_batches)
+    if pool is None:
+        found = [together(work, micro_batches)]
+    else:
+        found = pool.run(together, work, micro_batches, case_setup=serve_in_thread)
+    for one in found:
+        assert one.trained.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert one.trained.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
+        assert one.trained.state.keys() == expected.state.keys()
+        state = {name: one.trained.state[name] for name in expected.state}
+        assert furthest(state, expected.state) <= 1e-12
+        assert one.again
+    return found[0]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_in_one_process(model: str, by_name: bool) -> None:
+    options = {"stages_per_rank": 4}
+    check(None, Cut(model, by_name, "interleaved-zb", options=options))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_on_two_ranks(ranks2: RankPool, model: str, by_name: bool) -> None:
+    check(ranks2, Cut(model, by_name, "zb-v"))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "auto"])
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("model", ["resnet", "gpt"])
+def test_on_four_ranks(
+    ranks4: RankPool, model: str, by_name: bool, schedule: str
+) -> None:
+    check(ranks4, Cut(model, by_name, schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FIXED_SCHEDULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_schedule(ranks2: RankPool, model: str, schedule: str) -> None:
+    check(ranks2, Cut(model, schedule=schedule))
+
+
+def test_a_mask_beside_the_batch(ranks2: RankPool) -> None:
+    check(ranks2, Cut("gpt", schedule="zb-h1", masked=True))
+
+
+@pytest.mark.parametrize("model", ["resnet", "gpt"])
+def test_a_rank_three_times_slower_gets_fewer_layers(
+    ranks2: RankPool, model: str
+) -> None:
+    options = {"costs": "measure"}
+    made = check(ranks2, Cut(model, schedule="1f1b", slow=1, options=options))
+    layers = [0, 0]
+    for rank, count in zip(made.placement, made.partition, strict=True):
+        layers[rank] += count
+    assert layers[1] <= layers[0] - 2, made
+
+
+def test_layers_of_a_cut_model_move(ranks2: RankPool) -> None:
+    made = check(ranks2, Cut("gpt", schedule="1f1b", moves=(6, 2)))
+    assert made.partition == (6, 2)
+
+
+def test_a_model_without_values(ranks2: RankPool) -> None:
+    options = {"init": bool}  # its values are loaded
+    check(ranks2, Cut("gpt", schedule="zb-h1", on_meta=True, options=options))
+
+
+def test_replicas_of_a_model_that_was_cut(ranks4: RankPool) -> None:
+    options = {"replicas": 2}
+    found = ranks4.run(
+        together,
+        Cut("gpt", sizes=(6, 6), options=options),
+        4,
+        case_setup=serve_in_thread,
+    )
+    # Both replicas have the same batches, so the mean is that of one of them.
+    expected = alone(Cut("gpt", sizes=(6, 6)), 4)
+    assert found[0].trained.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("end_token", [None, 4])
+def test_generation_is_that_of_one_process(
+    ranks2: RankPool, end_token: int | None
+) -> None:
+    expected = continued(end_token)
+    new = expected[1][:, 2:]
+    assert len(set(new.flatten().tolist())) > 1
+    assert (new[2].tolist() == [4, 4, 4, 5]) == (end_token is None), "it ends early"
+    messages = (
+        "ConfigError: expected tokens [sequences, length] of whole numbers",
+        "ConfigError: expected max_new_tokens of at least 0, got -1",
+        "ConfigError: expected one max_new_tokens and end_token on all ranks",
+        "expected choose to return one token for each of 1 sequences",
+    )
+    pools = [[generated(end_token)]]
+    pools.append(ranks2.run(generated, end_token, case_setup=serve_in_thread))
+    for pool in pools:
+        for found, wrong in pool:
+            assert all(map(torch.equal, found, expected)), (found, expected)
+            told = messages if len(pool) == 2 else (*messages[:2], messages[3])
+            for text, wanted in zip(wrong, told, strict=True):
+                assert wanted in text

@@ -252,8 +252,7 @@ class Chooser:
 
         Than one device by more than what its measured times may be wrong by.
         """
-        is_shared = other.policy == "sync" and len(other.ranks) > 1
-        if is_shared and option.goodput_at_worst < other.goodput:
+        if other.policy == "sync" and option.goodput_at_worst < other.goodput:
             return False
         margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, self._doubt)
         return option.goodput >= (1.0 + margin) * other.goodput
@@ -339,6 +338,12 @@ class Chooser:
             said += ", which would slow it" if most < chosen.goodput else ""
             said += f" (with all ranks predicted {most:.2f} at most)"
         return said
+
+
+def best_together(fleet: Fleet) -> float:
+    """The highest goodput of several ranks, under any policy."""
+    sizes = [size for size in _sizes(fleet) if size > 1]
+    return max(fleet.predict(p, size).goodput for p in UPDATES for size in sizes)
 
 
 def _sizes(fleet: Fleet) -> list[int]:

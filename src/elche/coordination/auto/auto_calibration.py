@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from elche.cadence.chooser import Chooser
+from elche.cadence.chooser import Chooser, best_together
 from elche.cadence.goodput import Fleet
 from elche.coordination.auto.auto_choice import MeasuredChoice
 from elche.coordination.auto.auto_gauge import Gauge
@@ -22,6 +22,8 @@ from elche.coordination.sync.sync_policy import SyncPolicy
 
 MEASURING_COST = 0.01
 """Part of the run that measuring may take, beyond what one device would need for it."""
+GAIN_COST = 0.1
+"""Part of a predicted gain that may be spent beyond that to be sure of it."""
 LEAST_STEPS = 2
 """Warm steps that a choice needs, if their reductions are no longer than that."""
 MOST_STEPS = 6
@@ -46,6 +48,7 @@ class Calibration:
         self._new_chooser = new_chooser
         self._probe_s = 0.0
         self._lost_s = 0.0
+        self._is_first = True
 
     def prepare(self, probe_s: float) -> None:
         """An epoch is about to begin; ``probe_s`` is what one reduction takes."""
@@ -73,33 +76,28 @@ class Calibration:
         steps = gauge.measurements
         known = gauge if steps else gauge.quick_gauge(reports, self._probe_s)
         known.learn(self._probe_s)
-        alone_s = Fleet(known.cluster(batch_size)).predict("sync", 1).window_s
-        most_s = MEASURING_COST * run_steps * alone_s
+        fleet = Fleet(known.cluster(batch_size), drops=True)
+        alone_s = fleet.predict("sync", 1).window_s
         shown_s = min(report.sync_wait_s for report in reports)
         busy_s = [report.busy_s for report in reports]
-        # What is compiled in the first step, one device would compile as well.
-        usual_s = alone_s if steps else min(busy_s)
-        self._lost_s += max(busy_s) + shown_s - usual_s
-        spared = self._affordable(known, batch_size, most_s + alone_s - shown_s)
-        # Were nothing fixed, one device would need so much longer for all parts.
-        longest_s = MEASURING_COST * run_steps * len(busy_s) * min(busy_s)
-        if spared is None and steps < LEAST_STEPS and shown_s <= longest_s:
-            spared = known.halves(batch_size)[0] if steps else ()
-        if spared is None or steps >= MOST_STEPS:
+        if not self._is_first:  # without the first one nothing is known at all
+            self._lost_s += max(busy_s) + shown_s - alone_s
+        self._is_first = False
+        gain, doubt = best_together(fleet), known.doubt
+        spared = known.to_spare(batch_size, steps) if steps else ()
+        next_s = known.step_s(batch_size, spared) + shown_s - alone_s
+        run_s = run_steps * (alone_s if steps else min(busy_s))
+        cost = (self._lost_s + max(0.0, next_s)) / run_s
+        best, worst = gain * (1.0 + doubt), gain * (1.0 - doubt)
+        is_hopeless = known.has_sizes and best < 1.0
+        goes_on = not is_hopeless and cost <= MEASURING_COST
+        goes_on &= worst < 1.0 or steps < MOST_STEPS
+        if steps and worst < 1.0:
+            goes_on |= cost <= GAIN_COST * (best - 1.0)
+        if steps >= 4 * MOST_STEPS or not goes_on:
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
             if found.wants_windows or steps >= LEAST_STEPS:
                 return found
         # Steps that are the choice by what is known cost nothing.
-        self._sync.spare(spared or ())
-        return None
-
-    def _affordable(
-        self, known: Gauge, batch_size: int, most_s: float
-    ) -> tuple[int, ...] | None:
-        """Ranks that get the least part of the next step; None: it is too long."""
-        steps, halves = self._gauge.measurements, known.halves(batch_size)
-        first = halves[(steps - 1) % 2] if steps else ()
-        for spared in (first, ()):
-            if self._lost_s + known.step_s(batch_size, spared) <= most_s:
-                return spared
+        self._sync.spare(spared)
         return None

@@ -27,12 +27,16 @@ LEAST_JITTER = 0.05
 """Of steps, as long as few have been measured."""
 DOUBT = 2.0
 """So many standard errors of the ranks' times may be wrong in what is predicted."""
+ONE_SIZE_DOUBT = 0.25
+"""The same where steps of one size were run, or none was warm."""
 ALIKE = 0.5
 """Relative deviation up to which two steps show no other fixed part than the other
 ranks'; of more it is less."""
 LEAST_SPREAD = 0.25
 """And by this part of an equal share."""
 KEPT_REPORTS = 64
+FIXED_SEARCH, FIXED_TRIED = 16, 48
+"""Fixed parts from so many times the largest step's samples down are tried."""
 FIXED_PRIOR = 0.75
 """Part of a rank's steps that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
@@ -97,12 +101,18 @@ class _Costs:
         """
         if not self.steps:
             return
-        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
-        alike = ALIKE * math.sqrt(2.0 / len(costs))
-        if self.has_spread and max(costs) > (1.0 + alike) * min(costs):
+        alike = ALIKE * math.sqrt(2.0 / len(self.steps))
+        if self.has_spread and self.misfit(fixed_samples) > len(self.steps) * alike**2:
             return
+        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
         self.sample_s = median(costs)
         self.fixed_s = fixed_samples * self.sample_s
+
+    def misfit(self, fixed_samples: float) -> float:
+        """Of its steps, were so many samples' time of each of them fixed."""
+        logs = [math.log(step_s / (fixed_samples + n)) for n, step_s, _ in self.steps]
+        middle = sum(logs) / len(logs)
+        return sum((each - middle) ** 2 for each in logs)
 
     def deviations(self) -> list[float]:
         """Of single steps from what steps of their size take, relative to that."""
@@ -273,12 +283,15 @@ class Gauge:
         other.learn(probe_s)
         return other
 
-    def halves(self, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The slower half of the ranks, and the faster one."""
+    def to_spare(self, samples: int, steps: int) -> tuple[int, ...]:
+        """Ranks that get the least part of the next step, after so many.
+
+        All but the fastest, which shows what a batch takes it, and the others what a
+        step costs that is small; then the faster half; and anew.
+        """
         ranks = range(len(self._ranks))
         ordered = sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))
-        middle = len(ordered) // 2
-        return tuple(ordered[:middle]), tuple(ordered[middle:])
+        return tuple(ordered[:-1] if steps % 2 else ())
 
     def step_s(self, samples: int, spared: Collection[int]) -> float:
         """About what a step takes in which these ranks get the least part."""
@@ -312,12 +325,25 @@ class Gauge:
         Where nobody has, much of each step: then no few samples make a rank look fast,
         and many do not make one device look slow beside all of them.
         """
-        known = [c.fixed_s / c.sample_s for c in self._ranks if c.has_spread]
+        fixed_samples = self._common_fixed_samples()
         for costs in self._ranks:
-            if known:
-                costs.assume(median(known))
+            if fixed_samples is not None:
+                costs.assume(fixed_samples)
             elif costs.steps:
                 costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
+
+    def _common_fixed_samples(self) -> float | None:
+        """Samples in whose time a step's fixed part would be run, alike on all ranks.
+
+        The one that explains best, in relative terms, the steps of all who have run
+        several sizes; None where nobody has.
+        """
+        known = [costs for costs in self._ranks if costs.has_spread]
+        if not known:
+            return None
+        most = FIXED_SEARCH * max(n for costs in known for n, _, _ in costs.steps)
+        tried = [0.0, *(most / 1.2**power for power in range(FIXED_TRIED))]
+        return min(tried, key=lambda k: sum(c.misfit(k) for c in known))
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
@@ -342,10 +368,17 @@ class Gauge:
         self._exposed_s.clear()
 
     @property
-    def _doubt(self) -> float:
-        """Of a first choice, by few steps."""
+    def has_sizes(self) -> bool:
+        """Whether steps of sizes that differ tell what is fixed of them."""
+        return any(costs.has_spread for costs in self._ranks)
+
+    @property
+    def doubt(self) -> float:
+        """Relative error that a first choice, by few steps, may have."""
         if self._is_learned or not self.measurements:
             return 0.0
+        if not self.has_sizes:
+            return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
         return DOUBT * jitter / math.sqrt(self.measurements)
 
@@ -370,6 +403,6 @@ class Gauge:
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self._run_batches,
-            doubt=self._doubt,
+            doubt=self.doubt,
             optimizer=self._optimizer,
         )

@@ -185,8 +185,9 @@ class AutoPolicy(Policy):
         ):
             self._begin_windows()
         # In steps ranks must do the same, so their optimizers must be the same.
-        elif phase is _Phase.ALONE and alike and (is_outdated or self._is_trial_due):
-            self._return_to_steps()
+        elif phase is _Phase.ALONE and alike:
+            if self._chosen.now.policy == "sync" and not self._chosen.now.is_alone or self._is_trial_due:
+                self._return_to_steps()
 
     def begin_epoch(
         self, epoch: int, sizes: BatchSizes, now_s: float, plan: str = ""

@@ -19,7 +19,7 @@ from elche.errors import ConfigError
 
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""
-SAMPLE_COST_SAFETY = 2.0
+SAMPLE_COST_SAFETY = 1.5
 """Safety factor on the sample cost of windows; it varies two-fold and more between
 models: the GPT of `elche demo` loses three times the samples of the study's network.
 Steps of ``sync`` cost none."""

@@ -91,7 +91,7 @@ class Calibration:
         best, worst = gain * (1.0 + doubt), gain * (1.0 - doubt)
         is_hopeless = known.has_sizes and best < 1.0
         goes_on = not is_hopeless and cost <= MEASURING_COST
-        goes_on &= worst < 1.0 or steps < MOST_STEPS
+        goes_on &= worst < 1.0 or steps < MOST_STEPS or cost <= MEASURING_COST / 4
         if steps and worst < 1.0:
             goes_on |= cost <= GAIN_COST * (best - 1.0)
         if steps >= 4 * MOST_STEPS or not goes_on:

@@ -380,7 +380,7 @@ class Gauge:
         if not self.has_sizes:
             return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
-        return DOUBT * jitter / math.sqrt(self.measurements)
+        return DOUBT * jitter * math.sqrt(2.0 / self.measurements)
 
     def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.

@@ -1,11 +1,12 @@
 """``auto``: calibration, from a run's first steps to its first choice.
 
 Steps are granted one by one until the choice is made. The first one is not warm, and
-tells little; one of equal parts follows. Then the slower and the faster half of the
-ranks get the least part in turn, so that all run small and large parts: equal ones do
-not show what a batch costs however small. What these steps take longer than the fastest
-device alone is bounded by a part of the run; where the first reduction was that long,
-on a slow link, it decides. Pure.
+tells little; one of equal parts follows, which shows what local steps of windows take.
+In the next the fastest rank gets all but the least part of each other one: that shows
+what it would take alone, and what a step of the others costs however small. So in turn,
+until several ranks are clearly better than that device, or worse. What steps after the
+first take longer than it is bounded by a part of the run, or of the gain that may be
+there; where the first reduction was that long, on a slow link, it decides. Pure.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 MEASURING_COST = 0.01
-"""Part of the run that measuring may take, beyond what one device would need for it."""
+"""Part of the run that steps after the first may take, beyond what one device would."""
+FREE_COST = 0.0025
+"""Part of it for which a choice that seems clear is made sure of."""
 GAIN_COST = 0.1
-"""Part of a predicted gain that may be spent beyond that to be sure of it."""
+"""Part of a gain that may be there to be spent on finding out."""
 LEAST_STEPS = 2
-"""Warm steps that a choice needs, if their reductions are no longer than that."""
-MOST_STEPS = 6
+"""Warm steps before ``sync`` of several ranks is a choice."""
+USUAL_STEPS = 6
+"""Warm steps that make a choice clear."""
+MOST_STEPS = 24
 """Warm steps before the choice, at most."""
 
 
@@ -80,24 +85,35 @@ class Calibration:
         alone_s = fleet.predict("sync", 1).window_s
         shown_s = min(report.sync_wait_s for report in reports)
         busy_s = [report.busy_s for report in reports]
-        if not self._is_first:  # without the first one nothing is known at all
+        if not self._is_first:
             self._lost_s += max(busy_s) + shown_s - alone_s
         self._is_first = False
-        gain, doubt = best_together(fleet), known.doubt
-        spared = known.to_spare(batch_size, steps) if steps else ()
-        next_s = known.step_s(batch_size, spared) + shown_s - alone_s
+        spared = known.to_spare(batch_size, steps)
+        next_s = max(0.0, known.step_s(batch_size, spared) + shown_s - alone_s)
+        # Of a first step nobody knows which part was compiling.
         run_s = run_steps * (alone_s if steps else min(busy_s))
-        cost = (self._lost_s + max(0.0, next_s)) / run_s
-        best, worst = gain * (1.0 + doubt), gain * (1.0 - doubt)
-        is_hopeless = known.has_sizes and best < 1.0
-        goes_on = not is_hopeless and cost <= MEASURING_COST
-        goes_on &= worst < 1.0 or steps < MOST_STEPS or cost <= MEASURING_COST / 4
-        if steps and worst < 1.0:
-            goes_on |= cost <= GAIN_COST * (best - 1.0)
-        if steps >= 4 * MOST_STEPS or not goes_on:
+        cost = (self._lost_s + next_s) / run_s
+        if not self._goes_on(known, best_together(fleet), cost):
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
             if found.wants_windows or steps >= LEAST_STEPS:
                 return found
-        # Steps that are the choice by what is known cost nothing.
+            spared = ()  # steps that are the choice by what is known cost nothing
         self._sync.spare(spared)
         return None
+
+    def _goes_on(self, known: Gauge, gain: float, cost: float) -> bool:
+        """Whether a further step is worth its cost.
+
+        Args:
+            known: what was measured.
+            gain: goodput of several ranks by that, over the fastest device.
+            cost: of it and those before, as a part of the run.
+        """
+        steps = self._gauge.measurements
+        most, least = gain * (1.0 + known.doubt), gain * (1.0 - known.doubt)
+        if steps >= MOST_STEPS or (known.has_sizes and most < 1.0):
+            return False
+        if least >= 1.0:
+            return cost <= (MEASURING_COST if steps < USUAL_STEPS else FREE_COST)
+        worth = GAIN_COST * (most - 1.0) if steps else 0.0
+        return cost <= max(MEASURING_COST, worth)

@@ -10,122 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 from elche.cadence.convergence import REFERENCE_BATCHES
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.config import RunConfig
 from elche.coordination.accounts.local_batches import local_cut
+from elche.coordination.auto.rank_costs import (
+    LEAST_S,
+    RankCosts,
+    common_fixed_samples,
+)
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be distinguished from the rest of a step."""
-SPREAD = 1.25
-"""Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
 LEAST_JITTER = 0.05
 """Of steps, as long as few have been measured."""
 DOUBT = 2.0
 """So many standard errors of the ranks' times may be wrong in what is predicted."""
 ONE_SIZE_DOUBT = 0.25
 """The same where steps of one size were run, or none was warm."""
-ALIKE = 0.5
-"""Relative deviation up to which two steps show no other fixed part than the other
-ranks'; of more it is less."""
-LEAST_SPREAD = 0.25
-"""And by this part of an equal share."""
 KEPT_REPORTS = 64
-FIXED_SEARCH, FIXED_TRIED = 16, 48
-"""Fixed parts from so many times the largest step's samples down are tried."""
 FIXED_PRIOR = 0.75
 """Part of a rank's steps that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
-LEAST_S = 1e-9
-
-
-@dataclass(slots=True)
-class _Costs:
-    """One rank: what its steps cost by size, and how that has changed since."""
-
-    sample_s: float = 0.0
-    fixed_s: float = 0.0
-    factor: float = 1.0
-    steps: list[tuple[int, float, int]] = field(default_factory=list)
-    spent_s: float = 0.0
-    expected_s: float = 0.0
-    equal: float = 0.0
-
-    def step_s(self, samples: float) -> float:
-        """Expected when the costs were learned."""
-        return self.fixed_s + samples * self.sample_s
-
-    @property
-    def has_spread(self) -> bool:
-        """Whether steps of sizes were run that differ enough to tell, in any jitter."""
-        sizes = [samples for samples, _, _ in self.steps]
-        more = (SPREAD - 1.0) * min(sizes, default=0)
-        least = max(more, LEAST_SPREAD * self.equal)
-        return bool(sizes) and max(sizes) - min(sizes) >= least
-
-    def learn(self) -> None:
-        """Fits both costs by least squares of relative errors.
-
-        So one slow step (compilation, a spike) weighs little. Without steps of
-        different sizes all of a step counts as that of its samples.
-        """
-        if not self.steps:
-            return
-        weights = [steps / step_s**2 for _, step_s, steps in self.steps]
-        total = sum(weights)
-        parts = [weight / total for weight in weights]
-        samples = sum(w * s[0] for w, s in zip(parts, self.steps, strict=True))
-        step_s = sum(w * s[1] for w, s in zip(parts, self.steps, strict=True))
-        self.sample_s, self.fixed_s = step_s / samples, 0.0
-        if self.has_spread:
-            pairs = [
-                (w, n - samples, s)
-                for w, (n, s, _) in zip(parts, self.steps, strict=True)
-            ]
-            slope_s = sum(w * more * s for w, more, s in pairs)
-            slope_s /= sum(w * more * more for w, more, _ in pairs)
-            slope_s = min(max(slope_s, LEAST_S * step_s), self.sample_s)
-            # Rounding must not leave less than nothing.
-            self.sample_s, self.fixed_s = slope_s, max(0.0, step_s - samples * slope_s)
-        self.factor = 1.0
-
-    def assume(self, fixed_samples: float) -> None:
-        """So many samples' time of each step is fixed, as on other ranks.
-
-        Unless steps of this rank show that it is not: few that jitter show nothing.
-        """
-        if not self.steps:
-            return
-        alike = ALIKE * math.sqrt(2.0 / len(self.steps))
-        if self.has_spread and self.misfit(fixed_samples) > len(self.steps) * alike**2:
-            return
-        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
-        self.sample_s = median(costs)
-        self.fixed_s = fixed_samples * self.sample_s
-
-    def misfit(self, fixed_samples: float) -> float:
-        """Of its steps, were so many samples' time of each of them fixed."""
-        logs = [math.log(step_s / (fixed_samples + n)) for n, step_s, _ in self.steps]
-        middle = sum(logs) / len(logs)
-        return sum((each - middle) ** 2 for each in logs)
-
-    def deviations(self) -> list[float]:
-        """Of single steps from what steps of their size take, relative to that."""
-        return [
-            abs(step_s / self.step_s(samples) - 1.0) * math.sqrt(steps)
-            for samples, step_s, steps in self.steps
-        ]
-
-    def follow(self) -> None:
-        """Takes in how much longer work has taken since than it was expected to."""
-        if self.expected_s > 0.0 and self.spent_s > 0.0:
-            self.factor = self.spent_s / self.expected_s
-        self.spent_s = self.expected_s = 0.0
 
 
 class Gauge:
@@ -155,7 +66,7 @@ class Gauge:
         self._few = max(1, min_share_samples)
         self._optimizer = optimizer
         self.cut = local_cut(config.windows, world_size, self._few)
-        self._ranks = [_Costs() for _ in range(world_size)]
+        self._ranks = [RankCosts() for _ in range(world_size)]
         self._exposed_s: list[float] = []
         self._syncs_s: list[float] = []
         self._hidden = 0.0
@@ -284,14 +195,14 @@ class Gauge:
         return other
 
     def to_spare(self, samples: int, steps: int) -> tuple[int, ...]:
-        """Ranks that get the least part of the next step, after so many.
+        """Ranks that get the least part of the next step, after so many warm ones.
 
-        All but the fastest, which shows what a batch takes it, and the others what a
-        step costs that is small; then the faster half; and anew.
+        All but the fastest in every other step.
         """
+        if not steps % 2:
+            return ()
         ranks = range(len(self._ranks))
-        ordered = sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))
-        return tuple(ordered[:-1] if steps % 2 else ())
+        return tuple(sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))[:-1])
 
     def step_s(self, samples: int, spared: Collection[int]) -> float:
         """About what a step takes in which these ranks get the least part."""
@@ -325,25 +236,12 @@ class Gauge:
         Where nobody has, much of each step: then no few samples make a rank look fast,
         and many do not make one device look slow beside all of them.
         """
-        fixed_samples = self._common_fixed_samples()
+        fixed_samples = common_fixed_samples(self._ranks)
         for costs in self._ranks:
             if fixed_samples is not None:
                 costs.assume(fixed_samples)
             elif costs.steps:
                 costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
-
-    def _common_fixed_samples(self) -> float | None:
-        """Samples in whose time a step's fixed part would be run, alike on all ranks.
-
-        The one that explains best, in relative terms, the steps of all who have run
-        several sizes; None where nobody has.
-        """
-        known = [costs for costs in self._ranks if costs.has_spread]
-        if not known:
-            return None
-        most = FIXED_SEARCH * max(n for costs in known for n, _, _ in costs.steps)
-        tried = [0.0, *(most / 1.2**power for power in range(FIXED_TRIED))]
-        return min(tried, key=lambda k: sum(c.misfit(k) for c in known))
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
@@ -380,6 +278,7 @@ class Gauge:
         if not self.has_sizes:
             return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
+        # The fastest device's whole batch, by which all gains are, was half of them.
         return DOUBT * jitter * math.sqrt(2.0 / self.measurements)
 
     def cluster(self, batch_size: int) -> MeasuredCluster:

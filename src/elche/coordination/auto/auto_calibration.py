@@ -25,7 +25,7 @@ MEASURING_COST = 0.01
 """Part of the run that steps after the first may take, beyond what one device would."""
 FREE_COST = 0.0025
 """Part of it for which a choice that seems clear is made sure of."""
-GAIN_COST = 0.1
+GAIN_COST = 0.06
 """Part of a gain that may be there to be spent on finding out."""
 LEAST_STEPS = 2
 """Warm steps before ``sync`` of several ranks is a choice."""

@@ -33,8 +33,8 @@ DOUBT = 2.0
 ONE_SIZE_DOUBT = 0.25
 """The same where steps of one size were run, or none was warm."""
 KEPT_REPORTS = 64
-FIXED_PRIOR = 0.75
-"""Part of a rank's steps that counts as fixed where no rank has run two sizes."""
+FIXED_PRIOR = 1.0 / 3.0
+"""Part of a whole batch's time that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
 
@@ -233,15 +233,16 @@ class Gauge:
     def _assume_fixed(self) -> None:
         """What is fixed of steps of ranks that have run one size: as of the others.
 
-        Where nobody has, much of each step: then no few samples make a rank look fast,
-        and many do not make one device look slow beside all of them.
+        Where nobody has, much of each step: else one device, which runs more samples,
+        would look slow beside all of them.
         """
         fixed_samples = common_fixed_samples(self._ranks)
         for costs in self._ranks:
             if fixed_samples is not None:
                 costs.assume(fixed_samples)
             elif costs.steps:
-                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
+                whole = costs.equal * len(self._ranks)
+                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * whole)
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""

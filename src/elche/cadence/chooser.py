@@ -20,9 +20,8 @@ from elche.errors import ConfigError
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""
 SAMPLE_COST_SAFETY = 1.5
-"""Safety factor on the sample cost of windows; it varies two-fold and more between
-models: the GPT of `elche demo` loses three times the samples of the study's network.
-Steps of ``sync`` cost none."""
+"""Safety factor on the sample cost of windows: about what the intervals of the table
+allow at two and four ranks. Steps of ``sync``, and of one device, cost none."""
 PATIENCE = 2
 """Observations in a row that a change takes."""
 SWITCH_HYSTERESIS = 1.1
@@ -248,7 +247,7 @@ class Chooser:
         return best
 
     def _clearly(self, option: _Option, other: _Option) -> bool:
-        """Better by the margin, and than steps of several ranks even at worst.
+        """Better by the margin, and than steps even at worst.
 
         Than one device by more than what its measured times may be wrong by.
         """

@@ -135,9 +135,10 @@ def test_the_ranks_end_an_epoch_together(
         busy = simulate(cluster).history.busy
         ends_s = {rank: end_s for rank, _, end_s in busy}.values()
         spreads.append((max(ends_s) - min(ends_s)) / (4.0 * FAST_BATCH_S))
-    # In batches of the slowest rank, of which the last one may begin as the others end.
+    # In batches of the slowest rank: its last one may begin when the others end. What
+    # ten percent of jitter adds was 1.31 at most, in 20 runs of each policy.
     assert sum(spreads) / len(spreads) <= 0.8
-    assert max(spreads) <= (1.0 + 1e-9 if noise == "none" else 1.35)
+    assert max(spreads) <= (1.01 if noise == "none" else 1.35)
 
 
 @pytest.mark.parametrize("slowdowns", SPEEDS)

@@ -262,3 +262,14 @@ def test_rounding_leaves_no_step_with_less_than_no_fixed_time() -> None:
             steps(gauge, [samples, 1], [step_s, step_s])
             gauge.learn(0.001)
             assert min(gauge.cluster(BATCH).fixed_s) >= 0.0
+
+
+def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
+    gauge = gauge_of(3)
+    steps(gauge, [11, 11, 10], [0.04, 0.02, 0.03])
+    gauge.learn(0.0)
+    assert [gauge.to_spare(BATCH, count) for count in (1, 2, 3)] == [
+        (0, 2),
+        (),
+        (0, 2),
+    ]

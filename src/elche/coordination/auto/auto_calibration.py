@@ -22,7 +22,7 @@ from elche.coordination.protocol.events import StepsDone
 from elche.coordination.sync.sync_policy import SyncPolicy
 
 MEASURING_COST = 0.01
-"""Part of the run that steps after the first may take, beyond what one device would."""
+"""Part of the run that steps after the first may take, beyond what the choice would."""
 FREE_COST = 0.0025
 """Part of it for which a choice that seems clear is made sure of."""
 GAIN_COST = 0.06
@@ -85,15 +85,18 @@ class Calibration:
         alone_s = fleet.predict("sync", 1).window_s
         shown_s = min(report.sync_wait_s for report in reports)
         busy_s = [report.busy_s for report in reports]
+        gain = best_together(fleet)
+        # What a batch takes if the choice is what by now is the least to expect.
+        usual_s = alone_s / max(1.0, gain * (1.0 - known.doubt))
         if not self._is_first:
-            self._lost_s += max(busy_s) + shown_s - alone_s
+            self._lost_s += max(busy_s) + shown_s - usual_s
         self._is_first = False
         spared = known.to_spare(batch_size, steps)
-        next_s = max(0.0, known.step_s(batch_size, spared) + shown_s - alone_s)
+        next_s = max(0.0, known.step_s(batch_size, spared) + shown_s - usual_s)
         # Of a first step nobody knows which part was compiling.
-        run_s = run_steps * (alone_s if steps else min(busy_s))
+        run_s = run_steps * (usual_s if steps else min(busy_s))
         cost = (self._lost_s + next_s) / run_s
-        if not self._goes_on(known, best_together(fleet), cost):
+        if not self._goes_on(known, gain, cost):
             found = MeasuredChoice(known, self._new_chooser(), batch_size)
             if found.wants_windows or steps >= LEAST_STEPS:
                 return found

@@ -6,7 +6,9 @@
 Goodput is what a run learns per second over what the fastest device would alone: hours
 are simulated with the real coordinator, start-up included; what a sample is worth comes
 from the convergence table (`elche.cadence.convergence`). "alone" is the fastest device
-in a run of its own, which counts as a fixed policy.
+in a run of its own, which counts as a fixed policy. What is owed whatever is chosen
+(the first step of all ranks, the model to all at each epoch's end):
+`comparison.owed_s`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,15 +25,31 @@ from comparison import FIXED_POLICIES, Comparison, compare, random_cluster, tabl
 
 from elche.cli.sim_command import load_cluster
 
+PARTS = (0.002, 0.01)
+"""Clusters are told apart by what a reduction takes of the run, at these parts."""
+
 
 def summary(found: list[Comparison]) -> str:
     """How near to the best policies, and to one device, ``auto`` comes."""
+    edges = (0.0, *PARTS, float("inf"))
+    groups = [("all", found)]
+    for least, most in pairwise(edges):
+        chosen = [one for one in found if least <= one.reduction_part < most]
+        groups.append((f"a reduction takes {least:.1%} to {most:.1%} of it", chosen))
+    return "\n".join(_line(name, chosen) for name, chosen in groups if chosen)
+
+
+def _line(name: str, found: list[Comparison]) -> str:
     ratios = [one.ratio for one in found]
     alone = [one.over_alone for one in found]
+    bound = [one.of_bound for one in found]
+    below, missed = (sum(r < 0.99 for r in each) for each in (alone, bound))
     return (
-        f"of the best fixed policy: median {median(ratios):.3f}, worst "
-        f"{min(ratios):.3f}; of one device: worst {min(alone):.3f}, below 0.99 in "
-        f"{sum(ratio < 0.99 for ratio in alone)} of {len(alone)}"
+        f"{name}: {len(found)} clusters; of the best fixed policy: median "
+        f"{median(ratios):.3f}, worst {min(ratios):.3f}, below 0.95 in "
+        f"{sum(ratio < 0.95 for ratio in ratios)}; of one device: worst "
+        f"{min(alone):.3f}, below 0.99 in {below}; of one device that pays what is "
+        f"owed: worst {min(bound):.3f}, below 0.99 in {missed}"
     )
 
 
@@ -43,6 +62,8 @@ def record(one: Comparison) -> dict[str, Any]:
         "goodput": {n: r.goodput for n, r in zip(names, reports, strict=True)},
         "of_best": one.ratio,
         "of_alone": one.over_alone,
+        "of_bound": one.of_bound,
+        "reduction_part": one.reduction_part,
         "seconds": one.auto.seconds,
         "choices": [[c.at_s, c.policy, c.reason] for c in one.auto.choices],
     }

@@ -24,12 +24,16 @@ class Comparison:
         fixed: a report for each fixed policy.
         alone: of the fastest device in a run of its own.
         auto: of ``auto``.
+        owed_s: see :func:`owed_s`.
+        reduction_s: of one reduction.
     """
 
     name: str
     fixed: tuple[Report, ...]
     alone: Report
     auto: Report
+    owed_s: float
+    reduction_s: float
 
     @property
     def best(self) -> Report:
@@ -45,6 +49,35 @@ class Comparison:
     def over_alone(self) -> float:
         """Goodput of ``auto`` over that of the fastest device in a run of its own."""
         return self.auto.goodput / self.alone.goodput
+
+    @property
+    def bound(self) -> float:
+        """What ``auto`` can reach of that, where the fastest device is the choice."""
+        return self.alone.seconds / (self.alone.seconds + self.owed_s)
+
+    @property
+    def of_bound(self) -> float:
+        """Goodput of ``auto`` over that of one device that pays what is owed."""
+        return self.over_alone / self.bound
+
+    @property
+    def reduction_part(self) -> float:
+        """What one reduction takes of the time of the fastest device's own run."""
+        return self.reduction_s / self.alone.seconds
+
+
+def owed_s(cluster: Cluster) -> float:
+    """Seconds that a run of several ranks costs whatever it chooses, over one device.
+
+    All take part in the first step, on equal parts, or nothing is known of them; it is
+    reduced; and all ranks hold the model whenever an epoch ends.
+    """
+    run, ranks = cluster.run, cluster.world_size
+    part = math.ceil(run.batch_size / ranks)
+    first_s = max(device.compute_s(part) for device in cluster.devices)
+    first_s -= min(device.compute_s(run.batch_size) for device in cluster.devices)
+    reduction_s = cluster.link.reduce_s(run.model_bytes, ranks)
+    return max(0.0, first_s) + (1 + run.epochs) * reduction_s
 
 
 def compare(cluster: Cluster, name: str = "") -> Comparison:
@@ -62,7 +95,14 @@ def compare(cluster: Cluster, name: str = "") -> Comparison:
     """
     *fixed, auto = (_report(cluster, policy) for policy in (*FIXED_POLICIES, "auto"))
     alone = _report(fastest_of(cluster), "sync")
-    return Comparison(name=name, fixed=tuple(fixed), alone=alone, auto=auto)
+    return Comparison(
+        name=name,
+        fixed=tuple(fixed),
+        alone=alone,
+        auto=auto,
+        owed_s=owed_s(cluster),
+        reduction_s=cluster.link.reduce_s(cluster.run.model_bytes, cluster.world_size),
+    )
 
 
 def over_alone(cluster: Cluster) -> float:

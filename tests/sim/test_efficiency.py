@@ -135,9 +135,10 @@ def test_the_ranks_end_an_epoch_together(
         busy = simulate(cluster).history.busy
         ends_s = {rank: end_s for rank, _, end_s in busy}.values()
         spreads.append((max(ends_s) - min(ends_s)) / (4.0 * FAST_BATCH_S))
-    # In batches of the slowest rank.
+    # In batches of the slowest rank: its last one may begin when the others end. What
+    # ten percent of jitter adds was 1.31 at most, in 20 runs of each policy.
     assert sum(spreads) / len(spreads) <= 0.8
-    assert max(spreads) <= (1.05 if noise == "none" else 1.75)
+    assert max(spreads) <= (1.01 if noise == "none" else 1.35)
 
 
 @pytest.mark.parametrize("slowdowns", SPEEDS)
@@ -224,6 +225,7 @@ def test_windows_on_a_slow_link_are_no_longer_than_its_reductions_ask(
     assert report.efficiency >= (0.98 if policy == "async" else 0.91)
     assert report.waits["lease"] < 0.002
     # A window covers the reduction of the last one, and a batch in which it is noticed;
-    # one of four to six batches of the slow rank, at a lag of half of that, pays best.
+    # one of four to six batches of the slow rank, at a lag of half of that, pays best
+    # by the table at equal global batch, which forgives longer ones than the former.
     least_s = link.reduce_s(40e6, 4) + 24 * slow.seconds_per_sample
-    assert report.seconds / sim.history.windows < 2.5 * least_s
+    assert report.seconds / sim.history.windows < 2.35 * least_s

@@ -19,10 +19,9 @@ from elche.errors import ConfigError
 
 MARGIN = 0.025
 """Least relative difference of goodput that counts as clearly better."""
-SAMPLE_COST_SAFETY = 2.0
-"""Safety factor on the sample cost of windows; it varies two-fold and more between
-models: the GPT of `elche demo` loses three times the samples of the study's network.
-Steps of ``sync`` cost none."""
+SAMPLE_COST_SAFETY = 1.5
+"""Safety factor on the sample cost of windows: about what the intervals of the table
+allow at two and four ranks. Steps of ``sync``, and of one device, cost none."""
 PATIENCE = 2
 """Observations in a row that a change takes."""
 SWITCH_HYSTERESIS = 1.1
@@ -248,12 +247,11 @@ class Chooser:
         return best
 
     def _clearly(self, option: _Option, other: _Option) -> bool:
-        """Better by the margin, and than steps of several ranks even at worst.
+        """Better by the margin, and than steps even at worst.
 
         Than one device by more than what its measured times may be wrong by.
         """
-        is_shared = other.policy == "sync" and len(other.ranks) > 1
-        if is_shared and option.goodput_at_worst < other.goodput:
+        if other.policy == "sync" and option.goodput_at_worst < other.goodput:
             return False
         margin = MARGIN if len(other.ranks) > 1 else max(MARGIN, self._doubt)
         return option.goodput >= (1.0 + margin) * other.goodput
@@ -339,6 +337,12 @@ class Chooser:
             said += ", which would slow it" if most < chosen.goodput else ""
             said += f" (with all ranks predicted {most:.2f} at most)"
         return said
+
+
+def best_together(fleet: Fleet) -> float:
+    """The highest goodput of several ranks, under any policy."""
+    sizes = [size for size in _sizes(fleet) if size > 1]
+    return max(fleet.predict(p, size).goodput for p in UPDATES for size in sizes)
 
 
 def _sizes(fleet: Fleet) -> list[int]:

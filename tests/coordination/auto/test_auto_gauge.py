@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elche.config import RunConfig
-from elche.coordination.auto.auto_gauge import Gauge
+from elche.coordination.auto.auto_gauge import ONE_SIZE_DOUBT, Gauge
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 BATCH = 32
@@ -91,15 +91,18 @@ def reduced(rank: int, window: int, sync_s: float, adopted_at: int) -> WindowRed
     )
 
 
-def test_much_of_steps_of_one_size_counts_as_fixed() -> None:
+def test_a_third_of_a_whole_batch_counts_as_fixed_while_steps_have_one_size() -> None:
     gauge = gauge_of()
     steps(gauge, [16, 16], [0.02, 0.08])
     gauge.learn(0.001)
     found = gauge.cluster(BATCH)
-    assert found.fixed_s == pytest.approx((0.015, 0.06))
+    assert found.fixed_s == pytest.approx((0.01, 0.04))
     assert found.global_batch_size == 2 * found.batch_size == BATCH
     assert found.batch_s(0) == pytest.approx(0.02)
+    assert gauge.batch_s(0, BATCH) == pytest.approx(0.03)
     assert found.batch_s(1) == pytest.approx(0.08)
+    assert not gauge.has_sizes
+    assert gauge.doubt == ONE_SIZE_DOUBT
 
 
 def test_steps_of_other_sizes_tell_what_a_step_costs_beside_its_samples() -> None:
@@ -259,3 +262,14 @@ def test_rounding_leaves_no_step_with_less_than_no_fixed_time() -> None:
             steps(gauge, [samples, 1], [step_s, step_s])
             gauge.learn(0.001)
             assert min(gauge.cluster(BATCH).fixed_s) >= 0.0
+
+
+def test_the_fastest_rank_gets_the_whole_batch_in_every_other_step() -> None:
+    gauge = gauge_of(3)
+    steps(gauge, [11, 11, 10], [0.04, 0.02, 0.03])
+    gauge.learn(0.0)
+    assert [gauge.to_spare(BATCH, count) for count in (1, 2, 3)] == [
+        (0, 2),
+        (),
+        (0, 2),
+    ]

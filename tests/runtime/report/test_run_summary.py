@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 import elche
 from elche import session
+from elche.coordination.protocol.instructions import PolicyChosen
 from elche.errors import ConfigError
 from elche.process import process
 from elche.runtime.process.coordinator import serve_in_thread
-from elche.runtime.report.run_summary import RunSummary
+from elche.runtime.report.notifications import RunNotifications
+from elche.runtime.report.run_summary import RunFacts, RunSummary, summarise
 from tests.distributed.cases.tasks import Task, build
 from tests.harness.rank_pool import RankPool
 
@@ -56,6 +58,24 @@ def test_ranks_summarise_alike(ranks2: RankPool) -> None:
     assert ended.as_dict()["ranks"][1]["share"] == ended.ranks[1].share
     assert (asked.policy, asked.reason) == ("async", "asked for")
     assert auto.reason == "asked for; it measures under sync until it chooses"
+
+
+def test_a_choice_of_auto_is_said_in_its_own_words() -> None:
+    """It said "async (auto): training on one device alone"."""
+    facts = RunFacts(
+        policy="auto",
+        is_default=False,
+        transport="gloo",
+        reduction_bytes=0,
+        devices=("CPU", "CPU"),
+        memory_bytes=(0, 0),
+    )
+    notifications = RunNotifications(0)
+    reason = "training on one device alone: predicted 1.00 times"
+    told = PolicyChosen(rank=0, policy="async", reason=reason)
+    notifications.handle(told)
+    text = str(summarise(facts, notifications))
+    assert text.startswith(f"policy     auto: {reason}")
 
 
 def test_there_is_nothing_to_summarise_without_a_run(

@@ -10,112 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 from elche.cadence.convergence import REFERENCE_BATCHES
 from elche.cadence.goodput import BACKWARD_SHARE, MeasuredCluster, expected_most
 from elche.config import RunConfig
 from elche.coordination.accounts.local_batches import local_cut
+from elche.coordination.auto.rank_costs import (
+    LEAST_S,
+    RankCosts,
+    common_fixed_samples,
+)
 from elche.coordination.protocol.events import BatchesDone, StepsDone, WindowReduced
 
 MOST_HIDDEN = 0.95
 """A reduction of which less shows cannot be distinguished from the rest of a step."""
-SPREAD = 1.25
-"""Steps whose sizes differ by this factor tell fixed seconds from those per sample."""
 LEAST_JITTER = 0.05
 """Of steps, as long as few have been measured."""
 DOUBT = 2.0
 """So many standard errors of the ranks' times may be wrong in what is predicted."""
-ALIKE = 0.5
-"""Relative deviation up to which two steps show no other fixed part than the other
-ranks'; of more it is less."""
-LEAST_SPREAD = 0.25
-"""And by this part of an equal share."""
+ONE_SIZE_DOUBT = 0.25
+"""The same where steps of one size were run, or none was warm."""
 KEPT_REPORTS = 64
-FIXED_PRIOR = 0.75
-"""Part of a rank's steps that counts as fixed where no rank has run two sizes."""
+FIXED_PRIOR = 1.0 / 3.0
+"""Part of a whole batch's time that counts as fixed where no rank has run two sizes."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviations of a normal distribution in one median absolute deviation."""
-LEAST_S = 1e-9
-
-
-@dataclass(slots=True)
-class _Costs:
-    """One rank: what its steps cost by size, and how that has changed since."""
-
-    sample_s: float = 0.0
-    fixed_s: float = 0.0
-    factor: float = 1.0
-    steps: list[tuple[int, float, int]] = field(default_factory=list)
-    spent_s: float = 0.0
-    expected_s: float = 0.0
-    equal: float = 0.0
-
-    def step_s(self, samples: float) -> float:
-        """Expected when the costs were learned."""
-        return self.fixed_s + samples * self.sample_s
-
-    @property
-    def has_spread(self) -> bool:
-        """Whether steps of sizes were run that differ enough to tell, in any jitter."""
-        sizes = [samples for samples, _, _ in self.steps]
-        more = (SPREAD - 1.0) * min(sizes, default=0)
-        least = max(more, LEAST_SPREAD * self.equal)
-        return bool(sizes) and max(sizes) - min(sizes) >= least
-
-    def learn(self) -> None:
-        """Fits both costs by least squares of relative errors.
-
-        So one slow step (compilation, a spike) weighs little. Without steps of
-        different sizes all of a step counts as that of its samples.
-        """
-        if not self.steps:
-            return
-        weights = [steps / step_s**2 for _, step_s, steps in self.steps]
-        total = sum(weights)
-        parts = [weight / total for weight in weights]
-        samples = sum(w * s[0] for w, s in zip(parts, self.steps, strict=True))
-        step_s = sum(w * s[1] for w, s in zip(parts, self.steps, strict=True))
-        self.sample_s, self.fixed_s = step_s / samples, 0.0
-        if self.has_spread:
-            pairs = [
-                (w, n - samples, s)
-                for w, (n, s, _) in zip(parts, self.steps, strict=True)
-            ]
-            slope_s = sum(w * more * s for w, more, s in pairs)
-            slope_s /= sum(w * more * more for w, more, _ in pairs)
-            slope_s = min(max(slope_s, LEAST_S * step_s), self.sample_s)
-            # Rounding must not leave less than nothing.
-            self.sample_s, self.fixed_s = slope_s, max(0.0, step_s - samples * slope_s)
-        self.factor = 1.0
-
-    def assume(self, fixed_samples: float) -> None:
-        """So many samples' time of each step is fixed, as on other ranks.
-
-        Unless steps of this rank show that it is not: few that jitter show nothing.
-        """
-        if not self.steps:
-            return
-        costs = [step_s / (fixed_samples + n) for n, step_s, _ in self.steps]
-        alike = ALIKE * math.sqrt(2.0 / len(costs))
-        if self.has_spread and max(costs) > (1.0 + alike) * min(costs):
-            return
-        self.sample_s = median(costs)
-        self.fixed_s = fixed_samples * self.sample_s
-
-    def deviations(self) -> list[float]:
-        """Of single steps from what steps of their size take, relative to that."""
-        return [
-            abs(step_s / self.step_s(samples) - 1.0) * math.sqrt(steps)
-            for samples, step_s, steps in self.steps
-        ]
-
-    def follow(self) -> None:
-        """Takes in how much longer work has taken since than it was expected to."""
-        if self.expected_s > 0.0 and self.spent_s > 0.0:
-            self.factor = self.spent_s / self.expected_s
-        self.spent_s = self.expected_s = 0.0
 
 
 class Gauge:
@@ -145,7 +66,7 @@ class Gauge:
         self._few = max(1, min_share_samples)
         self._optimizer = optimizer
         self.cut = local_cut(config.windows, world_size, self._few)
-        self._ranks = [_Costs() for _ in range(world_size)]
+        self._ranks = [RankCosts() for _ in range(world_size)]
         self._exposed_s: list[float] = []
         self._syncs_s: list[float] = []
         self._hidden = 0.0
@@ -273,12 +194,15 @@ class Gauge:
         other.learn(probe_s)
         return other
 
-    def halves(self, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The slower half of the ranks, and the faster one."""
+    def to_spare(self, samples: int, steps: int) -> tuple[int, ...]:
+        """Ranks that get the least part of the next step, after so many warm ones.
+
+        All but the fastest in every other step.
+        """
+        if not steps % 2:
+            return ()
         ranks = range(len(self._ranks))
-        ordered = sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))
-        middle = len(ordered) // 2
-        return tuple(ordered[:middle]), tuple(ordered[middle:])
+        return tuple(sorted(ranks, key=lambda rank: -self.batch_s(rank, samples))[:-1])
 
     def step_s(self, samples: int, spared: Collection[int]) -> float:
         """About what a step takes in which these ranks get the least part."""
@@ -309,15 +233,16 @@ class Gauge:
     def _assume_fixed(self) -> None:
         """What is fixed of steps of ranks that have run one size: as of the others.
 
-        Where nobody has, much of each step: then no few samples make a rank look fast,
-        and many do not make one device look slow beside all of them.
+        Where nobody has, much of each step: else one device, which runs more samples,
+        would look slow beside all of them.
         """
-        known = [c.fixed_s / c.sample_s for c in self._ranks if c.has_spread]
+        fixed_samples = common_fixed_samples(self._ranks)
         for costs in self._ranks:
-            if known:
-                costs.assume(median(known))
+            if fixed_samples is not None:
+                costs.assume(fixed_samples)
             elif costs.steps:
-                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * costs.steps[0][0])
+                whole = costs.equal * len(self._ranks)
+                costs.assume(FIXED_PRIOR / (1.0 - FIXED_PRIOR) * whole)
 
     def finish_learning(self) -> None:
         """Costs per sample and step stay as they are; speeds are followed."""
@@ -342,12 +267,20 @@ class Gauge:
         self._exposed_s.clear()
 
     @property
-    def _doubt(self) -> float:
-        """Of a first choice, by few steps."""
+    def has_sizes(self) -> bool:
+        """Whether steps of sizes that differ tell what is fixed of them."""
+        return any(costs.has_spread for costs in self._ranks)
+
+    @property
+    def doubt(self) -> float:
+        """Relative error that a first choice, by few steps, may have."""
         if self._is_learned or not self.measurements:
             return 0.0
+        if not self.has_sizes:
+            return ONE_SIZE_DOUBT
         jitter = max(LEAST_JITTER, self._jitter)
-        return DOUBT * jitter / math.sqrt(self.measurements)
+        # The fastest device's whole batch, by which all gains are, was half of them.
+        return DOUBT * jitter * math.sqrt(2.0 / self.measurements)
 
     def cluster(self, batch_size: int) -> MeasuredCluster:
         """The ranks as they are now.
@@ -370,6 +303,6 @@ class Gauge:
             max_anchor=max(1, self._config.windows.max_anchor),
             min_share_samples=self._few,
             run_batches=self._run_batches,
-            doubt=self._doubt,
+            doubt=self.doubt,
             optimizer=self._optimizer,
         )

@@ -185,7 +185,7 @@ class AutoPolicy(Policy):
         ):
             self._begin_windows()
         # In steps ranks must do the same, so their optimizers must be the same.
-        elif phase is _Phase.ALONE and alike and (is_outdated or self._is_trial_due):
+        elif phase is _Phase.ALONE and alike and self._may_return:
             self._return_to_steps()
 
     def begin_epoch(
@@ -255,8 +255,10 @@ class AutoPolicy(Policy):
         return WHOLE_BATCHES if choice.is_alone else self._gauge.cut
 
     @property
-    def _is_trial_due(self) -> bool:
-        """Whether steps of all ranks would cost little of the time without them."""
+    def _may_return(self) -> bool:
+        """Whether steps of all are the choice, or cost little of the time without."""
+        if not self._chosen.now.is_alone:
+            return True
         cluster = self._gauge.cluster(self._batch_size)
         return self._trials.are_steps_due(cluster, self._ahead_steps, self._now_s)
 

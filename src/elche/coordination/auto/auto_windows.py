@@ -19,6 +19,9 @@ from elche.coordination.windows.window_policy import TakenOver, WindowPolicy
 
 ALONE_ANCHOR = 20
 """Batches in a window of a device that trains alone."""
+LONGEST_ALONE = 1 << 20
+"""Its most: the last one goes on to the epoch's end, however long a reduction takes,
+so that one device waits for one reduction there, not for two."""
 ANOTHER_ANCHOR = 2
 """Overlapped windows that should be longer or shorter by this factor are rebuilt."""
 
@@ -40,7 +43,8 @@ def windows_config(
         lowest = max(anchor, min(windows.min_anchor, most))
         windows = replace(windows, min_anchor=lowest)
     if choice.is_alone:  # its windows only keep the others up to date
-        windows = replace(windows, outer=OuterConfig(optimizer="average"))
+        average = OuterConfig(optimizer="average")
+        windows = replace(windows, outer=average, max_anchor=LONGEST_ALONE)
     return replace(config, policy=name, windows=windows, speed_hints=speed_hints)
 
 

@@ -336,8 +336,11 @@ class LeftOutRanks:
     def _without(self, ranks: tuple[int, ...]) -> _Exclusion:
         """What steps take now, and would without these ranks."""
         without_s = self._shares.step_s(self._samples, ranks)
-        if ranks in self._bias:  # they were left out before
-            without_s *= self._bias[ranks]
+        # What they took when these were left out before, or as it turned out for those
+        # who are now: the last of several ranks is later than its mean.
+        bias = self._bias.get(ranks) or self._bias.get(self.ranks)
+        if bias is not None:
+            without_s *= bias
         elif len(self._members) - len(ranks) > 1:
             without_s += self._gauge.shown_s
         return _Exclusion(ranks, self._gauge.step_s, without_s)

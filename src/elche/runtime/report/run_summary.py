@@ -36,8 +36,8 @@ class RunSummary:
     """A run so far; as text, its lines.
 
     Attributes:
-        policy: in force; on ranks but the first ``auto`` for what that has chosen.
-        reason: why this one.
+        policy: asked for, or the default.
+        reason: why this one; of ``auto`` what it has chosen and why, on the first rank.
         advice: what another policy is expected to bring; "" if nothing.
         transport: what carries sums between ranks.
         reduction_bytes: of memory that each rank holds for reductions.
@@ -93,8 +93,7 @@ def summarise(facts: RunFacts, notifications: RunNotifications) -> RunSummary:
     if facts.is_default:
         reason = "the default, as none was named"
     if notifications.choices:
-        policy, reason = notifications.choices[-1]
-        policy = f"{policy} (auto)"
+        policy, reason = "auto", notifications.choices[-1][1]  # it names the choice
     elif policy == "auto":
         reason = "asked for; it measures under sync until it chooses"
     return RunSummary(

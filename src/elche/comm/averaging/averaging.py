@@ -117,6 +117,37 @@ class Averager:
         self._buffers.connect(group)
         self._state.connect(group)
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether all sums of a reduction are here, and none is taken."""
+        is_here = all(group.is_summed for group in self._groups)
+        return is_here and self._buffers.is_summed
+
+    @torch.no_grad()
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, is_taken: bool, lacks: bool
+    ) -> None:
+        """With all ranks of a new group: who lacks a reduction's sums takes one rank's.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that has them, or has taken them.
+            plan: of the reduction.
+            is_taken: this rank has taken them.
+            lacks: it neither has nor has taken them; afterwards it has them.
+
+        Raises:
+            CommunicationError: another rank has died.
+        """
+        for parameters in self._groups:
+            parameters.hand_over(group, source, is_taken=is_taken, lacks=lacks)
+        self._buffers.hand_over(group, source, plan, is_taken=is_taken, lacks=lacks)
+
+    def reconnect(self, group: Group) -> None:
+        """As :meth:`connect`, where the group before was of other ranks as well."""
+        self.connect(group)
+        self._buffers.join_own()
+
     def retire(self) -> None:
         """Another averager takes its place in the group: what was sent is let go.
 
@@ -260,13 +291,18 @@ class ParameterAverager(Averager):
             ConfigError: a parameter has another shape, dtype or device than before.
         """
         self._refuse_changed()
-        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._buffers.take()
         for group in self._groups:
             group.send(plan.weight)
         if plan.include_state:
             self._state.begin(plan.weight)
         self._buffers.begin(plan)
+        return self.complete(plan)
+
+    @torch.no_grad()
+    def complete(self, plan: Reduce) -> SyncResult:
+        """The second half of :meth:`synchronise`: waits, and takes the sums."""
+        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)

@@ -103,7 +103,7 @@ class ParameterGroup(ParameterMemory):
 
     def begin(self) -> None:
         """The message is filled: the others may have it."""
-        self._prepared = None
+        self._prepared, self._is_begun = None, True
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
@@ -137,7 +137,7 @@ class ParameterGroup(ParameterMemory):
             if prepared is None:
                 self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
-        self.exchange.release()
+        self._take_sum()
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
@@ -151,7 +151,7 @@ class ParameterGroup(ParameterMemory):
                 self._layout.add(index, self._own)
             assert isinstance(self.exchange, BackgroundExchange)
             self.exchange.put_off(prepared.take)
-            self.exchange.release()
+            self._take_sum()
             return
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
@@ -159,7 +159,7 @@ class ParameterGroup(ParameterMemory):
             step = self._step(index, scale, rule, consensus)
             torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
             self._layout.add(index, added)
-        self.exchange.release()
+        self._take_sum()
         self._layout.flush_sum(added)
 
     def _scale(self) -> float:

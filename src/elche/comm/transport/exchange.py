@@ -112,6 +112,15 @@ class Exchange(ABC):
         self.wait(what)
         return self._collected()
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether :meth:`wait` would return at once, and not raise."""
+        return False
+
+    def own_sum(self, side: int) -> torch.Tensor | None:
+        """A sum that only this rank has, for others; None where all see it."""
+        return None
+
     @abstractmethod
     def _collected(self) -> torch.Tensor:
         """After :meth:`wait`: the whole sum, and the side released."""
@@ -170,6 +179,19 @@ class GlooExchange(Exchange):
 
     def release(self) -> None:
         """Nobody else sees this memory."""
+
+    @property
+    @override
+    def has_sum(self) -> bool:
+        return self._work is None or succeeded(self._work)
+
+    @override
+    def own_sum(self, side: int) -> torch.Tensor | None:
+        return self._tensors[side]
+
+    def take(self, side: int, summed: torch.Tensor) -> None:
+        """The sum has come otherwise: what was begun here is left to itself."""
+        self._tensors[side], self._side, self._work = summed, side, None
 
     def _collected(self) -> torch.Tensor:
         return self._tensors[self._side]
@@ -280,6 +302,11 @@ class SharedExchange(Exchange):
     def release(self) -> None:
         self._read[self._rank] = self._number
 
+    @property
+    @override
+    def has_sum(self) -> bool:
+        return self.poll()
+
     @override
     def reclaim(self, what: str) -> None:
         if self._unread():
@@ -305,6 +332,17 @@ class SharedExchange(Exchange):
                 self.sum_into(0, result.numel(), result)
             self.release()
         return result
+
+
+def succeeded(work: Any) -> bool:
+    """Whether a collective has ended, and well."""
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def open_exchange(

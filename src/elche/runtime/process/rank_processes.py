@@ -63,6 +63,7 @@ class RankProcesses:
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
+        server.on_lost = self._fence
         self.signal: signal.Signals | None = None
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
@@ -110,6 +111,10 @@ class RankProcesses:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
 
+    def _fence(self, rank: int) -> None:
+        """The others go on without a rank: it must not come back, as a stopped one."""
+        _send(self._processes[rank], signal.SIGKILL)
+
     def _run_ended(self, kind: str) -> None:
         """Where ranks are late; a failure shows in an exit code.
 
@@ -143,7 +148,7 @@ class RankProcesses:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
-                if code:
+                if code and not self._server.is_outlived(rank):
                     self._note_failure()
                     patience_s = GRACE_S
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
@@ -167,10 +172,11 @@ class RankProcesses:
         """The rank whose failure came first; None if no rank has failed.
 
         A rank that ends because it is told of another's failure, or is ended here, has
-        failed only if no other has.
+        failed only if no other has, and one that the others outlived has not.
         """
         codes = self.exit_codes()
-        failed = [rank for rank in (*self.ended, *self.terminated) if codes[rank]]
+        ended = [r for r in self.ended if not self._server.is_outlived(r)]
+        failed = [rank for rank in (*ended, *self.terminated) if codes[rank]]
         spared = self._server.told_to_end.union(self.terminated)
         own = [rank for rank in failed if rank not in spared]
         return next(iter(own or failed), None)

@@ -13,10 +13,11 @@ from elche.comm.averaging.averaging import Averager, ParameterAverager
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import drift_weight
 from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.windows.window_sync import WindowSync
+from elche.runtime.windows.window_sync import Standing, WindowSync
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,26 @@ class AveragedSync(WindowSync):
     def retire(self) -> None:
         self._averager.retire()
 
+    @override
+    def has_sum(self, plan: Reduce) -> bool:
+        return self._averager.is_summed
+
+    @override
+    def settle(
+        self, group: Group, source: int, plan: Reduce, standing: Standing
+    ) -> SyncResult | None:
+        is_taken, lacks = standing.is_taken, not (standing.is_taken or standing.has_sum)
+        self._averager.hand_over(group, source, plan, is_taken=is_taken, lacks=lacks)
+        return None if is_taken else self._complete(plan, standing.is_drained)
+
+    @override
+    def reconnect(self, group: Group) -> None:
+        self._averager.reconnect(group)
+
+    @abstractmethod
+    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
+        """Takes sums that are there."""
+
     def close(self, *, begins: bool) -> bool:
         """The window ends; gradients of an update that is lost are dropped too."""
         self.has_moved = not self._is_diverged or self._averager.has_moved
@@ -158,7 +179,12 @@ class ParameterSync(AveragedSync):
                 list(plan.state_apart),
                 self._steps.states_in_words(),
             )
-        result = self._averager.synchronise(plan)
+        return self._ended(plan, self._averager.synchronise(plan))
+
+    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
+        return self._ended(plan, self._averager.complete(plan))
+
+    def _ended(self, plan: Reduce, result: SyncResult) -> SyncResult:
         if not self._was_finite:
             self._steps.forget_states(only_lost=plan.include_state)
         return result
@@ -202,6 +228,15 @@ class OverlappedSync(AveragedSync):
     @override
     def poll(self) -> bool:
         return self._averager.poll()
+
+    @override
+    def has_sum(self, plan: Reduce) -> bool:
+        if self._averager.is_sent:
+            self._averager.begin(plan)
+        return self._averager.is_begun and self._averager.is_summed
+
+    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
+        return self.finish(plan, is_drained=is_drained)
 
     @override
     def common(self) -> dict[int, torch.Tensor]:

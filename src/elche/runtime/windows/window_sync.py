@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank has of a reduction whose group has lost a rank.
+
+    Attributes:
+        is_taken: the result is in its model.
+        has_sum: the sums are there.
+        is_drained: nothing was trained since its part of it ended.
+    """
+
+    is_taken: bool
+    has_sum: bool
+    is_drained: bool
 
 
 class WindowSync(ABC):
@@ -86,6 +103,34 @@ class WindowSync(ABC):
         After a reduction; empty where that is what the model holds.
         """
         return {}
+
+    def has_sum(self, plan: Reduce) -> bool:
+        """Whether a reduction that was not taken could be, without the others.
+
+        Args:
+            plan: of the window that was closed last.
+        """
+        return False
+
+    def settle(
+        self, group: Group, source: int, plan: Reduce, standing: Standing
+    ) -> SyncResult | None:
+        """With all ranks of a new group: who has not taken a reduction's sums does.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that has them, or has taken them.
+            plan: of the reduction.
+            standing: what this rank has of it.
+
+        Returns:
+            What the sums brought, if this rank has taken them now.
+        """
+        raise ProtocolError(f"window {plan.window} cannot be taken up again")
+
+    def reconnect(self, group: Group) -> None:
+        """Reduces in a new group from now on, with all its ranks."""
+        raise ProtocolError("gradient windows keep their group")
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.

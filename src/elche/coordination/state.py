@@ -362,9 +362,8 @@ class Coordinator:
         if not self._may_outlive:
             what = self._mortal_by or self._set_mortal_by
             return f"the death of a rank ends {what}"
-        if not self._is_elastic:
-            if rank == FIRST:
-                return "no run goes on without rank 0, which draws the samples' order"
+        if not self._is_elastic and rank == FIRST:
+            return "no run goes on without rank 0, which draws the samples' order"
         if epochs is None or (epochs.number < 0 and not self._is_elastic):
             return "no rank may die before the first epoch has begun"
         if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:

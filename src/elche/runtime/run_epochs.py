@@ -149,7 +149,7 @@ class RunEpochs:
         self.steps = StepCount()
         self.schedulers = FollowedSchedulers(
             training.config.policy,
-            lambda rates: mean_of(worker.group, rates),
+            self._mean_of,
             self.steps,
         )
         self._opened: EpochOpened | None = None
@@ -500,6 +500,11 @@ class RunEpochs:
             self.schedulers.begin_part()
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
+
+    def _mean_of(self, metric: float) -> float:
+        """A scheduler's metric, the same on all ranks."""
+        self._worker.regroup_if_told()
+        return mean_of(self._worker.group, metric)
 
     def _share(self, keys: list[Any] | None) -> Any:
         """The epoch's positions, on every rank."""

@@ -62,7 +62,7 @@ class ParameterMemory:
         self._weight = 0.0
         self._side = self._messages_sent = 0
         self._is_begun = False
-        self._taken: tuple[Exchange, int] | None = None
+        self._last_sum: tuple[Exchange, int] | None = None
         self._lay_out()
 
     @property
@@ -128,8 +128,8 @@ class ParameterMemory:
             lacks: this rank neither has nor has taken it.
         """
         exchange, side = self.exchange, self._side
-        if is_taken and self._taken is not None:
-            exchange, side = self._taken
+        if is_taken and self._last_sum is not None:
+            exchange, side = self._last_sum
         own = exchange.own_sum(side)
         if own is None:
             return
@@ -146,7 +146,7 @@ class ParameterMemory:
     def _take_sum(self) -> None:
         """The sum is in the parameters; it stays, for ranks that may lack it."""
         self.exchange.release()
-        self._taken, self._is_begun = (self.exchange, self._side), False
+        self._last_sum, self._is_begun = (self.exchange, self._side), False
 
     def retire(self) -> None:
         """Another one takes its place in the same group; nothing is under way.

@@ -395,14 +395,21 @@ def rank_environments(
 
 
 @contextlib.contextmanager
-def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
+def serve_in_thread(
+    world_size: int, fence: Callable[[int], None] | None = None
+) -> Iterator[list[dict[str, str]]]:
     """Serves a run from a thread of a process that does not train (tests, notebooks).
+
+    Args:
+        world_size: ranks of the run.
+        fence: kills a rank's process, so that the run may go on without it.
 
     Yields:
         Each rank's environment.
     """
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(world_size, key)
+    server = CoordinatorServer(world_size, key, survives=fence is not None)
+    server.on_lost = fence or server.on_lost
     loop = asyncio.new_event_loop()
     address = loop.run_until_complete(server.start())
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")

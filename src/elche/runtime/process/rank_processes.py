@@ -33,6 +33,10 @@ class RankProcess(Protocol):
     """A rank's process, as far as it is watched and ended."""
 
     @property
+    def pid(self) -> int | None:
+        """Of the process."""
+
+    @property
     def returncode(self) -> int | None:
         """None while it runs; negative for a signal."""
 
@@ -112,8 +116,15 @@ class RankProcesses:
         self._waits_s.put_nowait((None, heed_s))
 
     def _fence(self, rank: int) -> None:
-        """The others go on without a rank: it must not come back, as a stopped one."""
-        _send(self._processes[rank], signal.SIGKILL)
+        """The others go on without a rank: it must not come back, as a stopped one.
+
+        Not by ``send_signal``, which looks whether a process has ended, and then takes
+        its exit code from whoever waits for it.
+        """
+        process = self._processes[rank]
+        if process.returncode is None and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def _run_ended(self, kind: str) -> None:
         """Where ranks are late; a failure shows in an exit code.

@@ -399,6 +399,8 @@ class Run:
 
         if self.is_in_epoch:
             self._epochs.members.meet("elche.barrier()")
+        else:
+            self.worker.regroup_if_told()
         self.worker.send(BarrierReached(rank=self.worker.rank, name=name))
         while not passed:
             self.worker.receive(handle, f"all ranks at {name}")

@@ -450,6 +450,7 @@ class RunEpochs:
     def _open_part(self, steps: int) -> tuple[EpochPositions, int]:
         """Agrees on the epoch, or what is left of it; also its first window."""
         self._skips.settle()
+        self._worker.regroup_if_told()
         course, is_new = self._course, self._is_new
         worker, model = self._worker, self._training.model
         keys, sizes = None, None

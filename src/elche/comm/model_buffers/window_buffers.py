@@ -20,7 +20,7 @@ cache that grows with the longest sequence). Each rank keeps its own from then o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -273,7 +273,9 @@ class WindowBuffers:
         self._waiting -= self._known.own
         self._watch.mark()
         self._taken = self._plan = None
-        self._applied, self._sent, self._sent_early = self._sent, [], []
+        # Without the works: they would keep a group's connections open.
+        self._applied = [replace(sent, work=None) for sent in self._sent]
+        self._sent, self._sent_early = [], []
 
     def _size(self, index: int) -> int:
         """Numbers in a message: the buffer's, and a flag."""

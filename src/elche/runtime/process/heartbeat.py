@@ -33,8 +33,10 @@ class Heartbeat:
         # Written by the training thread.
         self._seen_s = time.monotonic()
         self._waits_since_s: float | None = None
-        thread = threading.Thread(target=self._run, name="elche-heartbeat", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._run, name="elche-heartbeat", daemon=True
+        )
+        self._thread.start()
 
     def seen(self) -> None:
         """The training thread is in elche."""
@@ -48,8 +50,9 @@ class Heartbeat:
             self._waits_since_s = self._seen_s
 
     def close(self) -> None:
-        """No more beats."""
+        """No more beats, from here on."""
         self._is_over.set()
+        self._thread.join(BEAT_S)
 
     def _run(self) -> None:
         while not self._is_over.wait(BEAT_S):

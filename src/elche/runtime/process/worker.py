@@ -106,7 +106,7 @@ class Worker:
         self._side_groups: list[Group] = []
         self._others: Group | None = None
         self._generation = 0
-        self._shares_host = False
+        self._shares_host = self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -153,7 +153,7 @@ class Worker:
             regroups: the words of it, to which those in line are added.
         """
         for each in (*regroups, *self._channel.take(Regroup)):
-            self._generation = each.generation
+            self._is_due, self._generation = True, each.generation
             self.members = [r for r in self.members if r not in each.left]
 
     def regroup(self) -> None:
@@ -171,6 +171,7 @@ class Worker:
         if len(self.members) > 1:
             shares = self._shares_host
             self._group = self._formed(self._generation, shares, self.members)
+        self._is_due = False
         end_left_groups(0.0)
 
     def side_group(self) -> Group:
@@ -277,9 +278,12 @@ class Worker:
         return instruction
 
     def regroup_if_told(self) -> None:
-        """Between epochs, before all ranks meet: takes word of ranks that have died."""
+        """Between epochs, before all ranks meet: forms the group of those who live.
+
+        Where ranks have died since, or when the last epoch ended.
+        """
         if self.on_regroup is not None:
-            while self._lost() is not None:
+            while self._is_due or self._left():
                 self.on_regroup()
 
     def sleep_until_told(self, timeout_s: float) -> None:
@@ -324,6 +328,8 @@ class Worker:
     def close(self, last_event: Event | None) -> None:
         """Sends the last event if there is one, and ends group and channel."""
         try:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
             if last_event is not None and self._aborted is None:
                 self._channel.send(last_event)
         except CommunicationError:
@@ -334,8 +340,6 @@ class Worker:
                     group.close()
             self._side_groups.clear()
             self._group = self._others = None
-            if self._heartbeat is not None:
-                self._heartbeat.close()
             self._channel.close()
             if not end_left_groups(LEFT_GROUPS_S):
                 logger.warning("rank %d: collectives of dead ranks hang", self.rank)
@@ -347,8 +351,9 @@ class Worker:
         abort = self._channel.find_abort()
         if abort is not None:
             self._raise_if_abort(abort)
-        if (lost := self._lost()) is not None:
-            raise lost
+        if left := self._left():
+            # Kept by no frame: that would keep the collective, and its connections.
+            raise _lost_error(self.rank, left)
         if self.on_rank_left is not None:
             for each in self._channel.waiting(RankLeft):
                 self.on_rank_left(each)
@@ -391,8 +396,8 @@ class Worker:
             abort = self._channel.find_abort()
             if abort is not None:
                 self._aborted_by(abort)
-            elif (lost := self._lost()) is not None:
-                return lost
+            elif left := self._left():
+                return _lost_error(self.rank, left)
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
         said = text if self._aborted is None else f"{self._aborted}; {text}"
@@ -401,17 +406,10 @@ class Worker:
             return self._aborted or CommunicationError(text)
         return late_error(said, missing)
 
-    def _lost(self) -> RankLostError | None:
-        """That ranks have died, as far as the group does not know it yet."""
+    def _left(self) -> list[int]:
+        """Ranks that have died, as far as the group does not know it yet."""
         told = self._channel.waiting(Regroup)
-        left = [rank for each in told for rank in each.left]
-        if not left:
-            return None
-        return RankLostError(
-            f"rank {self.rank}: {_named(left)} died while ranks met outside of windows "
-            "(to save, to gather, to evaluate together), which the others cannot take "
-            "up again; start the run anew from its last checkpoint (--max-restarts)"
-        )
+        return [rank for each in told for rank in each.left]
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Ranks that do not report the same failure soon after this one.
@@ -426,6 +424,14 @@ class Worker:
         except CommunicationError:  # nobody can be asked
             return []
         return [rank for rank, key in keys.items() if key not in come]
+
+
+def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
+    return RankLostError(
+        f"rank {own}: {_named(left)} died while ranks met outside of windows (to save, "
+        "to gather, to evaluate together), which the others cannot take up again; "
+        "start the run anew from its last checkpoint (--max-restarts)"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

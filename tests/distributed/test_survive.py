@@ -115,3 +115,60 @@ def test_deaths_at_every_place(
         (folder := tmp_path / place).mkdir()
         print(policy, options, place)
         outlive(folder, (Death(2, place, at),), policy, options=options)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_who_lacks_the_sum_is_handed_it(policy: str, tmp_path: Path) -> None:
+    """Over gloo a death leaves some ranks with a sum and others without."""
+    dead = (Death(2, "after reduced", 3),)
+    outlive(tmp_path, dead, policy, options=GLOO, late_rank=1)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        (Death(2, "batch", 20), Death(3, "regrouped", 1)),
+        (Death(1, "batch", 20), Death(2, "batch", 22), Death(3, "batch", 24)),
+    ],
+    ids=["in the next group", "all others"],
+)
+def test_several_deaths(deaths: tuple[Death, ...], tmp_path: Path) -> None:
+    outlive(tmp_path, deaths, "async")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_deaths_while_the_next_group_forms(
+    policy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for number, place in enumerate(["regrouping", "regrouped", "after sending"]):
+        (folder := tmp_path / str(number)).mkdir()
+        deaths = (Death(2, "after summing"), Death(1, place, 1 + 3 * (number == 2)))
+        outlive(folder, deaths, policy, options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("options", [{}, GLOO], ids=["shared", "gloo"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_deaths_at_random_moments(
+    policy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    draws = random.Random(f"{policy} {options}")
+    for number in range(15):
+        (folder := tmp_path / str(number)).mkdir()
+        deaths = tuple(
+            Death(rank, "time", draws.uniform(0.0, 0.6))
+            for rank in draws.sample((1, 2, 3), draws.choice((1, 1, 2)))
+        )
+        print(policy, options, deaths)
+        outlive(folder, deaths, policy, options=options, samples=2400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_stopped_rank_is_dead_for_good(policy: str, tmp_path: Path) -> None:
+    """Fenced by SIGKILL, while the others have gone on."""
+    outlive(tmp_path, (Death(2, "stopped", 0.4),), policy, samples=2400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -55,11 +56,10 @@ class Heartbeat:
         self._thread.join(BEAT_S)
 
     def _run(self) -> None:
-        while not self._is_over.wait(BEAT_S):
-            try:
+        with contextlib.suppress(ElcheError, OSError):  # the training thread sees it
+            self._beat(time.monotonic())
+            while not self._is_over.wait(BEAT_S):
                 self._beat(time.monotonic())
-            except (ElcheError, OSError):  # the training thread will see it
-                return
 
     def _beat(self, now_s: float) -> None:
         since_s = self._waits_since_s

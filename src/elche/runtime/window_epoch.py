@@ -127,7 +127,6 @@ class WindowEpoch:
         self._transfer_s = 0.0
         self._is_leaving = self._has_trained = False
         self._last: Reduce | None = None
-        self._settled = SyncResult(divergence=0.0, parameter_norm=None)
         self._closed_s = 0.0
         self._waited_s = 0.0
         self._held_s = 0.0
@@ -364,18 +363,15 @@ class WindowEpoch:
         if regrouping is None:
             raise ProtocolError(f"rank {self._worker.rank} has a fixed membership")
         self._report()
-        is_taken = last is None or self._loop.reduced_window >= last.window
-        is_drained = self._loop.batches == 0
-        result = regrouping.form(
-            None if last is None else OpenReduction(last, is_taken, is_drained)
+        lacks = last is not None and self._loop.reduced_window < last.window
+        if last is not None and lacks and self._sync.has_sum(last):
+            self._reduce(last, is_begun=True)
+            lacks = False
+        keeps = self._loop.batches > 0
+        regrouping.form(
+            None if last is None else OpenReduction(last, lacks, keeps),
+            self._taken_over,
         )
-        if result is not None:
-            assert last is not None
-            self._settled = result
-            self._graphs.moved(self._policy)
-            self._loop.reduced(time.monotonic())
-            if self._hooks.copies is not None:
-                self._hooks.copies.committed(last.copies, self._sync.common)
         self._loop.regrouped()
         self._waited_s = self._held_s = 0.0
         self._worker.send(
@@ -387,6 +383,14 @@ class WindowEpoch:
             )
         )
 
+    def _taken_over(self) -> None:
+        """The last reduction's result has come from another rank."""
+        assert self._last is not None
+        self._graphs.moved(self._policy)
+        self._loop.reduced(time.monotonic())
+        if self._hooks.copies is not None:
+            self._hooks.copies.committed(self._last.copies, self._sync.common)
+
     def _adopt(self, told: Adopt) -> None:
         """All survivors have the result, since they formed the group: says so."""
         if self._loop.reduced_window < told.window:
@@ -395,7 +399,6 @@ class WindowEpoch:
                 f"got {told!r}"
             )
         self._loop.reduced(time.monotonic())
-        norm = self._settled.parameter_norm
         self._worker.send(
             WindowReduced(
                 rank=self._worker.rank,
@@ -403,9 +406,9 @@ class WindowEpoch:
                 window=told.window,
                 sync_s=0.0,
                 wait_s=0.0,
-                divergence=self._settled.divergence,
+                divergence=0.0,
                 adopted_at=0,
-                parameter_norm=self._hooks.parameter_norm() if norm is None else norm,
+                parameter_norm=self._hooks.parameter_norm(),
             )
         )
 

@@ -125,23 +125,31 @@ class Averager:
 
     @torch.no_grad()
     def hand_over(
-        self, group: Group, source: int, plan: Reduce, *, is_taken: bool, lacks: bool
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """With all ranks of a new group: who lacks a reduction's sums takes one rank's.
+        """With all ranks of a new group: who lacks a result takes it from one rank.
 
         Args:
             group: the new group.
-            source: place in it of a rank that has them, or has taken them.
+            source: place in it of a rank that holds the result.
             plan: of the reduction.
-            is_taken: this rank has taken them.
-            lacks: it neither has nor has taken them; afterwards it has them.
+            lacks: this rank does not hold it; afterwards it does.
+            keeps: what it has trained since its part ended stays.
 
         Raises:
             CommunicationError: another rank has died.
         """
-        for parameters in self._groups:
-            parameters.hand_over(group, source, is_taken=is_taken, lacks=lacks)
-        self._buffers.hand_over(group, source, plan, is_taken=is_taken, lacks=lacks)
+        rule = OuterStep.of(plan)
+        received = [
+            each.receive(group, source, rule, lacks=lacks) for each in self._groups
+        ]
+        self._buffers.hand_over(group, source, plan, lacks=lacks)
+        if lacks:  # all is here: it is taken as a whole
+            for parameters, (base, momentum) in zip(
+                self._groups, received, strict=True
+            ):
+                parameters.take_over(base, momentum, keeps=keeps)
+            self._end()
 
     def reconnect(self, group: Group) -> None:
         """As :meth:`connect`, where the group before was of other ranks as well."""

@@ -47,7 +47,7 @@ class _Phase(Enum):
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
     ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
-    ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         BEGUN
+    ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
     ``connect`` leaves IDLE as it is; any other call out of order is refused.
@@ -107,13 +107,15 @@ class OverlappedAverager(Averager):
 
     @torch.no_grad()
     def hand_over(
-        self, group: Group, source: int, plan: Reduce, *, is_taken: bool, lacks: bool
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """See `Averager.hand_over`; who lacks the sums may :meth:`adopt` them now."""
-        super().hand_over(group, source, plan, is_taken=is_taken, lacks=lacks)
+        """See `Averager.hand_over`; a rank whose part was not finite starts anew."""
         if lacks:
             self._expect("hand_over", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
-            self._phase, self._window = _Phase.BEGUN, plan.window
+        keeps = keeps and self._is_finite
+        super().hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        if lacks:
+            self._phase = _Phase.IDLE
 
     @torch.no_grad()
     def snapshot(self, weight: float, *, begins: bool = True) -> bool:

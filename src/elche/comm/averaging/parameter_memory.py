@@ -20,10 +20,9 @@ from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
-from elche.comm.transport.exchange import Exchange, GlooExchange
+from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
 
-WHAT = "handing over sums"
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +61,6 @@ class ParameterMemory:
         self._weight = 0.0
         self._side = self._messages_sent = 0
         self._is_begun = False
-        self._last_sum: tuple[Exchange, int] | None = None
         self._lay_out()
 
     @property
@@ -115,38 +113,6 @@ class ParameterMemory:
     def is_summed(self) -> bool:
         """Whether the sum of a message that was begun is here, and is not taken."""
         return self._is_begun and self.exchange.has_sum
-
-    def hand_over(
-        self, group: Group, source: int, *, is_taken: bool, lacks: bool
-    ) -> None:
-        """With all ranks of a new group: those that lack a sum take one rank's.
-
-        Args:
-            group: the new group.
-            source: place in it of a rank that has the sum, or has taken it.
-            is_taken: this rank has taken it.
-            lacks: this rank neither has nor has taken it.
-        """
-        exchange, side = self.exchange, self._side
-        if is_taken and self._last_sum is not None:
-            exchange, side = self._last_sum
-        own = exchange.own_sum(side)
-        if own is None:
-            return
-        if group.rank == source:
-            group.broadcast(own, WHAT, source)
-            return
-        summed = torch.empty_like(own)
-        group.broadcast(summed, WHAT, source)
-        if lacks:
-            assert isinstance(exchange, GlooExchange)
-            exchange.take(side, summed)
-            self._is_begun = True
-
-    def _take_sum(self) -> None:
-        """The sum is in the parameters; it stays, for ranks that may lack it."""
-        self.exchange.release()
-        self._last_sum, self._is_begun = (self.exchange, self._side), False
 
     def retire(self) -> None:
         """Another one takes its place in the same group; nothing is under way.

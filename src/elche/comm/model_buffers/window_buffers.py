@@ -197,25 +197,26 @@ class WindowBuffers:
 
     @torch.no_grad()
     def hand_over(
-        self, group: Group, source: int, plan: Reduce, *, is_taken: bool, lacks: bool
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool
     ) -> None:
         """With all ranks of a new group: who lacks the sums takes one rank's.
 
         Args:
             group: the new group.
-            source: place in it of a rank that has them, or has applied them.
+            source: place in it of a rank that has applied them.
             plan: names the buffers.
-            is_taken: this rank has applied them.
-            lacks: it neither has nor has applied them; :meth:`apply` is next.
+            lacks: this rank has not; :meth:`apply` is next.
         """
         indices = list(plan.buffers)
+        if lacks:
+            self._sent, self._plan = [], plan
         if not indices:
             return
         size = sum(map(self._size, indices))
         message = torch.zeros(size, dtype=torch.float64, device="cpu")
         parts = dict(self._parts_of(_Sent(indices, message, None)))
         if group.rank == source:
-            for sent in self._applied if is_taken else self._sent:
+            for sent in self._applied:
                 held = dict(self._parts_of(sent))
                 for index in held.keys() & parts.keys():
                     parts[index].copy_(held[index])
@@ -224,7 +225,6 @@ class WindowBuffers:
         group.broadcast(message, WHAT, source)
         if lacks:
             self._sent = [_Sent(indices, message, None)]
-            self._plan = plan
 
     def join_own(self) -> None:
         """What any rank keeps as its own, all do; with all ranks of a new group."""

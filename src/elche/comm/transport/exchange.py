@@ -117,10 +117,6 @@ class Exchange(ABC):
         """Whether :meth:`wait` would return at once, and not raise."""
         return False
 
-    def own_sum(self, side: int) -> torch.Tensor | None:
-        """A sum that only this rank has, for others; None where all see it."""
-        return None
-
     @abstractmethod
     def _collected(self) -> torch.Tensor:
         """After :meth:`wait`: the whole sum, and the side released."""
@@ -184,14 +180,6 @@ class GlooExchange(Exchange):
     @override
     def has_sum(self) -> bool:
         return self._work is None or succeeded(self._work)
-
-    @override
-    def own_sum(self, side: int) -> torch.Tensor | None:
-        return self._tensors[side]
-
-    def take(self, side: int, summed: torch.Tensor) -> None:
-        """The sum has come otherwise: what was begun here is left to itself."""
-        self._tensors[side], self._side, self._work = summed, side, None
 
     def _collected(self) -> torch.Tensor:
         return self._tensors[self._side]

@@ -17,7 +17,7 @@ from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import drift_weight
 from elche.runtime.windows.local_steps import LocalSteps
-from elche.runtime.windows.window_sync import Standing, WindowSync
+from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +101,20 @@ class AveragedSync(WindowSync):
         return self._averager.is_summed
 
     @override
-    def settle(
-        self, group: Group, source: int, plan: Reduce, standing: Standing
-    ) -> SyncResult | None:
-        is_taken, lacks = standing.is_taken, not (standing.is_taken or standing.has_sum)
-        self._averager.hand_over(group, source, plan, is_taken=is_taken, lacks=lacks)
-        return None if is_taken else self._complete(plan, standing.is_drained)
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        self._averager.hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        if lacks:
+            self._start_anew(plan)
 
     @override
     def reconnect(self, group: Group) -> None:
         self._averager.reconnect(group)
 
     @abstractmethod
-    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
-        """Takes sums that are there."""
+    def _start_anew(self, plan: Reduce) -> None:
+        """The result is in the model: optimizers of a diverged rank start anew."""
 
     def close(self, *, begins: bool) -> bool:
         """The window ends; gradients of an update that is lost are dropped too."""
@@ -179,15 +179,19 @@ class ParameterSync(AveragedSync):
                 list(plan.state_apart),
                 self._steps.states_in_words(),
             )
-        return self._ended(plan, self._averager.synchronise(plan))
+        result = self._averager.synchronise(plan)
+        self._start_anew(plan)
+        return result
 
-    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
-        return self._ended(plan, self._averager.complete(plan))
+    @override
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        result = self._averager.complete(plan)
+        self._start_anew(plan)
+        return result
 
-    def _ended(self, plan: Reduce, result: SyncResult) -> SyncResult:
+    def _start_anew(self, plan: Reduce) -> None:
         if not self._was_finite:
             self._steps.forget_states(only_lost=plan.include_state)
-        return result
 
 
 @final
@@ -235,9 +239,6 @@ class OverlappedSync(AveragedSync):
             self._averager.begin(plan)
         return self._averager.is_begun and self._averager.is_summed
 
-    def _complete(self, plan: Reduce, is_drained: bool) -> SyncResult:
-        return self.finish(plan, is_drained=is_drained)
-
     @override
     def common(self) -> dict[int, torch.Tensor]:
         return self._averager.common()
@@ -245,6 +246,9 @@ class OverlappedSync(AveragedSync):
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.adopt(plan, drained=is_drained)
+        self._start_anew(plan)
+        return result
+
+    def _start_anew(self, plan: Reduce) -> None:
         if not self._was_finite:
             self._steps.forget_states()
-        return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,6 @@ from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a rank has of a reduction whose group has lost a rank.
-
-    Attributes:
-        is_taken: the result is in its model.
-        has_sum: the sums are there.
-        is_drained: nothing was trained since its part of it ended.
-    """
-
-    is_taken: bool
-    has_sum: bool
-    is_drained: bool
 
 
 class WindowSync(ABC):
@@ -105,28 +89,26 @@ class WindowSync(ABC):
         return {}
 
     def has_sum(self, plan: Reduce) -> bool:
-        """Whether a reduction that was not taken could be, without the others.
+        """Whether :meth:`finish` would not need the other ranks any more.
 
         Args:
             plan: of the window that was closed last.
         """
         return False
 
-    def settle(
-        self, group: Group, source: int, plan: Reduce, standing: Standing
-    ) -> SyncResult | None:
-        """With all ranks of a new group: who has not taken a reduction's sums does.
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        """With all ranks of a new group: who lacks a result takes it from one rank.
 
         Args:
             group: the new group.
-            source: place in it of a rank that has them, or has taken them.
+            source: place in it of a rank that holds the result.
             plan: of the reduction.
-            standing: what this rank has of it.
-
-        Returns:
-            What the sums brought, if this rank has taken them now.
+            lacks: this rank does not hold it; afterwards it does.
+            keeps: what it has trained since its part ended stays.
         """
-        raise ProtocolError(f"window {plan.window} cannot be taken up again")
+        raise ProtocolError(f"window {plan.window} cannot be taken from another rank")
 
     def reconnect(self, group: Group) -> None:
         """Reduces in a new group from now on, with all its ranks."""
@@ -153,7 +135,7 @@ class WindowSync(ABC):
         return False
 
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
-        """Adopts the overlapped reduction, waiting if need be."""
+        """Adopts what was begun, waiting if need be."""
         raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
 

@@ -28,6 +28,7 @@ class Settings:
             parts, so that shares need not keep within it.
         is_default: the policy was not named by the user, and windows could take its
             place.
+        mortal_by: what beside the configuration ends the run when a rank dies, or "".
     """
 
     config: RunConfig
@@ -37,6 +38,7 @@ class Settings:
     epochs: int | None = None
     micro_batches: bool = False
     is_default: bool = False
+    mortal_by: str = ""
 
     @property
     def optimizer_kind(self) -> str:
@@ -49,7 +51,13 @@ class Settings:
         flat = dict(_flat("config", self.config.as_dict()))
         flat |= {f"loader.{k}": v for k, v in self.loader.items()}
         flat |= {f"optimizer.{k}": v for k, v in self.optimizer.items()}
-        for name in ("min_share_samples", "epochs", "micro_batches", "is_default"):
+        for name in (
+            "min_share_samples",
+            "epochs",
+            "micro_batches",
+            "is_default",
+            "mortal_by",
+        ):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
 
@@ -77,6 +85,7 @@ def settings_of(join: Join) -> Settings:
         epochs=flat.get("epochs"),
         micro_batches=bool(flat.get("micro_batches", False)),
         is_default=bool(flat.get("is_default", False)),
+        mortal_by=str(flat.get("mortal_by", "")),
     )
 
 

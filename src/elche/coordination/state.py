@@ -252,7 +252,7 @@ class Coordinator:
         yield None
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
-        self._set_mortal_by = settings.config.mortal_by
+        self._set_mortal_by = settings.config.mortal_by or settings.mortal_by
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -351,6 +351,10 @@ class Coordinator:
         why = f"silent for {event.silent_s:g} s"
         self._story.decided(why, now_s, event.rank)
         return self._lose(event.rank, now_s)
+
+    def outlives(self, rank: int) -> bool:
+        """Whether the run would go on without a rank that dies now."""
+        return not self._why_mortal(rank)
 
     def end_with_any_rank(self, why: str) -> None:
         """A death ends every run of these processes from now on, because of this."""

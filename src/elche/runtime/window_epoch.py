@@ -367,11 +367,10 @@ class WindowEpoch:
         if last is not None and lacks and self._sync.has_sum(last):
             self._reduce(last, is_begun=True)
             lacks = False
-        keeps = self._loop.batches > 0
-        regrouping.form(
-            None if last is None else OpenReduction(last, lacks, keeps),
-            self._taken_over,
-        )
+        was_open = None
+        if last is not None:
+            was_open = OpenReduction(last, lacks, keeps=self._loop.batches > 0)
+        regrouping.form(was_open, self._taken_over)
         self._loop.regrouped()
         self._waited_s = self._held_s = 0.0
         self._worker.send(

@@ -47,6 +47,8 @@ TICK_S = 0.5
 STALLED_S = 10.0
 """So long ranks wait for others before a line says where these are; each further line
 takes twice as long."""
+GONE_S = 1.0
+"""Within which the launcher sees how a process has ended, once its connection has."""
 KEY_BYTES = 32
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
@@ -64,6 +66,7 @@ class CoordinatorServer:
         survives: somebody fences ranks that are lost, so the run can go on without.
 
     Attributes:
+        sees_ends: :meth:`rank_ended` is called for each process.
         on_lost: called with a rank without which the run goes on, before anybody is
             told: it must not run any more.
         on_end: called once with the kind of `Abort` that ends the run.
@@ -92,6 +95,7 @@ class CoordinatorServer:
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self.dropped = 0
         self.has_admitted = False
+        self.sees_ends = True
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -224,7 +228,12 @@ class CoordinatorServer:
         if self._connections.get(rank) is connection:
             del self._connections[rank]
             self._liveness.forget(rank)
-            self.take(Disconnected(rank=rank))
+            if self.sees_ends and self.core.outlives(rank):
+                # Killed, which is a death, or ended by itself: its exit code tells.
+                loop = asyncio.get_running_loop()
+                loop.call_later(GONE_S, self.take, Disconnected(rank=rank))
+            else:
+                self.take(Disconnected(rank=rank))
 
     def rank_ended(self, rank: int, code: int) -> None:
         """The launcher saw a rank's process end, whether or not it ever joined.
@@ -410,6 +419,7 @@ def serve_in_thread(
     key = secrets.token_bytes(KEY_BYTES)
     server = CoordinatorServer(world_size, key, survives=fence is not None)
     server.on_lost = fence or server.on_lost
+    server.sees_ends = False
     loop = asyncio.new_event_loop()
     address = loop.run_until_complete(server.start())
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")

@@ -109,8 +109,8 @@ class Regrouping:
         self._said = now
         if gone and self._worker.rank == 0:
             self._emit(
-                f"elche: {_named(gone)} died: going on with {_named(now)}; what was not "
-                "committed is trained on again"
+                f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
+                "not committed is trained on again"
             )
 
 

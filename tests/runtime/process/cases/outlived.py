@@ -1,4 +1,4 @@
-"""A script in which a rank ends in some way: `outlived.py RANK HOW POLICY [SURVIVE]`."""
+"""A script in which a rank ends in some way: `outlived.py RANK HOW POLICY [MORE]`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ for epoch in range(2):
         optimizer.zero_grad()
         time.sleep(0.002)
     elche.barrier()
-print(
+sys.stdout.write(
     f"done {elche.rank()} of {elche.world_size()}: {elche.progress_samples():g} "
-    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}",
-    flush=True,
+    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}\n"
 )

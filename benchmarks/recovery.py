@@ -16,6 +16,7 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ from tests.harness.rank_pool import RankPool
 
 SAMPLES = 4_000
 WIDTH = 256
+ON_S = 1.0
+"""So long survivors train on, so that each has trained before one breaks off."""
 PARTS = ("total_s", "detection_s", "regroup_s", "first_batch_s")
 
 
@@ -83,8 +86,9 @@ def rank(policy: str, transport: str, victim: int, delay_s: float) -> dict[str, 
             optimizer.zero_grad()
             if "formed" in times:
                 times.setdefault("trained", time.monotonic())
-                break
-        if "formed" in times:  # a break of one ends the epoch for all
+                if time.monotonic() - times["trained"] > ON_S:
+                    break  # which ends the epoch for all
+        if "trained" in times and time.monotonic() - times["trained"] > ON_S / 2:
             break
     elche.shutdown()
     return times
@@ -139,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     cells = []
-    killed_at = Path(f"/tmp/elche-killed-{os.getpid()}")
+    folder = tempfile.TemporaryDirectory()
+    killed_at = Path(folder.name, "killed")
     for policy in asked.policy:
         for transport in asked.transport:
             draws = random.Random(f"{asked.seed} {policy} {transport}")
@@ -155,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"  {part:14} median {statistics.median(values):.3f}, "
                     f"worst {max(values):.3f}"
                 )
-    killed_at.unlink(missing_ok=True)
+    folder.cleanup()
     if asked.json is not None:
         asked.json.write_text(json.dumps({"ranks": asked.ranks, "cells": cells}))
 

@@ -103,6 +103,9 @@ class RunConfig:
             again now and then; False keeps all. Needs ``epochs=`` (or the `Trainer`, or
             ``loader.steps(n)``), since a loop that counts steps itself would count too
             few on such a rank.
+        survive: under ``cadence`` and ``async`` the death of a rank other than 0 ends
+            nothing: the others train what it had not committed. Needs ``elche run`` or
+            `elche.launch`; False, or what `RunConfig.mortal_by` names, ends the run.
         guard: watch how far replicas drift apart, and shorten windows; False does not.
         windows: an `elche.WindowConfig`: length of windows, and what they reduce.
         transport: an `elche.TransportConfig`: how tensors travel between ranks.
@@ -120,6 +123,7 @@ class RunConfig:
     timeout_s: float = 300.0
     non_finite: str = "stop"
     leave_out: bool = True
+    survive: bool = True
     guard: bool = True
     windows: WindowConfig = field(default_factory=WindowConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -138,6 +142,7 @@ class RunConfig:
             check_positive("max_grad_norm", self.max_grad_norm)
         check_bool("guard", self.guard)
         check_bool("leave_out", self.leave_out)
+        check_bool("survive", self.survive)
         normal = {
             "max_samples": caps_of(self.max_samples),
             "speed_hints": hints_of(self.speed_hints),
@@ -233,6 +238,21 @@ class RunConfig:
     def sums_gradients(self) -> bool:
         """Whether a window reduces gradients."""
         return self.policy == "cadence" and self.windows.update == "gradients"
+
+    @property
+    def mortal_by(self) -> str:
+        """What of the settings ends the run when a rank dies; "" if none does."""
+        if self.policy not in ("cadence", "async"):
+            return f"policy={self.policy!r}"
+        if self.sums_gradients:
+            return "update='gradients'"
+        if self.averages_state:
+            return "optimizer_state='average'"
+        if self.codec != "fp32":
+            return f"codec={self.codec!r}"
+        if self.debug != DebugConfig():
+            return "a deterministic, recorded or replayed run"
+        return "" if self.survive else "survive=False"
 
     @property
     def averages_state(self) -> bool:

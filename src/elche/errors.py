@@ -8,7 +8,8 @@
     │                          (also a RuntimeError)
     ├── CommunicationError     a collective or the control channel failed (also a
     │   │                      RuntimeError, which loops around torch catch)
-    │   └── DeadlineError      a wait reached its deadline
+    │   ├── DeadlineError      a wait reached its deadline
+    │   └── RankLostError      a rank died where the others cannot go on without it
     ├── RemoteRankError        another rank failed; carries its traceback
     ├── AbortedError           `handle.abort()` has ended the training of this rank
     ├── NonFiniteError         what a rank learned is not finite, again, or the model
@@ -79,6 +80,10 @@ class ContributionError(ElcheError):
 
 class DeadlineError(CommunicationError):
     """A wait reached its deadline; the message names who was waited for."""
+
+
+class RankLostError(CommunicationError):
+    """A rank died while others were where they cannot go on without it."""
 
 
 class RemoteRankError(ElcheError):

@@ -256,13 +256,18 @@ def _named(
 
 
 def rank() -> int:
-    """This process's rank; 0 in a run of one."""
-    return _placement().rank
+    """This process's rank; 0 in a run of one.
+
+    Where ranks have died and the others go on, its place among these.
+    """
+    run = current_run()
+    return _placement().rank if run is None else run.rank
 
 
 def world_size() -> int:
-    """Number of ranks; 1 in a plain script."""
-    return _placement().world_size
+    """Number of ranks; 1 in a plain script. Ranks that have died do not count."""
+    run = current_run()
+    return _placement().world_size if run is None else run.world_size
 
 
 def is_main_process() -> bool:

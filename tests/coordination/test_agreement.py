@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "shares": "fixed",
     "timeout_s": 30.0,
     "leave_out": False,
+    "survive": False,
 }
 NAMES = {
     "outer": "windows.outer.optimizer",

@@ -379,8 +379,8 @@ class CheckpointKeeper(Pauses):
         return self._stores.setdefault(folder, CheckpointStore(folder))
 
     def _writer(self, folder: Path) -> CheckpointWriter:
-        if folder not in self._writers:
-            run = self._current
+        run, writer = self._current, self._writers.get(folder)
+        if writer is None or writer.world_size != run.world_size:
             self._writers[folder] = CheckpointWriter(
                 self._store(folder),
                 run.rank,

@@ -77,7 +77,7 @@ class CheckpointWriter:
     ) -> None:
         self._store = store
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._run_id = run_id
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
@@ -215,13 +215,13 @@ class CheckpointWriter:
             files |= write_part(disk, path, self._run_id, tree, tensors, before)
         if job.info is None:
             return
-        for rank in range(1, self._world_size):
+        for rank in range(1, self.world_size):
             files |= self._part_of(rank, job.name)
         store.complete(
             Manifest(
                 name=job.name,
                 run_id=self._run_id,
-                world_size=self._world_size,
+                world_size=self.world_size,
                 info=job.info,
                 files=files,
             )

@@ -29,6 +29,7 @@ class Settings:
         is_default: the policy was not named by the user, and windows could take its
             place.
         is_delayed: steps are taken one step late.
+        mortal_by: what beside the configuration ends the run when a rank dies, or "".
     """
 
     config: RunConfig
@@ -39,6 +40,7 @@ class Settings:
     micro_batches: bool = False
     is_default: bool = False
     is_delayed: bool = False
+    mortal_by: str = ""
 
     @property
     def optimizer_kind(self) -> str:
@@ -57,6 +59,7 @@ class Settings:
             "micro_batches",
             "is_default",
             "is_delayed",
+            "mortal_by",
         ):
             flat[name] = getattr(self, name)
         return tuple((name, json.dumps(flat[name])) for name in sorted(flat))
@@ -86,6 +89,7 @@ def settings_of(join: Join) -> Settings:
         micro_batches=bool(flat.get("micro_batches", False)),
         is_default=bool(flat.get("is_default", False)),
         is_delayed=bool(flat.get("is_delayed", False)),
+        mortal_by=str(flat.get("mortal_by", "")),
     )
 
 

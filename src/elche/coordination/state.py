@@ -34,6 +34,7 @@ from elche.coordination.protocol.events import (
     Join,
     Left,
     Regrouped,
+    Silent,
     Tick,
 )
 from elche.coordination.protocol.instructions import Abort, Instruction
@@ -50,6 +51,10 @@ from elche.errors import (
 SLICE_INSTRUCTIONS = 512
 """Some 10 ms of work."""
 
+FIRST = 0
+"""The rank that draws the samples' order and writes checkpoints: no run outlives it."""
+RESTART = "`elche run --max-restarts` starts such a run anew from its last checkpoint"
+
 _Work: TypeAlias = tuple[Event, Steps] | None
 
 
@@ -61,6 +66,11 @@ class Coordinator:
         timeout_s: deadline for ranks to join, until their configuration says its own.
         elastic: go on without a rank that is gone, and take in new ones, where the
             policy can; otherwise the run ends.
+        survives: go on without a rank other than the first that is gone, once epochs
+            have begun, where the settings can. Ranks cannot join.
+
+    Attributes:
+        lost: ranks that are gone, and the run went on.
         slice_instructions: most instructions of a slice; runs of as many ranks or fewer
             have no slices.
     """
@@ -71,10 +81,14 @@ class Coordinator:
         timeout_s: float = 300.0,
         *,
         elastic: bool = False,
+        survives: bool = False,
         slice_instructions: int = SLICE_INSTRUCTIONS,
     ) -> None:
         self._slice_instructions = slice_instructions
         self._is_elastic = elastic
+        self._mortal_by = "" if survives else "a run without a launcher of elche's"
+        self._set_mortal_by = ""
+        self.lost: set[int] = set()
         self._timeout_s = timeout_s
         self._membership = Membership(world_size, is_elastic=elastic)
         self._epochs: Epochs | None = None
@@ -92,6 +106,7 @@ class Coordinator:
             Failed: self._failed,
             Left: self._leave,
             Disconnected: self._disconnected,
+            Silent: self._silent,
             Tick: self._tick,
             Interrupted: self._interrupted,
             Regrouped: self._regrouped,
@@ -106,6 +121,16 @@ class Coordinator:
     def devices(self) -> dict[int, str]:
         """Of each rank that has joined."""
         return self._membership.devices
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Since when nothing has come of ranks that others wait for; None: not so."""
+        return self._waiting_since_s if self._is_waiting() else None
+
+    @property
+    def doing(self) -> str:
+        """What the run does now, in words."""
+        return self._doing()
 
     @property
     def has_more(self) -> bool:
@@ -227,6 +252,7 @@ class Coordinator:
         yield None
         settings = settings_of(joins[0])
         self._timeout_s = settings.config.timeout_s
+        self._set_mortal_by = settings.config.mortal_by or settings.mortal_by
         policy = build_policy(as_members(joins), settings)
         self._epochs = Epochs(policy, self._membership, self._story)
         yield None
@@ -236,6 +262,11 @@ class Coordinator:
         """Every rank has left: the same processes may begin another run."""
         told: list[Instruction] = [*self._membership.roster.turn_away()]
         if self._membership.is_awaited:
+            if self.lost:
+                return self._abort(
+                    f"ranks {sorted(self.lost)} have died in the run before, and "
+                    "another elche.setup of the same processes needs all ranks"
+                )
             self._epochs = None
             for join in self._membership.begin_again():
                 told += (one for one in self._join(join, now_s) if one is not None)
@@ -275,7 +306,8 @@ class Coordinator:
 
     def _leave(self, event: Left, now_s: float) -> list[Instruction]:
         epochs = self._epochs
-        if epochs is not None and epochs.is_under_way and self._can_lose():
+        is_inside = epochs is not None and epochs.is_under_way
+        if self._is_elastic and is_inside and not self._why_mortal(event.rank):
             return self._lose(event.rank, now_s)
         self._membership.left[event.rank] = event
         if self.is_finished:
@@ -295,24 +327,56 @@ class Coordinator:
             return []
         if event.rank not in membership.ranks:
             return []  # it waited to be taken in
-        if self._can_lose():
+        why = self._why_mortal(event.rank)
+        if not why:
             return self._lose(event.rank, now_s)
         is_between = epochs is None or not epochs.is_under_way
-        if self._is_elastic and membership.left and is_between:
+        if self._may_outlive and membership.left and is_between:
             return self._leave(Left(rank=event.rank), now_s)  # all is committed
         return self._abort(
             f"rank {event.rank} is gone: its connection ended while the run was "
-            f"{self._doing()}; look at that rank's own output",
+            f"{self._doing()}; look at that rank's own output ({why}; {RESTART})",
             event.rank,
         )
 
-    def _can_lose(self) -> bool:
-        """Whether the run goes on without a rank."""
-        able = self._is_elastic and self._epochs is not None and self._epochs.may_lose
-        return able and len(self._membership.ranks) > 1 and not self._membership.left
+    @property
+    def _may_outlive(self) -> bool:
+        """Whether the run goes on without ranks at all."""
+        return self._is_elastic or not (self._mortal_by or self._set_mortal_by)
+
+    def _silent(self, event: Silent, now_s: float) -> list[Instruction]:
+        """A rank is stopped: dead, where the run goes on; else it has `timeout_s`."""
+        if self._why_mortal(event.rank):
+            return []
+        why = f"silent for {event.silent_s:g} s"
+        self._story.decided(why, now_s, event.rank)
+        return self._lose(event.rank, now_s)
+
+    def outlives(self, rank: int) -> bool:
+        """Whether the run would go on without a rank that dies now."""
+        return not self._why_mortal(rank)
+
+    def end_with_any_rank(self, why: str) -> None:
+        """A death ends every run of these processes from now on, because of this."""
+        self._mortal_by = self._mortal_by or why
+
+    def _why_mortal(self, rank: int) -> str:
+        """Why the run does not go on without a rank; "" if it does."""
+        epochs, membership = self._epochs, self._membership
+        if not self._may_outlive:
+            what = self._mortal_by or self._set_mortal_by
+            return f"the death of a rank ends {what}"
+        if not self._is_elastic and rank == FIRST:
+            return "no run goes on without rank 0, which draws the samples' order"
+        if epochs is None or (epochs.number < 0 and not self._is_elastic):
+            return "no rank may die before the first epoch has begun"
+        if not epochs.may_lose or len(membership.ranks) < 2 or membership.left:
+            return "ranks have left, and no new group can form"
+        return ""
 
     def _lose(self, rank: int, now_s: float) -> list[Instruction]:
         """A rank is gone: the others form a new group without it."""
+        self.lost.add(rank)
         self._barriers.remove(rank)
         self._story.decided("gone; the others go on", now_s, rank)
         told = self._running().lose(rank)
@@ -356,7 +420,7 @@ class Coordinator:
     def _is_waiting(self) -> bool:
         """Whether somebody waits for somebody: between epochs ranks may be idle."""
         epochs, membership = self._epochs, self._membership
-        if membership.is_joining or self._barriers or membership.roster.pending:
+        if membership.is_joining or self._barriers:
             return True
         return epochs is not None and (
             epochs.is_under_way or epochs.is_opening or epochs.withholds

@@ -254,6 +254,11 @@ class FunctionProcess:
         self._process = process
 
     @property
+    def pid(self) -> int | None:
+        """See `RankProcess`."""
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         """See `RankProcess`."""
         return self._process.exitcode

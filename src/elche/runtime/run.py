@@ -21,6 +21,7 @@ from elche.coordination.protocol.instructions import (
     BarrierPassed,
     EndEpoch,
     Instruction,
+    Regroup,
     Welcome,
 )
 from elche.errors import ConfigError
@@ -105,6 +106,7 @@ class Run:
         self.iterates_loader = False
         self._samples_resumed = 0
         self._rows: RowGather | None = None
+        self._rows_of = -1
         self._closed = False
 
     @staticmethod
@@ -140,6 +142,7 @@ class Run:
             make_equal(worker.group, named, "the first broadcast")
             run = Run(worker, training, welcome, plans)
             run._epochs.attach()
+            worker.begin_beats()
         except BaseException as error:
             if run is not None:
                 run._release()
@@ -221,13 +224,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self.worker.rank
+        """This rank's place among those that live: its own until one has died."""
+        return self.worker.place
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
-        return self.worker.group.world_size
+        """How many live."""
+        return len(self.worker.members)
 
     @property
     def timeout_s(self) -> float:
@@ -236,6 +239,7 @@ class Run:
 
     def agree(self, text: str, what: str) -> str:
         """Rank 0's text, on every rank; called by all of them."""
+        self.worker.regroup_if_told()
         own = text if self.rank == 0 else ""
         return gather_texts(self.worker.group, own, what)[0]
 
@@ -390,11 +394,16 @@ class Run:
         def handle(instruction: Instruction) -> None:
             if isinstance(instruction, BarrierPassed):
                 passed.append(instruction)
+            elif isinstance(instruction, Regroup) and self.worker.on_regroup:
+                self.worker.hear_of(instruction)
+                self.worker.on_regroup()
             elif isinstance(self._epochs.under_way, SyncEpoch):
                 self._epochs.under_way.handle(instruction)
 
         if self.is_in_epoch:
             self._epochs.members.meet("elche.barrier()")
+        else:
+            self.worker.regroup_if_told()
         self.worker.send(BarrierReached(rank=self.worker.rank, name=name))
         while not passed:
             self.worker.receive(handle, f"all ranks at {name}")
@@ -438,7 +447,10 @@ class Run:
             weight = under_way.weight_in_hand if is_of_batch else 1.0
             if self.config.loss_reduction == "sum":
                 weight = float(weight > 0.0)
-        if self._rows is None:
+        if under_way is None:
+            self.worker.regroup_if_told()
+        if self._rows is None or self._rows_of != self.worker.generation:
+            self._rows_of = self.worker.generation
             self._rows = RowGather(self.worker.side_group())
         return self._rows.gather(tensor, weight, call)
 

@@ -19,7 +19,12 @@ from elche.comm.transport.probe import probe_reduction_s
 from elche.coordination.accounts.batch_ranges import BatchCut, BatchSizes
 from elche.coordination.accounts.epoch_parts import PartRanges, whole_end
 from elche.coordination.accounts.step_count import StepCount
-from elche.coordination.protocol.events import EpochCut, EpochOpened, Failed
+from elche.coordination.protocol.events import (
+    EpochCut,
+    EpochOpened,
+    Failed,
+    Regrouped,
+)
 from elche.coordination.protocol.instructions import BeginEpoch, EndEpoch
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
@@ -29,6 +34,7 @@ from elche.errors import (
     ConfigError,
     ElcheError,
     NonFiniteError,
+    RankLostError,
 )
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_batches import LeasedBatches
@@ -53,6 +59,7 @@ from elche.runtime.watch.trailing_step import TrailingSteps
 from elche.runtime.window_epoch import EpochHooks, WindowEpoch
 from elche.runtime.windows.gradient_sync import refuse_stray_gradients
 from elche.runtime.windows.model_copies import ModelCopies
+from elche.runtime.windows.regrouping import Regrouping
 from elche.runtime.windows.synchroniser import Synchroniser
 from elche.torch_internals.passes import is_compiled
 
@@ -141,8 +148,16 @@ class RunEpochs:
         self.reports: list[EndEpoch] = []
         self.steps = StepCount()
         self.schedulers = FollowedSchedulers(
-            training.config.policy, partial(mean_of, worker.group), self.steps
+            training.config.policy,
+            self._mean_of,
+            self.steps,
         )
+        self._opened: EpochOpened | None = None
+        self._regrouping = Regrouping(
+            worker, synchroniser, lambda line: notifications.emit(line)
+        )
+        if not training.config.mortal_by:
+            worker.on_regroup = self._regroup_between
         self._batch_state = BatchStateWatch(
             training.model, watch.optimizers, watch.skips, self._copies, self.schedulers
         )
@@ -435,6 +450,7 @@ class RunEpochs:
     def _open_part(self, steps: int) -> tuple[EpochPositions, int]:
         """Agrees on the epoch, or what is left of it; also its first window."""
         self._skips.settle()
+        self._worker.regroup_if_told()
         course, is_new = self._course, self._is_new
         worker, model = self._worker, self._training.model
         keys, sizes = None, None
@@ -448,27 +464,27 @@ class RunEpochs:
         elif worker.rank == 0 and course is not None:
             sizes = course.part_sizes
         changed = self._synchroniser.is_changed
-        worker.send(
-            EpochOpened(
-                rank=worker.rank,
-                epoch=self._epoch,
-                sizes=sizes.runs if sizes is not None else None,
-                layout=self._synchroniser.layout(),
-                checksum="" if changed or self._is_mixed else checksum(model),
-                plan=self._plans.epoch(self._epoch),
-                probe_s=self._probe_s,
-                rates=rates(
-                    self._optimizers.all(), worker.rank, self.schedulers.optimizers
-                ),
-                steps=steps,
-                continues=course is not None or self._is_resumed,
-            )
+        self._opened = EpochOpened(
+            rank=worker.rank,
+            epoch=self._epoch,
+            sizes=sizes.runs if sizes is not None else None,
+            layout=self._synchroniser.layout(),
+            checksum="" if changed or self._is_mixed else checksum(model),
+            plan=self._plans.epoch(self._epoch),
+            probe_s=self._probe_s,
+            rates=rates(
+                self._optimizers.all(), worker.rank, self.schedulers.optimizers
+            ),
+            steps=steps,
+            continues=course is not None or self._is_resumed,
         )
+        worker.send(self._opened)
         begin = worker.expect(BeginEpoch, "all ranks to open the epoch")
+        self._opened = None
         self._is_new = self._is_cut = self._is_resumed = self._is_asked = False
         self._prepare(begin, is_changed=changed)
         if course is None:
-            shared = share_keys(worker.group, keys)
+            shared = self._share(keys)
             sizes = BatchSizes(begin.sizes)
             whole = PartRanges(((0, sizes.num_samples),))
             course = EpochCourse(
@@ -485,6 +501,46 @@ class RunEpochs:
             self.schedulers.begin_part()
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
+
+    def _mean_of(self, metric: float) -> float:
+        """A scheduler's metric, the same on all ranks."""
+        self._worker.regroup_if_told()
+        return mean_of(self._worker.group, metric)
+
+    def _share(self, keys: list[Any] | None) -> Any:
+        """The epoch's positions, on every rank."""
+        regrouping = self._regrouping
+        regrouping.keys = keys
+        try:
+            regrouping.keys = share_keys(self._worker.group, keys)
+        except RankLostError:
+            if self._worker.on_regroup is None:
+                raise
+            self._regroup(lacks_keys=True)
+        return regrouping.keys
+
+    def _regroup_between(self) -> None:
+        """Ranks have died, and no epoch is under way here."""
+        self._regroup(lacks_keys=False)
+
+    def _regroup(self, *, lacks_keys: bool) -> None:
+        """Forms the next group outside of windows; who waits for an epoch says so."""
+        worker, has_formed = self._worker, False
+        while not has_formed:
+            worker.hear_of()
+            with contextlib.suppress(RankLostError):
+                self._regrouping.form(lacks_keys=lacks_keys)
+                has_formed = True
+        if self._opened is not None:
+            worker.send(self._opened)
+        worker.send(
+            Regrouped(
+                rank=worker.rank,
+                generation=worker.generation,
+                epoch=self._epoch,
+                reduced=-1,
+            )
+        )
 
     def _prepare(self, begin: BeginEpoch, *, is_changed: bool) -> None:
         """Builds what this epoch's policy needs, and takes over who trained alone."""
@@ -579,6 +635,7 @@ class RunEpochs:
             self.members.unknown,
             self._checksum,
             self._drain_step,
+            self._regrouping,
         )
 
     def _drain_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -17,22 +18,25 @@ from elche.coordination.accounts.step_count import StepCount
 from elche.coordination.protocol.events import (
     EpochLeft,
     Event,
+    Regrouped,
     WindowClosed,
     WindowReduced,
 )
 from elche.coordination.protocol.instructions import (
+    Adopt,
     CloseWindow,
     EndEpoch,
     GrantBatches,
     Instruction,
     LeaveOut,
     Reduce,
+    Regroup,
 )
 from elche.coordination.protocol.messages import Scalars
 from elche.coordination.sync.nonfinite import NonFiniteRecord
 from elche.coordination.windows.lease_reports import LeaseReports
 from elche.coordination.windows.window_loop import Action, Do, WindowLoop
-from elche.errors import ElcheError, ProtocolError
+from elche.errors import ElcheError, ProtocolError, RankLostError
 from elche.monitor.trace import SYNC
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions
@@ -41,6 +45,7 @@ from elche.runtime.report.notifications import warn_discarded
 from elche.runtime.watch.followed_schedulers import FollowedSchedulers
 from elche.runtime.watch.live_graph import LiveGraph, fetched_too_early
 from elche.runtime.windows.model_copies import ModelCopies
+from elche.runtime.windows.regrouping import OpenReduction, Regrouping
 from elche.runtime.windows.window_sync import WindowSync
 
 logger = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class EpochHooks:
         unknown: names state of this rank that cannot be carried to another, or "".
         checksum: of the parameters; of this rank alone where devices round differently.
         drain: takes the step that is still under way, with all ranks.
+        regrouping: forms the next group where ranks have died.
     """
 
     on_error: Callable[[ElcheError], None]
@@ -82,6 +88,7 @@ class EpochHooks:
     unknown: Callable[[], str] = str
     checksum: Callable[[], str] = str
     drain: Callable[[], None] = lambda: None
+    regrouping: Regrouping | None = None
 
 
 class WindowEpoch:
@@ -121,6 +128,7 @@ class WindowEpoch:
         self._weight: float | None = None
         self._transfer_s = 0.0
         self._is_leaving = self._has_trained = False
+        self._last: Reduce | None = None
         self._closed_s = 0.0
         self._waited_s = 0.0
         self._held_s = 0.0
@@ -171,7 +179,7 @@ class WindowEpoch:
         began_s = time.monotonic()
         while True:
             action = self._next()
-            if action.do is Do.STOP:
+            if self._is_stop(action):
                 self._end()
                 return
             if action.do is not Do.TRAIN:
@@ -210,8 +218,18 @@ class WindowEpoch:
             is_live=self._graphs.is_live,
         )
 
+    def _is_stop(self, action: Action) -> bool:
+        """Whether the epoch is over; a new group is then formed between epochs."""
+        return action.do is Do.STOP or (
+            action.do is Do.REGROUP and self._loop.end is not None
+        )
+
     def _carry_out(self, action: Action) -> None:
-        """Everything but training."""
+        """Everything but training; what a lost rank breaks off is taken up again."""
+        with contextlib.suppress(RankLostError):  # the word of it is in line
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
         if action.do is Do.WAIT:
             self._wait(action)
         elif action.do is Do.CLOSE:
@@ -225,11 +243,11 @@ class WindowEpoch:
         elif action.do in (Do.REDUCE, Do.FINISH):
             assert isinstance(action.instruction, Reduce)
             self._reduce(action.instruction, is_begun=action.do is Do.FINISH)
+        elif action.do is Do.ADOPT:
+            assert isinstance(action.instruction, Adopt)
+            self._adopt(action.instruction)
         else:
-            raise ProtocolError(
-                f"rank {self._worker.rank}: this run's membership is fixed, got "
-                f"{action.instruction!r}"
-            )
+            self._regroup()
 
     def _wait(self, action: Action) -> None:
         began_s = time.monotonic()
@@ -341,6 +359,60 @@ class WindowEpoch:
         if self._hooks.copies is not None:  # no cost of a reduction: one per batch
             self._hooks.copies.committed(plan.copies, self._sync.common)
 
+    def _regroup(self) -> None:
+        """Ranks have died: forms the next group, and settles what was open."""
+        regrouping, last = self._hooks.regrouping, self._last
+        if regrouping is None:
+            raise ProtocolError(f"rank {self._worker.rank} has a fixed membership")
+        self._report()
+        lacks = last is not None and self._loop.reduced_window < last.window
+        if last is not None and lacks and self._sync.has_sum(last):
+            self._reduce(last, is_begun=True)
+            lacks = False
+        was_open = None
+        if last is not None:
+            was_open = OpenReduction(last, lacks, keeps=self._loop.batches > 0)
+        regrouping.form(was_open, self._taken_over)
+        self._loop.regrouped()
+        self._waited_s = self._held_s = 0.0
+        self._worker.send(
+            Regrouped(
+                rank=self._worker.rank,
+                generation=self._worker.generation,
+                epoch=self._positions.epoch,
+                reduced=self._loop.reduced_window,
+            )
+        )
+
+    def _taken_over(self) -> None:
+        """The last reduction's result has come from another rank."""
+        assert self._last is not None
+        self._graphs.moved(self._policy)
+        self._loop.reduced(time.monotonic())
+        if self._hooks.copies is not None:
+            self._hooks.copies.committed(self._last.copies, self._sync.common)
+
+    def _adopt(self, told: Adopt) -> None:
+        """All survivors have the result, since they formed the group: says so."""
+        if self._loop.reduced_window < told.window:
+            raise ProtocolError(
+                f"rank {self._worker.rank} holds window {self._loop.reduced_window}, "
+                f"got {told!r}"
+            )
+        self._loop.reduced(time.monotonic())
+        self._worker.send(
+            WindowReduced(
+                rank=self._worker.rank,
+                epoch=self._positions.epoch,
+                window=told.window,
+                sync_s=0.0,
+                wait_s=0.0,
+                divergence=0.0,
+                adopted_at=0,
+                parameter_norm=self._hooks.parameter_norm(),
+            )
+        )
+
     def handle(self, instruction: Instruction) -> None:
         """Takes an instruction of the epoch."""
         if isinstance(instruction, GrantBatches):
@@ -354,7 +426,10 @@ class WindowEpoch:
             self._discard()
         if isinstance(instruction, EndEpoch):
             self._leased.end()
+        if isinstance(instruction, Regroup):
+            self._worker.hear_of(instruction)
         if isinstance(instruction, Reduce):
+            self._last = instruction
             self._hooks.schedulers.agree(instruction.periods)
         self._loop.handle(instruction, time.monotonic())
 
@@ -389,7 +464,7 @@ class WindowEpoch:
         left = EpochLeft(rank=self._worker.rank, epoch=epoch, step=self._loop.batches)
         if not is_known:
             self._worker.send(left)
-        while (action := self._next()).do is not Do.STOP:
+        while not self._is_stop(action := self._next()):
             self._carry_out(action)
         self._end()
 

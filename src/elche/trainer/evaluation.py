@@ -112,6 +112,8 @@ def predict(
     gathered = iter(
         [gather_rows(c[:stop], part.call, is_of_batch=False) for c in columns]
     )
+    if not part.is_whole:  # a rank has died with its part
+        return predict(step, loader, on=on)
     if on == "main" and not session.is_main_process():
         return None
     return map_rows(trees[0], lambda _: next(gathered))
@@ -131,6 +133,19 @@ def evaluate_by(
         weights: what batches weigh; None: their samples.
         is_over: asked before each batch; where it is the (one) mean is NaN.
     """
+    means: Any = None
+    while means is None:  # again, where a rank has died with its part
+        means = _evaluate_once(step, loader, weights, is_over)
+    return means
+
+
+def _evaluate_once(
+    step: Callable[[Any, float], Values],
+    loader: DataLoader[Any],
+    weights: BatchWeights | None,
+    is_over: Callable[[], bool],
+) -> Any:
+    """The means; None where a rank has died meanwhile."""
     part = _Part.of(loader, "elche.evaluate")
     names, is_one = [""], True
     rows: list[list[float]] = []
@@ -146,10 +161,13 @@ def evaluate_by(
             by_name = values if isinstance(values, dict) else {"": values}
             names, is_one = sorted(by_name), by_name is not values
             rows.append([weight, *(_number(by_name[name]) for name in names)])
-    part.done()
+    if not part.done():
+        return None
     mine = torch.tensor(rows, dtype=torch.float64, device="cpu")
     mine = mine[: None if part.is_own else 0]
     table = gather_rows(mine, part.call, is_of_batch=False)
+    if not part.is_whole:
+        return None
     weight_column, *columns = table.T.tolist()
     means = [_mean(weight_column, column) for column in columns]
     return means[0] if is_one else dict(zip(names, means, strict=True))
@@ -200,14 +218,22 @@ class _Part:
             loaded = iter(loader)
         return zip(self.indices, loaded, strict=True)
 
-    def done(self) -> None:
-        """All ranks say how fast they were."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks live that divided the batches; the same on all of them."""
+        return len(self.speeds) == session.world_size()
+
+    def done(self) -> bool:
+        """All ranks say how fast they were; see :attr:`is_whole`."""
         samples = sum(map(len, self.indices)) if self.is_own else 0
         speed = samples / max(time.monotonic() - self.began_s, 1e-9)
         mine = torch.tensor([speed], dtype=torch.float64, device="cpu")
         all_speeds = gather_rows(mine, self.call, is_of_batch=False).tolist()
+        if not self.is_whole:
+            return False
         pairs = zip(all_speeds, self.speeds, strict=True)
         _speeds.values = tuple(new or old for new, old in pairs)
+        return True
 
 
 class _Speeds:

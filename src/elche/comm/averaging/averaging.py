@@ -117,6 +117,45 @@ class Averager:
         self._buffers.connect(group)
         self._state.connect(group)
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether all sums of a reduction are here, and none is taken."""
+        is_here = all(group.is_summed for group in self._groups)
+        return is_here and self._buffers.is_summed
+
+    @torch.no_grad()
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        """With all ranks of a new group: who lacks a result takes it from one rank.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that holds the result.
+            plan: of the reduction.
+            lacks: this rank does not hold it; afterwards it does.
+            keeps: what it has trained since its part ended stays.
+
+        Raises:
+            CommunicationError: another rank has died.
+        """
+        rule = OuterStep.of(plan)
+        received = [
+            each.receive(group, source, rule, lacks=lacks) for each in self._groups
+        ]
+        self._buffers.hand_over(group, source, plan, lacks=lacks)
+        if lacks:  # all is here: it is taken as a whole
+            for parameters, (base, momentum) in zip(
+                self._groups, received, strict=True
+            ):
+                parameters.take_over(base, momentum, keeps=keeps)
+            self._end()
+
+    def reconnect(self, group: Group) -> None:
+        """As :meth:`connect`, where the group before was of other ranks as well."""
+        self.connect(group)
+        self._buffers.join_own()
+
     def retire(self) -> None:
         """Another averager takes its place in the group: what was sent is let go.
 
@@ -260,13 +299,18 @@ class ParameterAverager(Averager):
             ConfigError: a parameter has another shape, dtype or device than before.
         """
         self._refuse_changed()
-        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._buffers.take()
         for group in self._groups:
             group.send(plan.weight)
         if plan.include_state:
             self._state.begin(plan.weight)
         self._buffers.begin(plan)
+        return self.complete(plan)
+
+    @torch.no_grad()
+    def complete(self, plan: Reduce) -> SyncResult:
+        """The second half of :meth:`synchronise`: waits, and takes the sums."""
+        rule, consensus = OuterStep.of(plan), ConsensusSums()
         self._wait()
         for group in self._groups:
             group.replace(rule, consensus)

@@ -47,6 +47,7 @@ class _Phase(Enum):
     ``adopt``                                BEGUN                       IDLE
     ``rebase``                               IDLE, TAKEN, UNSENT         IDLE
     ``connect``, after a failed reduction    TAKEN, UNSENT, SENT, BEGUN  UNSENT
+    ``hand_over``, to a rank that lacks it   SENT, UNSENT, BEGUN         IDLE
     =======================================  ==========================  ======
 
     ``connect`` leaves IDLE as it is; any other call out of order is refused.
@@ -103,6 +104,18 @@ class OverlappedAverager(Averager):
         super().connect(group)
         if self._phase is not _Phase.IDLE:
             self._phase = _Phase.UNSENT
+
+    @torch.no_grad()
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        """See `Averager.hand_over`; a rank whose part was not finite starts anew."""
+        if lacks:
+            self._expect("hand_over", _Phase.SENT, _Phase.UNSENT, _Phase.BEGUN)
+        keeps = keeps and self._is_finite
+        super().hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        if lacks:
+            self._phase = _Phase.IDLE
 
     @torch.no_grad()
     def snapshot(self, weight: float, *, begins: bool = True) -> bool:
@@ -163,6 +176,16 @@ class OverlappedAverager(Averager):
             group.prepare(rule)
         self._buffers.begin(plan)
         self._phase, self._window = _Phase.BEGUN, plan.window
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a drift has been sent, and the plan has not come."""
+        return self._phase is _Phase.SENT
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._phase is _Phase.BEGUN
 
     def _send(self) -> None:
         for group in self._groups:

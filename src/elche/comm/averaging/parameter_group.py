@@ -22,6 +22,9 @@ from elche.comm.averaging.parameter_memory import ParameterMemory
 from elche.comm.averaging.prepared_step import PreparedStep, scale_of
 from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.tensors.flat import wire_dtype
+from elche.comm.transport.process_group import Group
+
+WHAT = "handing over a reduction's result"
 
 
 @final
@@ -103,7 +106,7 @@ class ParameterGroup(ParameterMemory):
 
     def begin(self) -> None:
         """The message is filled: the others may have it."""
-        self._prepared = None
+        self._prepared, self._is_begun = None, True
         self.exchange.begin(self._side)
         self._messages_sent += 1
 
@@ -137,7 +140,7 @@ class ParameterGroup(ParameterMemory):
             if prepared is None:
                 self._step(index, scale, rule, consensus)
             self._layout.write(index, self._base)
-        self.exchange.release()
+        self._let_go()
         self._layout.flush(self._base)
 
     def correct(self, rule: OuterStep, consensus: ConsensusSums) -> None:
@@ -151,7 +154,7 @@ class ParameterGroup(ParameterMemory):
                 self._layout.add(index, self._own)
             assert isinstance(self.exchange, BackgroundExchange)
             self.exchange.put_off(prepared.take)
-            self.exchange.release()
+            self._let_go()
             return
         scale = self._scale()
         added = self._own if self._layout.is_staged else self._apart
@@ -159,8 +162,60 @@ class ParameterGroup(ParameterMemory):
             step = self._step(index, scale, rule, consensus)
             torch.sub(drift, step, alpha=rule.lr, out=added.parts[index])
             self._layout.add(index, added)
-        self.exchange.release()
+        self._let_go()
         self._layout.flush_sum(added)
+
+    def receive(
+        self, group: Group, source: int, rule: OuterStep, *, lacks: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """With all ranks of a new group: one rank's θ_{k+1}, and momentum.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that holds them.
+            rule: the step that made them.
+            lacks: this rank holds θ_k still; nothing of it changes yet.
+        """
+        base = self._base_memory if not lacks else torch.empty_like(self._base_memory)
+        group.broadcast(base, WHAT, source)
+        if rule.kind == "average":
+            return base, None
+        momentum = None if lacks else self._outer.momentum
+        momentum = torch.empty_like(base) if momentum is None else momentum
+        group.broadcast(momentum, WHAT, source)
+        return base, momentum
+
+    def take_over(
+        self, base: torch.Tensor, momentum: torch.Tensor | None, *, keeps: bool
+    ) -> None:
+        """As :meth:`correct` or :meth:`replace`, with what was received.
+
+        Args:
+            base: another rank's θ_{k+1}.
+            momentum: its outer momentum, where the step has one.
+            keeps: what was trained since this rank's part ended stays.
+        """
+        if momentum is not None:
+            self._outer.load_momentum(momentum)
+        added = self._own if self._layout.is_staged else self._apart
+        for index, part in enumerate(self._layout.over(base).parts):
+            if keeps:
+                torch.add(self._drift.parts[index], part, out=added.parts[index])
+                added.parts[index].sub_(self._base.parts[index])
+                self._layout.add(index, added)
+            self._base.parts[index].copy_(part)
+            if not keeps:
+                self._layout.write(index, self._base)
+        self._is_begun = False
+        if keeps:
+            self._layout.flush_sum(added)
+        else:
+            self._layout.flush(self._base)
+
+    def _let_go(self) -> None:
+        """The sum is in the parameters."""
+        self.exchange.release()
+        self._is_begun = False
 
     def _scale(self) -> float:
         """What the sum is multiplied by for the mean: one over the weights' sum."""

@@ -60,6 +60,7 @@ class ParameterMemory:
         self._prepared: PreparedStep | None = None
         self._weight = 0.0
         self._side = self._messages_sent = 0
+        self._is_begun = False
         self._lay_out()
 
     @property
@@ -105,7 +106,13 @@ class ParameterMemory:
         if isinstance(last, ResidualExchange) and isinstance(made, ResidualExchange):
             made.load_state_dict(last.state_dict())
         self._side = self._messages_sent = 0
+        self._is_begun = False
         self._lay_messages()
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sum of a message that was begun is here, and is not taken."""
+        return self._is_begun and self.exchange.has_sum
 
     def retire(self) -> None:
         """Another one takes its place in the same group; nothing is under way.

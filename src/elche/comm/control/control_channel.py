@@ -145,6 +145,28 @@ class ControlChannel:
         """Instructions of one kind among what has come; all stays in line."""
         return [message for message in self._inbox if isinstance(message, kind)]
 
+    def take(self, kind: type[Waiting]) -> list[Waiting]:
+        """Takes instructions of one kind out of what has come; the rest stays."""
+        self._read(0.0)
+        found = self.waiting(kind)
+        for each in found:
+            self._inbox.remove(each)  # type: ignore[arg-type]
+        return found
+
+    def await_kinds(self, kinds: tuple[type[Any], ...], timeout_s: float) -> bool:
+        """Waits until an instruction of these kinds has come; all stays in line."""
+        deadline_s = time.monotonic() + timeout_s
+        while not any(isinstance(message, kinds) for message in self._inbox):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self._failure is not None:
+                return False
+            self._read(left_s)
+        return True
+
+    def beat(self, stack: str, *, waits: bool) -> None:
+        """Says that this process lives; from its heartbeat's thread."""
+        self._send({"type": "Beat", "stack": stack, "waits": waits})
+
     def wait_readable(self, timeout_s: float) -> None:
         """Sleeps until an instruction is there, at most ``timeout_s``."""
         if not self._inbox:
@@ -179,6 +201,18 @@ class ControlChannel:
             if self.waiting(Abort):
                 raise CommunicationError("the run was ended")
         return self._stored[key]
+
+    def store_ask(self, key: str) -> None:
+        """Asks for a value, which :meth:`stored` has when it has come."""
+        self._send({"type": "StoreGet", "key": key})
+
+    def stored(self, key: str) -> bytes | None:
+        """A value that has come."""
+        return self._stored.get(key)
+
+    def wait_for_values(self, timeout_s: float) -> None:
+        """Reads what comes within a while; instructions stay in line."""
+        self._read(timeout_s)
 
     def store_published(self, keys: Sequence[str], timeout_s: float) -> set[str]:
         """Those of some keys that are published within a while."""

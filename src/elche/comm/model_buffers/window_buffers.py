@@ -20,7 +20,7 @@ cache that grows with the longest sequence). Each rank keeps its own from then o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import nn
 
 from elche.comm.model_buffers.buffers import SNAPSHOT_ELEMENTS, BufferWatch
 from elche.comm.model_buffers.known_buffers import BufferKind, KnownBuffers
+from elche.comm.transport.exchange import succeeded
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 
@@ -62,6 +63,7 @@ class WindowBuffers:
         self._ever: set[int] = set()
         self._sent_early: list[int] = []
         self._sent: list[_Sent] = []
+        self._applied: list[_Sent] = []
         self._plan: Reduce | None = None
         self.rebase()
 
@@ -188,6 +190,50 @@ class WindowBuffers:
         work = self._group.all_reduce_async(message)
         self._sent.append(_Sent(indices, message, work))
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether all that was sent has been summed."""
+        return all(succeeded(sent.work) for sent in self._sent)
+
+    @torch.no_grad()
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool
+    ) -> None:
+        """With all ranks of a new group: who lacks the sums takes one rank's.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that has applied them.
+            plan: names the buffers.
+            lacks: this rank has not; :meth:`apply` is next.
+        """
+        indices = list(plan.buffers)
+        if lacks:
+            self._sent, self._plan = [], plan
+        if not indices:
+            return
+        size = sum(map(self._size, indices))
+        message = torch.zeros(size, dtype=torch.float64, device="cpu")
+        parts = dict(self._parts_of(_Sent(indices, message, None)))
+        if group.rank == source:
+            for sent in self._applied:
+                held = dict(self._parts_of(sent))
+                for index in held.keys() & parts.keys():
+                    parts[index].copy_(held[index])
+            for index in self._known.own.intersection(indices):
+                parts[index][-1] = 1.0
+        group.broadcast(message, WHAT, source)
+        if lacks:
+            self._sent = [_Sent(indices, message, None)]
+
+    def join_own(self) -> None:
+        """What any rank keeps as its own, all do; with all ranks of a new group."""
+        flags = torch.zeros(len(self._known.kinds), dtype=torch.int64, device="cpu")
+        if len(flags):
+            flags[sorted(self._known.own)] = 1
+            self._group.all_reduce(flags, WHAT)
+            self._known.keep_own(flags.nonzero().flatten().tolist())
+
     def poll(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
         return all(sent.work.is_completed() for sent in self._sent)
@@ -199,7 +245,8 @@ class WindowBuffers:
             CommunicationError: it failed.
         """
         for sent in self._sent:
-            self._group.wait(sent.work, WHAT)
+            if sent.work is not None:
+                self._group.wait(sent.work, WHAT)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -226,6 +273,8 @@ class WindowBuffers:
         self._waiting -= self._known.own
         self._watch.mark()
         self._taken = self._plan = None
+        # Without the works: they would keep a group's connections open.
+        self._applied = [replace(sent, work=None) for sent in self._sent]
         self._sent, self._sent_early = [], []
 
     def _size(self, index: int) -> int:

@@ -112,6 +112,11 @@ class Exchange(ABC):
         self.wait(what)
         return self._collected()
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether :meth:`wait` would return at once, and not raise."""
+        return False
+
     @abstractmethod
     def _collected(self) -> torch.Tensor:
         """After :meth:`wait`: the whole sum, and the side released."""
@@ -170,6 +175,11 @@ class GlooExchange(Exchange):
 
     def release(self) -> None:
         """Nobody else sees this memory."""
+
+    @property
+    @override
+    def has_sum(self) -> bool:
+        return self._work is None or succeeded(self._work)
 
     def _collected(self) -> torch.Tensor:
         return self._tensors[self._side]
@@ -280,6 +290,11 @@ class SharedExchange(Exchange):
     def release(self) -> None:
         self._read[self._rank] = self._number
 
+    @property
+    @override
+    def has_sum(self) -> bool:
+        return self.poll()
+
     @override
     def reclaim(self, what: str) -> None:
         if self._unread():
@@ -305,6 +320,17 @@ class SharedExchange(Exchange):
                 self.sum_into(0, result.numel(), result)
             self.release()
         return result
+
+
+def succeeded(work: Any) -> bool:
+    """Whether a collective has ended, and well."""
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def open_exchange(

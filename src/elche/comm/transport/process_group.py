@@ -33,6 +33,7 @@ FORK_MAY_DEADLOCK = sys.version_info < (3, 10, 15) or (
 
 python/cpython#112275: the lock of the list of threads stays locked in the child.
 """
+LOOK_S = 0.005
 KEPT_TENSORS = 16
 """How many collectives' tensors are kept from being given up by gloo's threads."""
 
@@ -137,6 +138,7 @@ class Group:
         self.host = host_name()
         self._hosts: tuple[str, ...] | None = None
         self._at_close: list[Callable[[], None]] = []
+        self._works: list[Any] = []
         self._kept: deque[torch.Tensor] = deque(maxlen=KEPT_TENSORS)
 
     @property
@@ -209,7 +211,7 @@ class Group:
         if self.devices is not None and tensor.is_cuda:
             return self.devices.all_reduce_async(tensor)
         self._keep(tensor)
-        return live.allreduce([tensor])
+        return self._begun(live.allreduce([tensor]))
 
     def wait(self, work: Any, what: str) -> None:
         """Waits for a collective.
@@ -280,11 +282,17 @@ class Group:
         """Sums ``tensor`` over all ranks, in place."""
         self.wait(self.all_reduce_async(tensor), what)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Copies rank 0's ``tensor`` to all ranks, in place."""
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Copies one rank's ``tensor`` to all ranks, in place."""
         live = self._live
         self._keep(tensor)
-        self.wait(live.broadcast(tensor, 0), what)
+        self.wait(self._begun(live.broadcast(tensor, source)), what)
+
+    def _begun(self, work: Any) -> Any:
+        """Knows what may be under way, for when the group is left."""
+        self._works = [w for w in self._works if not w.is_completed()]
+        self._works.append(work)
+        return work
 
     def _keep(self, tensor: torch.Tensor) -> None:
         """Lets gloo's thread give ``tensor`` up without entering Python.
@@ -312,6 +320,20 @@ class Group:
         """Ends what uses the group beside the training thread, before the group."""
         self._at_close.append(end)
 
+    def leave(self) -> None:
+        """Leaves the group to itself: a rank is gone, and collectives may never end.
+
+        They are kept with their tensors: gloo waits for them when it ends a group.
+        """
+        while self._at_close:
+            self._at_close.pop()()
+        devices, self.devices = self.devices, None
+        if devices is not None:
+            devices.close()
+        if self._process_group is not None and self.world_size > 1:
+            _left.append((self._process_group, self._works))
+        self._process_group, self._works = None, []
+
     def close(self) -> None:
         """Ends the group. gloo aborts the interpreter's exit if it is left open."""
         while self._at_close:
@@ -322,6 +344,30 @@ class Group:
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None
+
+
+_left: list[tuple[Any, list[Any]]] = []
+
+
+def end_left_groups(timeout_s: float) -> bool:
+    """Ends groups that were left, as far as nothing is under way in them any more.
+
+    A collective of a dead rank's neighbour fails at once, and the others' when that
+    one has ended its group: so it takes a moment, for which may be waited.
+
+    Returns:
+        Whether all have ended.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for left in list(_left):
+            made, works = left
+            if all(work.is_completed() for work in works):
+                _left.remove(left)
+                made.shutdown()
+        if not _left or time.monotonic() >= deadline_s:
+            return not _left
+        time.sleep(LOOK_S)
 
 
 def late_error(text: str, missing: Sequence[int]) -> CommunicationError:

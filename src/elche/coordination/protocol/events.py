@@ -260,6 +260,14 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """The shell has not heard a rank's process for too long; it may be stopped."""
+
+    rank: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed; deadlines are looked at."""
 
@@ -289,6 +297,7 @@ Event = (
     | Failed
     | Left
     | Disconnected
+    | Silent
     | Tick
     | Interrupted
 )

@@ -6,7 +6,13 @@ import typing
 from dataclasses import fields
 from typing import Any
 
-from elche.coordination.protocol.events import Disconnected, Event, Interrupted, Tick
+from elche.coordination.protocol.events import (
+    Disconnected,
+    Event,
+    Interrupted,
+    Silent,
+    Tick,
+)
 from elche.coordination.protocol.field_checks import Check, brief, check_for
 from elche.coordination.protocol.instructions import Instruction
 from elche.errors import ProtocolError
@@ -14,7 +20,7 @@ from elche.errors import ProtocolError
 FROM_WORKERS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in typing.get_args(Event)
-    if kind not in (Disconnected, Interrupted, Tick)
+    if kind not in (Disconnected, Interrupted, Silent, Tick)
 }
 FROM_COORDINATOR: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Instruction)

@@ -23,12 +23,14 @@ from typing import Any
 
 from elche.comm.control.control_channel import heeds_key
 from elche.comm.control.frames import MAGIC, NONCE_BYTES, FrameCodec
+from elche.coordination.liveness import SILENT_S, Liveness
 from elche.coordination.protocol.events import (
     BatchesDone,
     Disconnected,
     Event,
     Failed,
     Left,
+    Silent,
     StepsDone,
     Tick,
 )
@@ -42,9 +44,15 @@ from elche.runtime.report.files import replace_file
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+STALLED_S = 10.0
+"""So long ranks wait for others before a line says where these are; each further line
+takes twice as long."""
+GONE_S = 1.0
+"""Within which the launcher sees how a process has ended, once its connection has."""
 KEY_BYTES = 32
 HELLO_WITHIN_S = 10.0
 HELLO_BYTES = 1 << 16
+STACK_CHARS = 2000
 STORY = "ELCHE_STORY"
 """Beside rank 0: the file to which the story of the run is written at its end."""
 
@@ -55,15 +63,23 @@ class CoordinatorServer:
     Args:
         world_size: ranks of the run.
         key: the run's shared secret.
+        survives: somebody fences ranks that are lost, so the run can go on without.
 
     Attributes:
+        sees_ends: :meth:`rank_ended` is called for each process.
+        on_lost: called with a rank without which the run goes on, before anybody is
+            told: it must not run any more.
         on_end: called once with the kind of `Abort` that ends the run.
         on_first_batch: called once, when a rank first reports batches as done.
         on_message: called with each event and instruction, in their order.
     """
 
-    def __init__(self, world_size: int, key: bytes) -> None:
-        self.core = Coordinator(world_size)
+    def __init__(self, world_size: int, key: bytes, *, survives: bool = False) -> None:
+        self.core = Coordinator(world_size, survives=survives)
+        self._liveness = Liveness(TICK_S)
+        self._fenced: set[int] = set()
+        self._patience_s = STALLED_S
+        self.on_lost: Callable[[int], None] = lambda rank: None
         self._world_size = world_size
         self._strangers: dict[_Connection, float] = {}
         self._key = key
@@ -79,6 +95,7 @@ class CoordinatorServer:
         self.on_message: Callable[[Event | Instruction], None] | None = None
         self.dropped = 0
         self.has_admitted = False
+        self.sees_ends = True
         self.told_to_end: set[int] = set()  # because of another rank, or of none
 
     async def start(
@@ -136,10 +153,26 @@ class CoordinatorServer:
             if self.on_message is not None:
                 self.on_message(event)
             self._sort(core.handle(event, now_s), told)
+        self._fence()
         for rank, instructions in told.items():
             self._deliver(rank, instructions)
         if core.has_more:
             loop.call_soon(self._go_on)
+
+    def _fence(self) -> None:
+        for rank in self.core.lost - self._fenced:
+            self._fenced.add(rank)
+            self._liveness.forget(rank)
+            self.on_lost(rank)
+
+    def beat(self, rank: int, stack: str, *, waits: bool) -> None:
+        """A rank lives; see `Liveness.beat`."""
+        if rank not in self._fenced:
+            self._liveness.beat(rank, stack, waits=waits)
+
+    def is_outlived(self, rank: int) -> bool:
+        """Whether a rank has died, and the run has gone on without it."""
+        return rank in self.core.lost
 
     def _sort(
         self, answers: Sequence[Instruction], told: dict[int, list[Instruction]]
@@ -187,13 +220,20 @@ class CoordinatorServer:
 
     def release(self, rank: int) -> None:
         """A rank leaves; it may come back with another connection for another run."""
+        self._liveness.forget(rank)
         self._connections.pop(rank, None)
 
     def lost(self, rank: int, connection: _Connection) -> None:
         """A rank's connection has ended."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
-            self.take(Disconnected(rank=rank))
+            self._liveness.forget(rank)
+            if self.sees_ends and self.core.outlives(rank):
+                # Killed, which is a death, or ended by itself: its exit code tells.
+                loop = asyncio.get_running_loop()
+                loop.call_later(GONE_S, self.take, Disconnected(rank=rank))
+            else:
+                self.take(Disconnected(rank=rank))
 
     def rank_ended(self, rank: int, code: int) -> None:
         """The launcher saw a rank's process end, whether or not it ever joined.
@@ -249,7 +289,17 @@ class CoordinatorServer:
             for stranger, since_s in list(self._strangers.items()):
                 if now_s - since_s > HELLO_WITHIN_S:
                     stranger.drop("no Hello came")
-            self.take(Tick())
+            silent = self._liveness.tick()
+            self.take(Tick(), *(Silent(rank=r, silent_s=SILENT_S) for r in silent))
+            self._say_stalled(now_s)
+
+    def _say_stalled(self, now_s: float) -> None:
+        """A line where ranks have long been waiting for others that are elsewhere."""
+        since_s, late = self.core.waiting_since_s, self._liveness.late()
+        if late and since_s is not None and now_s - since_s >= self._patience_s:
+            told = self.core.doing, self._patience_s, late
+            logger.warning("the run has been %s for %g s: %s", *told)
+            self._patience_s *= 2
 
 
 class _Connection(asyncio.Protocol):
@@ -321,6 +371,9 @@ class _Connection(asyncio.Protocol):
             self._server.store_set(key, value)
         elif kind == "StoreGet":
             self._server.store_get(str(message.get("key")), self)
+        elif kind == "Beat":
+            stack = str(message.get("stack"))[:STACK_CHARS]
+            self._server.beat(self._rank, stack, waits=bool(message.get("waits")))
         else:
             event = from_wire(message, FROM_WORKERS)
             if event.rank != self._rank:
@@ -351,14 +404,22 @@ def rank_environments(
 
 
 @contextlib.contextmanager
-def serve_in_thread(world_size: int) -> Iterator[list[dict[str, str]]]:
+def serve_in_thread(
+    world_size: int, fence: Callable[[int], None] | None = None
+) -> Iterator[list[dict[str, str]]]:
     """Serves a run from a thread of a process that does not train (tests, notebooks).
+
+    Args:
+        world_size: ranks of the run.
+        fence: kills a rank's process, so that the run may go on without it.
 
     Yields:
         Each rank's environment.
     """
     key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(world_size, key)
+    server = CoordinatorServer(world_size, key, survives=fence is not None)
+    server.on_lost = fence or server.on_lost
+    server.sees_ends = False
     loop = asyncio.new_event_loop()
     address = loop.run_until_complete(server.start())
     thread = threading.Thread(target=loop.run_forever, name="elche-coordinator")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,11 @@ from elche.runtime.process.rank_output import LINE_BYTES, Display, RankOutput
 from elche.runtime.process.rank_processes import RankProcess, RankProcesses
 from elche.runtime.process.torch_store import TorchStore
 from elche.runtime.report.trace_parts import TRACE, join_parts
+
+DEFAULT_GROUP = (
+    "a script that meets in torch.distributed's own process group, whose others would "
+    "wait for it"
+)
 
 
 class Network(Protocol):
@@ -176,10 +182,9 @@ def launch(
 async def _launch(
     config: LaunchConfig, on_ready: Callable[[RankProcesses], None]
 ) -> LaunchResult:
-    key = secrets.token_bytes(KEY_BYTES)
-    server = CoordinatorServer(config.world_size, key)
+    key, network = secrets.token_bytes(KEY_BYTES), config.network
+    server = CoordinatorServer(config.world_size, key, survives=network is None)
     server.on_first_batch = config.on_first_batch
-    network = config.network
     display = config.display
     if display is not None:
         server.on_message = display.see
@@ -188,6 +193,8 @@ async def _launch(
     environments = rank_environments(config.world_size, address, key)
     # A store is reached from loopback alone; where a network is given nobody needs it.
     store = TorchStore() if network is None else None
+    if store is not None:
+        store.on_use = partial(server.core.end_with_any_rank, DEFAULT_GROUP)
     processes = RankProcesses(server)
     on_ready(processes)
 

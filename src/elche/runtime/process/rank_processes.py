@@ -33,6 +33,10 @@ class RankProcess(Protocol):
     """A rank's process, as far as it is watched and ended."""
 
     @property
+    def pid(self) -> int | None:
+        """Of the process."""
+
+    @property
     def returncode(self) -> int | None:
         """None while it runs; negative for a signal."""
 
@@ -63,6 +67,7 @@ class RankProcesses:
         self._watchers: list[asyncio.Task[None]] = []
         self._waits_s: asyncio.Queue[tuple[int | None, float]] = asyncio.Queue()
         server.on_end = self._run_ended
+        server.on_lost = self._fence
         self.signal: signal.Signals | None = None
         self.ended: list[int] = []
         self.terminated: tuple[int, ...] = ()
@@ -110,6 +115,17 @@ class RankProcesses:
             heed_s = OWN_END_S
         self._waits_s.put_nowait((None, heed_s))
 
+    def _fence(self, rank: int) -> None:
+        """The others go on without a rank: it must not come back, as a stopped one.
+
+        Not by ``send_signal``, which looks whether a process has ended, and then takes
+        its exit code from whoever waits for it.
+        """
+        process = self._processes[rank]
+        if process.returncode is None and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
     def _run_ended(self, kind: str) -> None:
         """Where ranks are late; a failure shows in an exit code.
 
@@ -143,7 +159,7 @@ class RankProcesses:
                 code = self._processes[rank].returncode or 0
                 self.ended.append(rank)
                 self._server.rank_ended(rank, code)
-                if code:
+                if code and not self._server.is_outlived(rank):
                     self._note_failure()
                     patience_s = GRACE_S
             deadline_s = min(deadline_s, time.monotonic() + patience_s)
@@ -167,10 +183,11 @@ class RankProcesses:
         """The rank whose failure came first; None if no rank has failed.
 
         A rank that ends because it is told of another's failure, or is ended here, has
-        failed only if no other has.
+        failed only if no other has, and one that the others outlived has not.
         """
         codes = self.exit_codes()
-        failed = [rank for rank in (*self.ended, *self.terminated) if codes[rank]]
+        ended = [r for r in self.ended if not self._server.is_outlived(r)]
+        failed = [rank for rank in (*ended, *self.terminated) if codes[rank]]
         spared = self._server.told_to_end.union(self.terminated)
         own = [rank for rank in failed if rank not in spared]
         return next(iter(own or failed), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any, final
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,12 @@ class TorchStore:
 
     Attributes:
         is_used: somebody has connected.
+        on_use: called when the first one does.
     """
 
     def __init__(self) -> None:
         self.is_used = False
+        self.on_use: Callable[[], None] = lambda: None
         self._listener = socket.create_server((HOST, 0))
         self._port = int(self._listener.getsockname()[1])
         self._serving: asyncio.Task[Any] | None = None
@@ -53,6 +56,7 @@ class TorchStore:
 
     def _serve(self) -> None:
         self.is_used = True
+        self.on_use()
         asyncio.get_running_loop().remove_reader(self._listener)
         self._serving = asyncio.ensure_future(
             asyncio.to_thread(_store_on, self._listener.detach(), self._port)

@@ -7,8 +7,8 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +19,11 @@ import torch
 from elche.comm.control.control_channel import ControlChannel, heeds_key
 from elche.comm.transport.device_group import open_device_group
 from elche.comm.transport.exchange import may_share
-from elche.comm.transport.process_group import Group, late_error
+from elche.comm.transport.process_group import (
+    Group,
+    end_left_groups,
+    late_error,
+)
 from elche.coordination.protocol.events import Event
 from elche.coordination.protocol.instructions import (
     Abort,
@@ -29,6 +33,7 @@ from elche.coordination.protocol.instructions import (
     MetricsReported,
     PolicyChosen,
     RankLeft,
+    Regroup,
     Welcome,
 )
 from elche.errors import (
@@ -39,14 +44,18 @@ from elche.errors import (
     MismatchError,
     NonFiniteError,
     ProtocolError,
+    RankLostError,
     RemoteRankError,
 )
 from elche.runtime.process.environment import Placement
+from elche.runtime.process.forming import form_watched
+from elche.runtime.process.heartbeat import Heartbeat
 from elche.runtime.report.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 ABORT_WAIT_S = 5.0
+LEFT_GROUPS_S = 5.0
 ROLL_CALL_S = 2.0
 HOST_AHEAD_BATCHES = 2
 VERDICT_S = 5.0
@@ -70,7 +79,9 @@ class Worker:
             again, where another has left the epoch.
         meets_in_forward: ranks meet in forward passes, so none can leave alone.
         name_samples: adds to an error what its batches are, in the epoch under way.
+        on_regroup: called between epochs, where ranks have died.
         timeline: what this rank did.
+        members: ranks of the run that live, in order.
     """
 
     def __init__(
@@ -86,12 +97,16 @@ class Worker:
         self.on_notification: Callable[[MetricsReported | PolicyChosen], None] = _ignore
         self.on_rank_left: Callable[[RankLeft], None] | None = None
         self.name_samples: Callable[[NonFiniteError], NonFiniteError] = _as_it_is
+        self.on_regroup: Callable[[], None] | None = None
         self.timeline = Timeline(self.rank)
+        self.members: list[int] = [*range(placement.world_size)]
+        self._heartbeat: Heartbeat | None = None
         self._channel = channel
         self._group: Group | None = None
         self._side_groups: list[Group] = []
         self._others: Group | None = None
         self._generation = 0
+        self._shares_host = self._is_due = False
         self._aborted: ElcheError | None = None
         self._events: deque[torch.cuda.Event] = deque()
 
@@ -107,15 +122,57 @@ class Worker:
         """Whether this rank has no part in the run any more."""
         return self._group is None or self._aborted is not None
 
+    @property
+    def place(self) -> int:
+        """This rank's place among those that live."""
+        return self.members.index(self.rank)
+
+    def begin_beats(self) -> None:
+        """Begins to say that this process lives."""
+        self._heartbeat = Heartbeat(self._channel)
+
     def form_group(self, welcome: Welcome, transport: str) -> None:
         """Forms the generation's process group."""
         self._generation = welcome.generation
-        shares_host = transport == "auto" and may_share(welcome.devices)
-        self._group = group = self._formed(welcome.generation, shares_host)
+        self._shares_host = transport == "auto" and may_share(welcome.devices)
+        self._group = group = self._formed(welcome.generation, self._shares_host)
         on_cpu = any(name.startswith("CPU") for name in welcome.devices)
         if transport == "auto" and not on_cpu:
             device = self.placement.device
             group.devices = open_device_group(group, device, self.timeout_s)
+
+    @property
+    def generation(self) -> int:
+        """The number of the group, or of the one to be formed next."""
+        return self._generation
+
+    def hear_of(self, *regroups: Regroup) -> None:
+        """Ranks have died: the next group is of the others.
+
+        Args:
+            regroups: the words of it, to which those in line are added.
+        """
+        for each in (*regroups, *self._channel.take(Regroup)):
+            self._is_due, self._generation = True, each.generation
+            self.members = [r for r in self.members if r not in each.left]
+
+    def regroup(self) -> None:
+        """Forms the group of those who live, and leaves the last one to itself.
+
+        Raises:
+            RankLostError: another one has died; another word of it is in line.
+        """
+        for group in (*self._side_groups, self._others, self._group):
+            if group is not None:
+                group.leave()
+        self._side_groups.clear()
+        self._others = None
+        self._group = Group.alone(self.timeout_s)  # what is asked meanwhile
+        if len(self.members) > 1:
+            shares = self._shares_host
+            self._group = self._formed(self._generation, shares, self.members)
+        self._is_due = False
+        end_left_groups(0.0)
 
     def side_group(self) -> Group:
         """Forms another group of the same ranks, with all of them.
@@ -160,15 +217,16 @@ class Worker:
         self, name: int | str, shares_host: bool, ranks: Sequence[int] | None = None
     ) -> Group:
         """Forms a group of all ranks, or of some."""
-        ranks = range(self.world_size) if ranks is None else ranks
+        ranks = self.members if ranks is None else ranks
         try:
-            group = Group.form(
+            group = form_watched(
                 self._channel,
                 ranks.index(self.rank),
                 len(ranks),
                 name,
                 self.placement.listen,
                 self.timeout_s,
+                self._check,
             )
         except CommunicationError:
             self._check()  # the reason, if the run was ended
@@ -192,6 +250,8 @@ class Worker:
         Raises:
             RemoteRankError: the run was ended; other kinds of `ElcheError` say why.
         """
+        if self._heartbeat is not None:
+            self._heartbeat.seen()
         for instruction in self._channel.ready():
             if not self._is_notification(instruction):
                 handle(instruction)
@@ -204,9 +264,27 @@ class Worker:
     ) -> None:
         """Waits for one instruction, ``most_s`` if that is sooner, and handles it."""
         timeout_s = self.timeout_s if most_s is None else min(most_s, self.timeout_s)
-        instruction = self._channel.receive(timeout_s, waiting_for)
+        instruction = self._receive(timeout_s, waiting_for)
         if not self._is_notification(instruction):
             handle(instruction)
+
+    def _receive(self, timeout_s: float, waiting_for: str) -> Instruction:
+        """Waits for an instruction, and is seen to wait."""
+        if self._heartbeat is not None:
+            self._heartbeat.waits()
+        instruction = self._channel.receive(timeout_s, waiting_for)
+        if self._heartbeat is not None:
+            self._heartbeat.seen()
+        return instruction
+
+    def regroup_if_told(self) -> None:
+        """Between epochs, before all ranks meet: forms the group of those who live.
+
+        Where ranks have died since, or when the last epoch ended.
+        """
+        if self.on_regroup is not None:
+            while self._is_due or self._left():
+                self.on_regroup()
 
     def sleep_until_told(self, timeout_s: float) -> None:
         """Sleeps until an instruction comes, at most ``timeout_s``."""
@@ -219,7 +297,11 @@ class Worker:
         come first.
         """
         while True:
-            instruction = self._channel.receive(self.timeout_s, waiting_for)
+            instruction = self._receive(self.timeout_s, waiting_for)
+            if isinstance(instruction, Regroup) and self.on_regroup is not None:
+                self.hear_of(instruction)
+                self.on_regroup()
+                continue
             stale = isinstance(instruction, (GrantSteps, GrantBatches))
             if not self._is_notification(instruction) and not stale:
                 break
@@ -246,6 +328,8 @@ class Worker:
     def close(self, last_event: Event | None) -> None:
         """Sends the last event if there is one, and ends group and channel."""
         try:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
             if last_event is not None and self._aborted is None:
                 self._channel.send(last_event)
         except CommunicationError:
@@ -257,12 +341,19 @@ class Worker:
             self._side_groups.clear()
             self._group = self._others = None
             self._channel.close()
+            if not end_left_groups(LEFT_GROUPS_S):
+                logger.warning("rank %d: collectives of dead ranks hang", self.rank)
 
     def _check(self) -> None:
-        """Raises if the run was ended while this rank waits for others."""
+        """Raises if the run was ended, or a rank lost, while this one waits."""
+        if self._heartbeat is not None:
+            self._heartbeat.waits()
         abort = self._channel.find_abort()
         if abort is not None:
             self._raise_if_abort(abort)
+        if left := self._left():
+            # Kept by no frame: that would keep the collective, and its connections.
+            raise _lost_error(self.rank, left)
         if self.on_rank_left is not None:
             for each in self._channel.waiting(RankLeft):
                 self.on_rank_left(each)
@@ -300,15 +391,13 @@ class Worker:
             text: what failed.
             missing: who did not come to it, if that was seen.
         """
-        deadline_s = time.monotonic() + ABORT_WAIT_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                instruction = self._channel.receive(left_s, "the reason of a failure")
-            except (DeadlineError, CommunicationError):
-                break
-            if isinstance(instruction, Abort):
-                self._aborted_by(instruction)
-                break
+        with contextlib.suppress(CommunicationError):
+            self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
+            abort = self._channel.find_abort()
+            if abort is not None:
+                self._aborted_by(abort)
+            elif left := self._left():
+                return _lost_error(self.rank, left)
         if not isinstance(self._aborted, DeadlineError | None):
             return self._aborted
         said = text if self._aborted is None else f"{self._aborted}; {text}"
@@ -316,6 +405,11 @@ class Worker:
         if not missing:
             return self._aborted or CommunicationError(text)
         return late_error(said, missing)
+
+    def _left(self) -> list[int]:
+        """Ranks that have died, as far as the group does not know it yet."""
+        told = self._channel.waiting(Regroup)
+        return [rank for each in told for rank in each.left]
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Ranks that do not report the same failure soon after this one.
@@ -330,6 +424,19 @@ class Worker:
         except CommunicationError:  # nobody can be asked
             return []
         return [rank for rank, key in keys.items() if key not in come]
+
+
+def _lost_error(own: int, left: Sequence[int]) -> RankLostError:
+    return RankLostError(
+        f"rank {own}: {_named(left)} died while ranks met outside of windows (to save, "
+        "to gather, to evaluate together), which the others cannot take up again; "
+        "start the run anew from its last checkpoint (--max-restarts)"
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    kind = "rank" if len(ranks) == 1 else "ranks"
+    return f"{kind} {', '.join(map(str, ranks))}"
 
 
 def _as_it_is(error: NonFiniteError) -> NonFiniteError:

@@ -13,6 +13,7 @@ from elche.comm.averaging.averaging import Averager, ParameterAverager
 from elche.comm.averaging.consensus_distance import SyncResult
 from elche.comm.averaging.overlap import OverlappedAverager
 from elche.comm.gradients.gradient_factor import GradientFactor
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.coordination.windows.reductions import drift_weight
 from elche.runtime.windows.local_steps import LocalSteps
@@ -95,6 +96,26 @@ class AveragedSync(WindowSync):
     def retire(self) -> None:
         self._averager.retire()
 
+    @override
+    def has_sum(self, plan: Reduce) -> bool:
+        return self._averager.is_summed
+
+    @override
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        self._averager.hand_over(group, source, plan, lacks=lacks, keeps=keeps)
+        if lacks:
+            self._start_anew(plan)
+
+    @override
+    def reconnect(self, group: Group) -> None:
+        self._averager.reconnect(group)
+
+    @abstractmethod
+    def _start_anew(self, plan: Reduce) -> None:
+        """The result is in the model: optimizers of a diverged rank start anew."""
+
     def close(self, *, begins: bool) -> bool:
         """The window ends; gradients of an update that is lost are dropped too."""
         self.has_moved = not self._is_diverged or self._averager.has_moved
@@ -159,9 +180,18 @@ class ParameterSync(AveragedSync):
                 self._steps.states_in_words(),
             )
         result = self._averager.synchronise(plan)
+        self._start_anew(plan)
+        return result
+
+    @override
+    def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
+        result = self._averager.complete(plan)
+        self._start_anew(plan)
+        return result
+
+    def _start_anew(self, plan: Reduce) -> None:
         if not self._was_finite:
             self._steps.forget_states(only_lost=plan.include_state)
-        return result
 
 
 @final
@@ -204,12 +234,21 @@ class OverlappedSync(AveragedSync):
         return self._averager.poll()
 
     @override
+    def has_sum(self, plan: Reduce) -> bool:
+        if self._averager.is_sent:
+            self._averager.begin(plan)
+        return self._averager.is_begun and self._averager.is_summed
+
+    @override
     def common(self) -> dict[int, torch.Tensor]:
         return self._averager.common()
 
     @override
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
         result = self._averager.adopt(plan, drained=is_drained)
+        self._start_anew(plan)
+        return result
+
+    def _start_anew(self, plan: Reduce) -> None:
         if not self._was_finite:
             self._steps.forget_states()
-        return result

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from elche.comm.averaging.consensus_distance import SyncResult
+from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.instructions import Reduce
 from elche.errors import ConfigError, ProtocolError
 
@@ -87,6 +88,32 @@ class WindowSync(ABC):
         """
         return {}
 
+    def has_sum(self, plan: Reduce) -> bool:
+        """Whether :meth:`finish` would not need the other ranks any more.
+
+        Args:
+            plan: of the window that was closed last.
+        """
+        return False
+
+    def hand_over(
+        self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
+    ) -> None:
+        """With all ranks of a new group: who lacks a result takes it from one rank.
+
+        Args:
+            group: the new group.
+            source: place in it of a rank that holds the result.
+            plan: of the reduction.
+            lacks: this rank does not hold it; afterwards it does.
+            keeps: what it has trained since its part ended stays.
+        """
+        raise ProtocolError(f"window {plan.window} cannot be taken from another rank")
+
+    def reconnect(self, group: Group) -> None:
+        """Reduces in a new group from now on, with all its ranks."""
+        raise ProtocolError("gradient windows keep their group")
+
     def close(self, *, begins: bool) -> bool:
         """The window ends; True if its update is finite, and has a weight.
 
@@ -108,7 +135,7 @@ class WindowSync(ABC):
         return False
 
     def finish(self, plan: Reduce, *, is_drained: bool) -> SyncResult:
-        """Adopts the overlapped reduction, waiting if need be."""
+        """Adopts what was begun, waiting if need be."""
         raise ProtocolError(f"window {plan.window} is not reduced overlapped")
 
 

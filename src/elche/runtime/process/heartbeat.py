@@ -1,0 +1,80 @@
+"""Heartbeats of a rank, and where its training thread is when that is quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from typing import final
+
+from elche.comm.control.control_channel import ControlChannel
+from elche.coordination.liveness import BEAT_S, QUIET_S
+from elche.errors import ElcheError
+
+SHOWN_FRAMES = 4
+
+
+@final
+class Heartbeat:
+    """A thread that says once a second that this process lives.
+
+    The training thread notes when it is in elche: it says itself where it is otherwise
+    only by its Python stack, which this thread looks at.
+
+    Args:
+        channel: to the coordinator.
+    """
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._trainer = threading.get_ident()
+        self._is_over = threading.Event()
+        # Written by the training thread.
+        self._seen_s = time.monotonic()
+        self._waits_since_s: float | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="elche-heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def seen(self) -> None:
+        """The training thread is in elche."""
+        self._seen_s = time.monotonic()
+        self._waits_since_s = None
+
+    def waits(self) -> None:
+        """It waits for other ranks, now as well."""
+        self._seen_s = time.monotonic()
+        if self._waits_since_s is None:
+            self._waits_since_s = self._seen_s
+
+    def close(self) -> None:
+        """No more beats, from here on."""
+        self._is_over.set()
+        self._thread.join(BEAT_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(ElcheError, OSError):  # the training thread sees it
+            self._beat(time.monotonic())
+            while not self._is_over.wait(BEAT_S):
+                self._beat(time.monotonic())
+
+    def _beat(self, now_s: float) -> None:
+        since_s = self._waits_since_s
+        if since_s is not None:
+            self._channel.beat("", waits=now_s - since_s >= QUIET_S)
+        elif now_s - self._seen_s >= QUIET_S:
+            self._channel.beat(self._stack(), waits=False)
+        else:
+            self._channel.beat("", waits=False)
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._trainer)
+        if frame is None:
+            return "its end"
+        frames = traceback.extract_stack(frame)[-SHOWN_FRAMES:]
+        return " in ".join(
+            f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(frames)
+        )

@@ -1,0 +1,119 @@
+"""The next group of a run that has lost ranks, formed with all who live.
+
+If one of the survivors holds the result of the reduction under way, with the dead
+rank's part in it, the others take it from that one, and the coordinator commits it;
+else it plans the reduction anew, without that part. In shared memory all see the same
+sums; over gloo some may have them and others not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from elche.coordination.protocol.instructions import Reduce
+from elche.errors import ProtocolError
+from elche.runtime.data.positions import share_keys
+from elche.runtime.process.worker import Worker
+from elche.runtime.windows.synchroniser import Synchroniser
+
+WHAT = "settling what a lost rank left open"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReduction:
+    """The reduction whose plan came last, and what this rank has of it.
+
+    Attributes:
+        plan: of the reduction.
+        lacks: its result is not in this rank's model.
+        keeps: this rank has trained since its part of it ended.
+    """
+
+    plan: Reduce
+    lacks: bool
+    keeps: bool
+
+
+@final
+class Regrouping:
+    """This rank's part in forming the next group.
+
+    Args:
+        worker: this rank's shell.
+        synchroniser: reduces its windows.
+        emit: takes a line for the user.
+
+    Attributes:
+        keys: of the epoch's positions, as far as this rank has them.
+    """
+
+    def __init__(
+        self, worker: Worker, synchroniser: Synchroniser, emit: Callable[[str], None]
+    ) -> None:
+        self._worker = worker
+        self._synchroniser = synchroniser
+        self._emit = emit
+        self._said = list(worker.members)
+        self.keys: torch.Tensor | Sequence[Any] | None = None
+
+    def form(
+        self,
+        last: OpenReduction | None = None,
+        on_result: Callable[[], None] | None = None,
+        *,
+        lacks_keys: bool = False,
+    ) -> None:
+        """Forms the group of those who live.
+
+        Args:
+            last: the reduction that may be open.
+            on_result: called when this rank has taken its result from another.
+            lacks_keys: this rank has not been told the epoch's positions.
+
+        Raises:
+            RankLostError: another rank has died; to be called again.
+        """
+        worker, sync = self._worker, self._synchroniser.windows
+        if sync is None:
+            raise ProtocolError(f"rank {worker.rank}: no windows, and a new group")
+        worker.regroup()
+        group = worker.group
+        lacks = last is not None and last.lacks
+        table = torch.zeros(group.world_size, 3, dtype=torch.int64, device="cpu")
+        mine = lacks_keys, lacks, last is not None and not lacks
+        table[group.rank] = torch.tensor(mine, device="cpu")
+        group.all_reduce(table, WHAT)
+        lack_keys, lack, hold = table.T.tolist()
+        if any(lack_keys):
+            keys = self.keys if group.rank == 0 else None
+            plain = keys.tolist() if isinstance(keys, torch.Tensor) else keys
+            self.keys = share_keys(group, None if plain is None else list(plain))
+        if any(lack) and any(hold):
+            if last is None:
+                raise ProtocolError(f"rank {worker.rank} has no plan of a reduction")
+            source, keeps = hold.index(1), last.keeps
+            sync.hand_over(group, source, last.plan, lacks=lacks, keeps=keeps)
+            if lacks and on_result is not None:
+                on_result()
+        sync.reconnect(group)
+        self._say()
+
+    def _say(self) -> None:
+        """Who goes on, on the first rank."""
+        now = list(self._worker.members)
+        gone = [rank for rank in self._said if rank not in now]
+        self._said = now
+        if gone and self._worker.rank == 0:
+            self._emit(
+                f"elche: {_named(gone)} died: going on with {_named(now)}; what was "
+                "not committed is trained on again"
+            )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    kind = "rank" if len(ranks) == 1 else "ranks"
+    return f"{kind} {', '.join(map(str, ranks))}"

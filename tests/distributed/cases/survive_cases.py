@@ -1,0 +1,245 @@
+"""Ranks that die at a named place of a run, and the account of what the others hold.
+
+Each sample is counted three times: by what loops were handed (a file, which outlives
+its rank), by a counter in the model, which travels with every commit, and by elche.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import elche
+from elche.comm.averaging.averaging import Averager
+from elche.comm.averaging.parameter_group import ParameterGroup
+from elche.comm.transport.exchange import GlooExchange
+from elche.coordination.protocol.events import (
+    BarrierReached,
+    EpochOpened,
+    WindowClosed,
+    WindowReduced,
+)
+from elche.runtime import run_epochs
+from elche.runtime.process.worker import Worker
+from elche.runtime.windows.regrouping import Regrouping
+
+EVENTS = {
+    "closed": WindowClosed,
+    "reduced": WindowReduced,
+    "opened": EpochOpened,
+    "barrier": BarrierReached,
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that dies.
+
+    Attributes:
+        rank: which.
+        place: where; see `plan_death`.
+        at: the how manyth time that it comes there, from 1 on; seconds for "time".
+    """
+
+    rank: int
+    place: str
+    at: float = 3
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank that lives has at the end."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    progress: float = 0.0
+    place: int = 0
+    world_size: int = 0
+
+
+class Indices(Dataset[int]):
+    """Samples that are their own index."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counter(nn.Module):
+    """Counts in a buffer how often each sample was trained on; a BatchNorm beside."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(samples))
+        self.norm = nn.BatchNorm1d(2)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(samples, dtype=torch.int64))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        self.count += torch.bincount(index, minlength=len(self.count))
+        noise = self.norm(torch.randn(len(index) + 1, 2))
+        return self.w[index].sum() + 0.0 * noise.sum()
+
+
+def count(
+    folder: str,
+    deaths: tuple[Death, ...],
+    samples: int,
+    epochs: int,
+    options: dict[str, Any],
+    step_s: float = 0.001,
+    late_rank: int = -1,
+) -> Counted:
+    """Trains, dies where planned, and says what it has at the end."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(5)
+    model = Counter(samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader: Any = DataLoader(Indices(samples), batch_size=16, shuffle=True)
+    model, optimizer, loader = elche.setup(
+        model,
+        optimizer,
+        loader,
+        windows=elche.WindowConfig(
+            local_batch_size=4, outer=elche.OuterConfig(optimizer="average")
+        ),
+        **options,
+    )
+    if rank == late_rank:
+        fail_to_sum()
+    at_batch = at_end = lambda: None
+    for death in deaths:
+        if death.rank == rank:
+            hit = plan_death(death)
+            at_batch = hit if death.place == "batch" else at_batch
+            at_end = hit if death.place == "between" else at_end
+    with Path(folder, f"log{rank}.txt").open("w") as log:
+        for epoch in range(epochs):
+            for index in loader:
+                log.write(f"{epoch} {' '.join(map(str, index.tolist()))}\n")
+                log.flush()
+                model(index).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(step_s)
+                at_batch()
+            at_end()
+            elche.barrier()
+    counted = Counted(
+        {name: value.clone() for name, value in model.state_dict().items()},
+        elche.progress_samples(),
+        elche.rank(),
+        elche.world_size(),
+    )
+    elche.shutdown()
+    return counted
+
+
+def die() -> None:
+    """As the kernel ends a process that takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plan_death(death: Death) -> Callable[[], None]:
+    """Dies there; for places in the loop returns what is to be called there."""
+    visits = 0
+
+    def visit(act: Callable[[], None] = die) -> None:
+        nonlocal visits
+        visits += 1
+        if visits == death.at:
+            act()
+
+    if death.place == "time":
+        threading.Timer(death.at, die).start()
+    elif death.place == "stopped":
+        threading.Timer(death.at, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    elif death.place == "keys":
+        before(run_epochs, "share_keys", visit)
+    elif death.place == "before sending":
+        before(ParameterGroup, "begin", visit)
+    elif death.place == "after sending":
+        after(ParameterGroup, "begin", visit)
+    elif death.place == "after summing":
+        after(Averager, "_wait", visit)
+    elif death.place == "regrouping":
+        before(Regrouping, "form", visit)
+    elif death.place == "regrouped":
+        after(Worker, "regroup", visit)
+    elif " " in death.place:
+        when, _, name = death.place.partition(" ")
+        visit_events(EVENTS[name], visit, is_before=when == "before")
+    return visit
+
+
+def before(owner: Any, name: str, visit: Callable[[], None]) -> None:
+    """Visits before each call."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        visit()
+        return original(*args, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner: Any, name: str, visit: Callable[[], None]) -> None:
+    """Visits after each call."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        visit()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def visit_events(kind: type, visit: Callable[[], None], *, is_before: bool) -> None:
+    """Visits where this rank sends events of a kind."""
+    original = Worker.send
+
+    def send(worker: Worker, *events: Any) -> None:
+        is_there = any(isinstance(event, kind) for event in events)
+        if is_there and is_before:
+            visit()
+        original(worker, *events)
+        if is_there and not is_before:
+            visit()
+
+    Worker.send = send  # type: ignore[method-assign]
+
+
+def fail_to_sum() -> None:
+    """From its third reduction on this rank has no sum, whoever has it.
+
+    As with gloo, where a rank's death leaves some with a sum and others without.
+    """
+    waits = 0
+    original = Averager._wait
+
+    def wait(averager: Averager) -> None:
+        nonlocal waits
+        waits += 1
+        if waits != 3:
+            original(averager)
+            return
+        GlooExchange.has_sum = property(lambda self: False)  # type: ignore[assignment]
+        group = averager._group
+        group.wait_until(lambda: False, "a rank's death")
+
+    Averager._wait = wait  # type: ignore[method-assign]

@@ -1,0 +1,46 @@
+"""A script in which a rank ends in some way: `outlived.py RANK HOW POLICY [MORE]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elche
+
+ENDS_AT = 6
+rank, how, policy = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+own = elche.rank()
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(400, 4))
+loader = DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = elche.setup(
+    model, optimizer, loader, policy=policy, survive="mortal" not in sys.argv
+)
+for epoch in range(2):
+    for number, (x,) in enumerate(loader):
+        if (own, epoch, number) == (rank, 0, ENDS_AT):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "quit":
+                os._exit(7)
+            elif how == "raise":
+                raise ValueError("a fault in user code")
+            elif how == "sleep":
+                time.sleep(float(sys.argv[4]))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.002)
+    elche.barrier()
+sys.stdout.write(
+    f"done {elche.rank()} of {elche.world_size()}: {elche.progress_samples():g} "
+    f"samples, sum {sum(float(p.detach().sum()) for p in model.parameters())!r}\n"
+)

@@ -1,0 +1,70 @@
+"""`elche run` where a rank dies: what goes on, and what ends, by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = str(Path(__file__).parent / "cases" / "outlived.py")
+
+
+def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """The script by `elche run`."""
+    return subprocess.run(
+        [sys.executable, "-m", "elche", "run", "--nproc", str(ranks), SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["cadence", pytest.param("async", marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_is_outlived(policy: str) -> None:
+    ended = run(3, "1", "kill", policy)
+    assert ended.returncode == 0, ended.stderr
+    assert "elche: rank 1 died: going on with ranks 0, 2" in ended.stderr
+    assert "ranks [1] ended with codes [137 (SIGKILL)]" in ended.stderr
+    done = dict(re.findall(r"done (\d) of 2: 800 samples, sum (.+)", ended.stdout))
+    assert sorted(done) == ["0", "1"], ended.stdout + ended.stderr
+    assert len(set(done.values())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("0 kill cadence", 137, "no run goes on without rank 0"),
+        ("1 kill sync", 137, "the death of a rank ends policy='sync'"),
+        ("1 kill async mortal", 137, "the death of a rank ends survive=False"),
+        ("1 raise cadence", 1, "ValueError: a fault in user code"),
+        ("1 quit async", 7, "rank 1 failed: its process ended with code 7"),
+    ],
+)
+def test_what_a_run_does_not_outlive(words: str, code: int, says: str) -> None:
+    ended = run(3, *words.split())
+    assert ended.returncode == code, ended.stderr
+    assert says in ended.stderr
+    assert "done" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_long_evaluation_is_no_death_and_others_say_where_it_is() -> None:
+    ended = run(3, "1", "sleep", "cadence", "25")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(
+        r"the run has been waiting for ranks \[1\].* for 10 s: rank 1 is at <module> "
+        r"\(.*outlived.py:\d+\)",
+        ended.stderr,
+    ), ended.stderr
+    assert ended.stdout.count("of 3: 800 samples") == 3

@@ -1,0 +1,86 @@
+"""Every moment of small runs, at which a rank of a launcher's run dies."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from elche.coordination.state import Coordinator
+from elche.sim.cluster import Cluster, Device, Fault, Link, SimulatedRun
+from elche.sim.simulation import Simulation, Watch
+
+
+def run(
+    policy: str, faults: tuple[Fault, ...], **options: object
+) -> tuple[Simulation, str]:
+    """A small run under a core that outlives ranks as a launcher's does."""
+    cluster = Cluster(
+        run=SimulatedRun(
+            policy=policy,
+            samples=160,
+            batch_size=8,
+            model_bytes=1e6,
+            epochs=2,
+            seed=3,
+            options={"windows": {"local_batch_size": 4}, **options},
+        ),
+        devices=(Device(seconds_per_sample=0.002, count=3, jitter=0.2),),
+        link=Link(latency_s=0.001, bytes_per_s=1e8, efficiency=1.0),
+        faults=faults,
+    )
+    sim = Simulation(cluster, Watch(checks=True, details=True, ticks=True))
+    sim.core = Coordinator(3, survives=True)
+    sim.run()
+    return sim, sim.core.aborted or ""
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_death_at_any_moment_loses_nothing_and_counts_nothing_twice(
+    policy: str,
+) -> None:
+    """The books, which are kept apart from the ledger, see each epoch once."""
+    whole, _ = run(policy, ())
+    end_s = whole.end_s
+    begun_s = min(sums.began_s for sums in whole.history.ranks.values())
+    outlived = 0
+    for step in range(30):
+        at_s = begun_s + end_s * step / 30
+        sim, reason = run(policy, (Fault(at_s=at_s, kill_rank=2),))
+        if reason:
+            assert "no rank may die before the first epoch has begun" in reason
+            continue
+        outlived += bool(sim.core.lost)
+        assert sim.history.finished >= {0, 1}
+        assert {epoch for _, epoch in sim.history.committed} == {0, 1}
+        assert all(len(done) == 20 for done in sim.history.committed.values())
+    assert outlived > 20
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_two_deaths_at_any_two_moments(policy: str) -> None:
+    whole, _ = run(policy, ())
+    times_s = [whole.end_s * step / 6 for step in range(1, 6)]
+    for first_s, second_s in itertools.product(times_s, times_s):
+        faults = Fault(at_s=first_s, kill_rank=2), Fault(at_s=second_s, kill_rank=1)
+        sim, reason = run(policy, faults)
+        assert not reason or "before the first epoch" in reason
+        if not reason:
+            assert all(len(done) == 20 for done in sim.history.committed.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "rank", "options", "says"),
+    [
+        ("cadence", 0, {}, "no run goes on without rank 0"),
+        ("async", 1, {"survive": False}, "ends survive=False"),
+        ("cadence", 1, {"codec": "int8"}, "ends codec='int8'"),
+    ],
+)
+def test_what_ends_the_run_is_named(
+    policy: str, rank: int, options: dict[str, object], says: str
+) -> None:
+    half_s = run(policy, ())[0].end_s / 2
+    _, reason = run(policy, (Fault(at_s=half_s, kill_rank=rank),), **options)
+    assert says in reason
+    assert "--max-restarts" in reason

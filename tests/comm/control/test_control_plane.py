@@ -81,8 +81,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     servers = []
 
     class Watched(CoordinatorServer):
-        def __init__(self, world_size: int, key: bytes) -> None:
-            super().__init__(world_size, key)
+        def __init__(self, world_size: int, key: bytes, **more: bool) -> None:
+            super().__init__(world_size, key, **more)
             servers.append(self)
 
     monkeypatch.setattr(coordinator, "CoordinatorServer", Watched)

@@ -45,7 +45,10 @@ def test_every_rank_needs_a_device_of_its_own_on_one_host(
 
 def test_tensors_of_a_device_go_the_devices_way() -> None:
     told: list[Any] = []
-    host = SimpleNamespace(allreduce=lambda tensors: told.append(("host", *tensors)))
+    done = SimpleNamespace(is_completed=lambda: True)
+    host = SimpleNamespace(
+        allreduce=lambda tensors: told.append(("host", *tensors)) or done
+    )
     group = Group(host, 0, 2, 1.0)
     device = SimpleNamespace(all_reduce_async=lambda t: told.append(("device", t)))
     near, far = (

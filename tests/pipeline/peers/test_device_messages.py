@@ -38,7 +38,8 @@ def two(cables: list[Cable]) -> Iterator[tuple[Any, Any]]:
         first.close()
         second.close()
         assert time.monotonic() - began_s < DEADLINE_S
-        lines = (*first._outgoing.values(), *second._incoming.values())
+        lines = first._outgoing.values()
+        assert lines
         assert not any(line._thread.is_alive() for line in lines)
 
 
@@ -112,6 +113,8 @@ def test_a_transfer_that_does_not_end_has_the_deadline() -> None:
         with pytest.raises(DeadlineError, match=r"waited 0\.3 s for rank 0: the act"):
             passed(first, second, Message((torch.ones(1),)), timeout_s=0.3)
         assert cables[0].carried == [(0, 1)]
+        line = second._incoming[0]
+    assert not line._thread.is_alive()
 
 
 def test_what_the_receiver_has_not_agreed_to_is_named(

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, final
 
-import torch
-
 from elche.errors import (
     CommunicationError,
     ConfigError,
@@ -169,13 +167,12 @@ class PipelineCommunicator:
         return made[0]
 
     def _open_devices(self, peers: StagePeers, parts: Parts) -> None:
+        if parts.given.config.transport == "gloo":
+            return
         placement = parts.plan.schedule.placement
         edges = [{*pair} for pair in pairwise(placement) if self.rank in pair]
         partners = frozenset[int]().union(*edges) - {self.rank}
-        device = parts.given.device
-        if parts.given.config.transport == "gloo":
-            device = torch.device("cpu")  # which no other way serves
-        peers.open_devices(device, partners, self._timeout_s)
+        peers.open_devices(parts.given.device, partners, self._timeout_s)
 
     def begin(self, given: LocalInput, groups: ReplicaGroups) -> list[InputReport]:
         """All ranks begin the same call.

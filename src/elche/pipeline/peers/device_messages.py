@@ -182,5 +182,12 @@ class DeviceMessages:
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """NCCL knows fewer kinds of numbers than torch."""
-    return [one.view(-1).view(torch.uint8) for one in tensors if one.numel()]
+    """NCCL knows fewer kinds of numbers than torch.
+
+    Strides are set, since a dense tensor of one element may have any.
+    """
+    return [
+        one.as_strided((one.numel(),), (1,)).view(torch.uint8)
+        for one in tensors
+        if one.numel()
+    ]

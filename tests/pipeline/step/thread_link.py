@@ -38,6 +38,12 @@ class Work:
                 raise RuntimeError("the other end has not come")
 
 
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory, as gloo takes it: a lazy conjugate or negative is not in it."""
+    raw = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(raw) if raw.is_neg() else raw
+
+
 class Link:
     """What is between the ranks."""
 
@@ -55,7 +61,7 @@ class Link:
             ends[end].append(work)
             if all(ends):
                 giver, taker = ends[0].popleft(), ends[1].popleft()
-                taker.memory.copy_(giver.memory)
+                taker.memory.copy_(as_it_lies(giver.memory))
                 giver.is_done = taker.is_done = True
                 self.changed.notify_all()
         return work

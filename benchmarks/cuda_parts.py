@@ -23,6 +23,8 @@ from torch import nn
 import elche
 
 STEPS, WARM_UP, CLASSES, WIDTH = 12, 4, 5, 8
+WIDE, ROWS = 256, 1024
+"""Of the messages that are timed: half a MiB for each microbatch."""
 State = dict[str, torch.Tensor]
 Result = tuple[State, State, dict[str, Any]]
 """What came out, what one process gets, and what else there is to say."""
@@ -228,11 +230,64 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out, target)
 
 
+def messages() -> Result:
+    """A pipeline with large messages: through NCCL where it serves, and the host."""
+    torch.manual_seed(5)
+    x, y = torch.randn(ROWS, WIDE).double(), torch.randint(CLASSES, (ROWS,))
+    losses: dict[str, list[float]] = {}
+    said: dict[str, Any] = {}
+    for transport in ("auto", "gloo"):
+        with elche.Pipeline(
+            wide_layers(), loss_of, micro_batches=4, seed=0, transport=transport
+        ) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.2)
+            started_s, losses[transport] = 0.0, []
+            for step in range(STEPS):
+                if step == WARM_UP:
+                    started_s = time.perf_counter()
+                losses[transport].append(float(pipe.step(x, y).loss or 0.0))
+                optimizer.step()
+                pipe.zero_grad()
+            step_s = (time.perf_counter() - started_s) / (STEPS - WARM_UP)
+            said[f"{transport}_step_ms"] = 1e3 * step_s
+            peers = pipe._communicator.peers
+            if transport == "auto" and peers is not None:
+                said["by_devices"] = peers.transport.devices is not None
+    model = nn.Sequential(*(make() for make in wide_layers()))
+    reference = torch.optim.SGD(model.parameters(), lr=0.2)
+    expected = []
+    for _ in range(STEPS):
+        loss = loss_of(model(x), y)
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        expected.append(float(loss.detach()))
+    found = {
+        way: torch.tensor(each, dtype=torch.float64) for way, each in losses.items()
+    }
+    return (
+        found,
+        {way: torch.tensor(expected, dtype=torch.float64) for way in found},
+        said,
+    )
+
+
+def wide_layers() -> list[Callable[[], nn.Module]]:
+    """Factories of four layers whose outputs are large."""
+
+    def make(index: int) -> nn.Module:
+        torch.manual_seed(10 + index)
+        return nn.Linear(WIDE, CLASSES if index == 3 else WIDE).double()
+
+    return [lambda index=index: make(index) for index in range(4)]  # type: ignore[misc]
+
+
 PARTS: dict[str, Callable[[], Result]] = {
     "ddp": ddp,
     "sync_batch_norm": sync_batch_norm,
     "replica": replica,
     "pipeline": pipeline,
+    "messages": messages,
 }
 
 

@@ -7,9 +7,10 @@ Runs the tests that need CUDA (copy streams, prefetch), and trains `cuda_job.py`
 GPU alone, on the CPU alone, on two ranks of one GPU (gloo), on a GPU beside a CPU rank,
 each under every policy, with mixed precision, and with each codec. Then the parts for
 loops of one's own (`cuda_parts.py`: DistributedDataParallel, SyncBatchNorm, Replica,
-Pipeline) on both mixes, against one process on the CPU. Needs one CUDA
-device; ends with code 2 where there is none, with 1 if anything failed. ``--cpu`` puts
-CPU ranks in the GPU's place, with little work and no tests: that the script runs.
+Pipeline, and large messages between its stages) on both mixes, against one process on
+the CPU; with two GPUs on both of them as well, through NCCL. Needs one CUDA device;
+ends with code 2 where there is none, with 1 if anything failed. ``--cpu`` puts CPU
+ranks in the GPU's place, with little work and no tests: that the script runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,8 +30,9 @@ import torch
 HERE = Path(__file__).resolve().parent
 POLICIES = ("sync", "cadence", "async", "auto")
 CODECS = ("bf16", "int8", "int4")
-PARTS = ("ddp", "sync_batch_norm", "replica", "pipeline")
+PARTS = ("ddp", "sync_batch_norm", "replica", "pipeline", "messages")
 MIXES = (("two ranks of one gpu", "cuda:0,cuda:0"), ("gpu and cpu", "cuda:0,cpu"))
+TWO_GPUS = ("two gpus", "cuda:0,cuda:1")
 WORST_DIFFERENCE = 1e-9
 """Of a part in float64; devices sum in other orders."""
 JOB_TIMEOUT_S = 150.0
@@ -87,7 +90,7 @@ def job(name: str, devices: str, policy: str, *options: str) -> Case:
 
 
 def cases() -> list[Case]:
-    """What is run on a machine with one GPU."""
+    """What is run on a machine with one GPU, and what on one with more."""
     alone = [
         job("gpu alone", "cuda:0", "sync"),
         job("gpu alone, bf16", "cuda:0", "sync", "--amp"),
@@ -110,10 +113,15 @@ def cases() -> list[Case]:
     ]
     parts = [
         Case(f"{name}: {part}", devices, ("cuda_parts.py", part))
-        for name, devices in MIXES
+        for name, devices in (*MIXES, *([TWO_GPUS] if has_two_gpus() else []))
         for part in PARTS
     ]
     return [*alone, *together, *amp, *coded, *parts]
+
+
+def has_two_gpus() -> bool:
+    """Whether NCCL has two devices to go between."""
+    return torch.cuda.device_count() > 1
 
 
 def on_cpu(case: Case) -> Case:
@@ -121,7 +129,7 @@ def on_cpu(case: Case) -> Case:
     script = tuple(each.replace("cuda:0", "cpu") for each in case.script)
     if script[0] == "cuda_job.py":
         script = (*script, *LITTLE_WORK)
-    return replace(case, devices=case.devices.replace("cuda:0", "cpu"), script=script)
+    return replace(case, devices=re.sub(r"cuda:\d", "cpu", case.devices), script=script)
 
 
 def run_tests() -> int:
@@ -139,7 +147,8 @@ def shown(found: dict[str, object]) -> str:
     rates = found.get("samples_per_s")
     if isinstance(rates, list):
         return f"{rates[-1]:10.0f} samples/s"
-    return f"differs from one process by {found['difference']:.1e}"
+    times = [f"; {name} {value:.3g}" for name, value in found.items() if "_ms" in name]
+    return f"differs from one process by {found['difference']:.1e}{''.join(times)}"
 
 
 def main() -> int:

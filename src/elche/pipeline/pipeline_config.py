@@ -47,6 +47,9 @@ class PipelineConfig:
             plain torch does. Several ranks leave torch's generators as they were.
         init: initialises a layer that was built on the meta device; None calls
             `reset_parameters` of its modules.
+        transport: ``"auto"`` has activations and gradients go from device to device
+            through NCCL where all ranks are on one host and have a CUDA device each,
+            and through the host's memory elsewhere; ``"gloo"`` is the host always.
         timeout_s: deadline of waits at the start, in the first steps (which may
             compile), and between steps.
         patience_factor: later, a message may come this many times as late in a step as
@@ -74,6 +77,7 @@ class PipelineConfig:
     guard: bool = True
     seed: int | None = None
     init: Callable[[Any], object] | None = None
+    transport: Literal["auto", "gloo"] = "auto"
     timeout_s: float = 300.0
     patience_factor: float = 4.0
     min_patience_s: float = 5.0
@@ -85,6 +89,10 @@ class PipelineConfig:
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigError(
                 f"expected loss_reduction 'mean' or 'sum', got {self.loss_reduction!r}"
+            )
+        if self.transport not in ("auto", "gloo"):
+            raise ConfigError(
+                f"expected transport 'auto' or 'gloo', got {self.transport!r}"
             )
         counts = isinstance(self.replicas, int)
         if isinstance(self.replicas, (bool, str)) or (counts and self.replicas < 1):  # type: ignore[operator]

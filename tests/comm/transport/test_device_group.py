@@ -128,7 +128,7 @@ def _opened(fault: str) -> tuple[list[float], str, bool]:
     [
         ("", ""),
         ("one device", ""),
-        ("fails", "NCCL does not serve (rank 1: no such device); gradients pass"),
+        ("fails", "NCCL does not serve (rank 1: no such device); tensors pass"),
         ("is wrong", "NCCL does not serve (rank 0: expected sums of 3.0, got [1.0"),
         ("hangs", "NCCL does not serve (rank 0: it did not form in time"),
     ],

@@ -20,7 +20,7 @@ from elche.pipeline.step.executor import Executor
 from elche.pipeline.step.step_io import PeerFailedError, StepInput, StepResults
 from elche.schedule.actions import Kind
 from tests.comm.thread_group import on_ranks
-from tests.pipeline.step.thread_link import transports
+from tests.pipeline.step.thread_link import Cable, transports
 
 WIDTH = 5
 SIZES = (3, 1, 4, 3, 2, 3)
@@ -163,16 +163,29 @@ SCHEDULES = [
 ]
 
 
+def cables(by: str) -> list[Cable] | None:
+    """Between the ranks' devices, up and down; None where there are none."""
+    return [Cable(), Cable()] if by == "devices" else None
+
+
+def are_used(between: list[Cable] | None, ranks: int) -> None:
+    if between is not None:
+        up, down = ({low < high for low, high in one.carried} for one in between)
+        assert (up, down) == (({True}, {False}) if ranks > 1 else (set(), set()))
+
+
+@pytest.mark.parametrize("by", ["host", "devices"])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES, ids=str)
 def test_two_steps_and_an_evaluation_are_those_of_one_process(
-    schedule: str, ranks: int
+    schedule: str, ranks: int, by: str
 ) -> None:
     """Gradients of the second step are added to those of the first one."""
     plan = planned(schedule, ranks)
     whole = Whole()
     model = copy.deepcopy(whole)
     batches = [Batch.drawn(seed) for seed in range(2)]
-    links = transports(ranks)
+    between = cables(by)
+    links = transports(ranks, between)
 
     def run(group: Any, transport: Any) -> Ended:
         executor = executor_for(group.rank, plan, list(model.layers), transport)
@@ -191,6 +204,7 @@ def test_two_steps_and_an_evaluation_are_those_of_one_process(
     ends = on_ranks(ranks, run, links)
     for link in links:
         link.close()
+    are_used(between, ranks)
     first, last = (ends[plan.schedule.placement[at]] for at in (0, -1))
     for number, batch in enumerate(batches):
         for at, weight in enumerate(batch.weights):
@@ -233,8 +247,11 @@ class Breaks(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("by", ["host", "devices"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_all_ranks_hear_of_a_failure_and_the_next_step_is_whole(schedule: str) -> None:
+def test_all_ranks_hear_of_a_failure_and_the_next_step_is_whole(
+    schedule: str, by: str
+) -> None:
     ranks = 3
     plan = planned(schedule, ranks)
     whole = Whole()
@@ -243,7 +260,8 @@ def test_all_ranks_hear_of_a_failure_and_the_next_step_is_whole(schedule: str) -
     inside = plan.layers_of(1)[-1]
     layers[inside] = nn.Sequential(Breaks(at=3), layers[inside])
     batch = Batch.drawn(5)
-    links = transports(ranks)
+    between = cables(by)
+    links = transports(ranks, between)
 
     def run(group: Any, transport: Any) -> str:
         executor = executor_for(group.rank, plan, layers, transport)
@@ -261,6 +279,7 @@ def test_all_ranks_hear_of_a_failure_and_the_next_step_is_whole(schedule: str) -
     said = on_ranks(ranks, run, links)
     for link in links:
         link.close()
+    are_used(between, ranks)
     assert said[0] == said[2]
     assert said[0].startswith("rank 1 failed: ZeroDivisionError")
     for at, weight in enumerate(batch.weights):

@@ -33,6 +33,7 @@ TRIED_ELEMENTS = 1024
 TRIAL = "elche device trial"
 LATE = "it did not form in time"
 Former = Callable[[Path, int, int, timedelta], Any]
+Attempt = Callable[[Any, Group, torch.device], str]
 _log = logging.getLogger(__name__)
 
 
@@ -68,6 +69,7 @@ def open_device_group(
     timeout_s: float,
     form: Former | None = None,
     name: Callable[[torch.device], str] = device_name,
+    attempt: Attempt | None = None,
 ) -> DeviceGroup | None:
     """Forms and tries a group for tensors on the ranks' devices, with all ranks.
 
@@ -78,6 +80,8 @@ def open_device_group(
         form: makes torch's group from a file that all ranks see, rank, world size and
             deadline; None is NCCL.
         name: see :func:`device_name`.
+        attempt: tries what was formed and returns what went wrong, "" if nothing did;
+            None sums.
 
     Returns:
         The group, or None where it does not serve; then nothing is left of it.
@@ -92,7 +96,7 @@ def open_device_group(
     folder = tempfile.TemporaryDirectory() if group.rank == 0 else None
     place = "" if folder is None else folder.name
     place = gather_texts(group, place, "meeting for devices")[0]
-    trial = _Trial(group, device, timeout_s, form or _nccl)
+    trial = _Trial(group, device, timeout_s, form or nccl_group, attempt or _sum)
     errors = gather_texts(group, trial.run(Path(place, "store")), "trying devices")
     failed = [rank for rank, each in enumerate(errors) if each]
     found = DeviceGroup(trial.made, group, folder)
@@ -101,7 +105,7 @@ def open_device_group(
     if group.rank == 0:  # others are late where one has failed
         rank = next((rank for rank in failed if errors[rank] != LATE), failed[0])
         _log.warning(
-            "NCCL does not serve (rank %d: %s); gradients pass through the host",
+            "NCCL does not serve (rank %d: %s); tensors pass through the host",
             rank,
             errors[rank],
         )
@@ -114,7 +118,7 @@ class DeviceGroup:
     """Ranks that sum on their devices; made by :func:`open_device_group`.
 
     Args:
-        made: torch's group, or None.
+        made: torch's group, or what was formed in its place; or None.
         group: the same ranks on the host.
         folder: where they have met, removed with the group; only on rank 0.
     """
@@ -122,40 +126,51 @@ class DeviceGroup:
     def __init__(
         self, made: Any, group: Group, folder: tempfile.TemporaryDirectory[str] | None
     ) -> None:
-        self._made = made
+        self.made = made
         self._group = group
         self._folder = folder
 
     def all_reduce_async(self, tensor: torch.Tensor) -> DeviceWork:
         """Begins the sum of ``tensor`` over all ranks, in place, on their devices."""
-        return DeviceWork(self._made.allreduce([tensor]), self._group)
+        return DeviceWork(self.made.allreduce([tensor]), self._group)
 
     def close(self) -> None:
         """Ends it at once: what is under way is not waited for."""
-        made, self._made = self._made, None
-        for end in ("abort", "shutdown"):
-            if hasattr(made, end):
-                with contextlib.suppress(RuntimeError):
-                    getattr(made, end)()
-                break
+        made, self.made = self.made, None
+        end_at_once(made)
         if self._folder is not None:
             self._folder.cleanup()
 
 
+def end_at_once(made: Any) -> None:
+    """Ends a group of torch's: what is under way is not waited for."""
+    for end in ("abort", "shutdown"):
+        if hasattr(made, end):
+            with contextlib.suppress(RuntimeError):
+                getattr(made, end)()
+            break
+
+
 @final
 class _Trial:
-    """Forms a group and sums something known in it, in a thread of its own.
+    """Forms a group and tries it, in a thread of its own.
 
     NCCL has calls that wait for the other ranks without a deadline.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, timeout_s: float, form: Former
+        self,
+        group: Group,
+        device: torch.device,
+        timeout_s: float,
+        form: Former,
+        attempt: Attempt,
     ) -> None:
         self._group = group
         self._device = device
         self._timeout_s = timeout_s
         self._form = form
+        self._attempt = attempt
         self._error = ""
         self.made: Any = None
 
@@ -177,16 +192,22 @@ class _Trial:
             rank, world_size = self._group.rank, self._group.world_size
             deadline = timedelta(seconds=self._timeout_s)
             self.made = self._form(store, rank, world_size, deadline)
-            found = torch.full((TRIED_ELEMENTS,), rank + 1.0, device=self._device)
-            self.made.allreduce([found]).wait()
-            expected = world_size * (world_size + 1) / 2
-            if found.tolist() != [expected] * TRIED_ELEMENTS:
-                self._error = f"expected sums of {expected}, got {found[:4].tolist()}"
+            self._error = self._attempt(self.made, self._group, self._device)
         except (RuntimeError, ElcheError, OSError) as error:
             self._error = str(error) or type(error).__name__
 
 
-def _nccl(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
+def _sum(made: Any, group: Group, device: torch.device) -> str:
+    """Sums something known."""
+    found = torch.full((TRIED_ELEMENTS,), group.rank + 1.0, device=device)
+    made.allreduce([found]).wait()
+    expected = group.world_size * (group.world_size + 1) / 2
+    if found.tolist() != [expected] * TRIED_ELEMENTS:
+        return f"expected sums of {expected}, got {found[:4].tolist()}"
+    return ""
+
+
+def nccl_group(store: Path, rank: int, world_size: int, deadline: timedelta) -> Any:
     """NCCL among processes of one host, which meet in a file."""
     meeting = dist.FileStore(str(store), world_size)
     meeting.set_timeout(deadline)

@@ -6,6 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, final
 
 from elche.errors import (
@@ -159,10 +160,19 @@ class PipelineCommunicator:
                     raise ConfigError(f"rank {rank} cannot build its stages: {text}")
             for rank in range(len(told)):
                 _compare([one for _, _, one in told], rank, groups)
+            self._open_devices(self.peers, made[0])
         except Exception:
             self.close()
             raise
         return made[0]
+
+    def _open_devices(self, peers: StagePeers, parts: Parts) -> None:
+        if parts.given.config.transport == "gloo":
+            return
+        placement = parts.plan.schedule.placement
+        edges = [{*pair} for pair in pairwise(placement) if self.rank in pair]
+        partners = frozenset[int]().union(*edges) - {self.rank}
+        peers.open_devices(parts.given.device, partners, self._timeout_s)
 
     def begin(self, given: LocalInput, groups: ReplicaGroups) -> list[InputReport]:
         """All ranks begin the same call.

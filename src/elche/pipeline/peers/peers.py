@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 
 from elche.comm.control.control_channel import ControlChannel, heeds_key
+from elche.comm.transport.device_group import (
+    DeviceGroup,
+    Former,
+    device_name,
+    nccl_group,
+    open_device_group,
+)
 from elche.comm.transport.process_group import Group
 from elche.coordination.protocol.events import Failed, Left
 from elche.errors import (
@@ -20,15 +28,27 @@ from elche.errors import (
     DeadlineError,
     RemoteRankError,
 )
+from elche.pipeline.peers.device_messages import (
+    CudaSideStream,
+    DeviceMessages,
+    SideStream,
+    TwoWays,
+    trial,
+)
 from elche.pipeline.peers.rendezvous import Rendezvous, check_for_abort
 from elche.pipeline.peers.stage_messages import Message
-from elche.pipeline.peers.transport import LOOK_EVERY_S, Address, Transport
+from elche.pipeline.peers.transport import (
+    LOOK_EVERY_S,
+    NO_STEP_TAGS,
+    Address,
+    Transport,
+)
 from elche.pipeline.peers.waits import REASON_WITHIN_S, Waits
 from elche.pipeline.step.step_io import failure_of
 from elche.runtime.process.connect import connect
 from elche.runtime.process.environment import Placement
 
-EXCHANGE_TAG = 1 << 26
+EXCHANGE_TAG = NO_STEP_TAGS
 GATHER_TAG = EXCHANGE_TAG + 1
 TIE_TAG = EXCHANGE_TAG + 2
 LAYER_TAG = EXCHANGE_TAG + 4
@@ -38,6 +58,21 @@ _DECLINE_S = 30.0
 _BEYOND_S = 60.0
 """gloo's own timeout is beyond every deadline of ours, which know whom to name."""
 _joined: Counter[tuple[tuple[str, int], bytes]] = Counter()
+
+
+@dataclass(frozen=True)
+class DeviceWay:
+    """What carries tensors between devices.
+
+    Attributes:
+        form: makes torch's group for one way.
+        name: names a device; "" for one that it does not serve.
+        stream: makes what runs beside a device's computation.
+    """
+
+    form: Former = nccl_group
+    name: Callable[[torch.device], str] = device_name
+    stream: Callable[[torch.device], SideStream] = CudaSideStream
 
 
 @final
@@ -70,6 +105,7 @@ class StagePeers:
         self._listen = placement.listen
         self._closed = False
         self._subgroups: list[Group] = []
+        self._devices: DeviceGroup | None = None
         self._formed = 0
 
     @staticmethod
@@ -207,6 +243,41 @@ class StagePeers:
             self._subgroups.append(groups[ranks])
         return groups
 
+    def open_devices(
+        self,
+        device: torch.device,
+        partners: frozenset[int],
+        timeout_s: float,
+        way: DeviceWay | None = None,
+    ) -> None:
+        """Has tensors of steps go from device to device where that serves all ranks.
+
+        Call it on every rank.
+
+        Args:
+            device: this rank's.
+            partners: ranks with which it shares an edge of the pipeline.
+            timeout_s: deadline of forming it.
+            way: None is NCCL.
+
+        Raises:
+            CommunicationError: the ranks did not come together.
+            RemoteRankError: the run has ended.
+        """
+        way = way or DeviceWay()
+        self._group.check = self._check
+        self._devices = open_device_group(
+            *(self._group, device, timeout_s),
+            form=TwoWays.former(way.form),
+            name=way.name,
+            attempt=trial(partners),
+        )
+        if self._devices is not None:
+            self.transport.devices = DeviceMessages(
+                *(self._devices.made, self.rank, partners, device),
+                way.stream(device),
+            )
+
     def wait(
         self, work: Any, ranks: Sequence[int], what: str, timeout_s: float
     ) -> None:
@@ -311,6 +382,8 @@ class StagePeers:
             group.close()
         self._group.close()
         self._channel.close()
+        if self._devices is not None:
+            self._devices.close()  # last: the others have been told
 
     def _unblock(self) -> None:
         """Makes gloo give up every wait: one that runs out closes all connections."""

@@ -48,7 +48,8 @@ class Message:
     """One activation or gradient, or the notification that there is none.
 
     Attributes:
-        tensors: on the sender's device, or on the CPU of the receiver.
+        tensors: on the sender's device; of the receiver, on the CPU, or on its device
+            if they came that way.
         structure: how they are nested, see `elche.pipeline.trees`.
         needs_grad: per tensor, whether a gradient is to come back; in a message of
             gradients whether it is there.
@@ -61,8 +62,12 @@ class Message:
     failure: Failure | None = field(default=None)
 
 
-def head_of(message: Message) -> bytes:
+def head_of(message: Message, on_device: bool = False) -> bytes:
     """The description of a message, msgpack.
+
+    Args:
+        message: what is to be sent.
+        on_device: whether its tensors go from device to device.
 
     Raises:
         ProtocolError: a tensor is of a kind that does not travel.
@@ -82,6 +87,7 @@ def head_of(message: Message) -> bytes:
             "structure": message.structure,
             "needs_grad": list(message.needs_grad),
             "failure": failure and [failure.rank, failure.text, failure.traceback],
+            "on_device": on_device,
         }
     )
     return packed
@@ -89,12 +95,16 @@ def head_of(message: Message) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a head announces: empty tensors to receive into, and the rest."""
+    """What a head announces: empty tensors to receive into, and the rest.
+
+    Those that come from device to device have shapes only.
+    """
 
     buffers: tuple[torch.Tensor, ...]
     structure: Any
     needs_grad: tuple[bool, ...]
     failure: Failure | None
+    on_device: bool
 
 
 def read_head(packed: bytes) -> Head:
@@ -105,14 +115,16 @@ def read_head(packed: bytes) -> Head:
     """
     try:
         told = msgpack.unpackb(packed)
+        place = "meta" if told["on_device"] else "cpu"
         return Head(
             buffers=tuple(
-                torch.empty(shape, dtype=_DTYPES[name], device="cpu")
+                torch.empty(shape, dtype=_DTYPES[name], device=place)
                 for name, shape in told["tensors"]
             ),
             structure=told["structure"],
             needs_grad=tuple(told["needs_grad"]),
             failure=Failure(*told["failure"]) if told["failure"] else None,
+            on_device=told["on_device"],
         )
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(

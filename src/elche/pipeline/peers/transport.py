@@ -14,13 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
 
-from elche.errors import CommunicationError, DeadlineError, ElcheError
+from elche.errors import (
+    CommunicationError,
+    DeadlineError,
+    ElcheError,
+    ProtocolError,
+)
 from elche.pipeline.peers import waits
+from elche.pipeline.peers.device_messages import DeviceMessages
 from elche.pipeline.peers.stage_messages import (
     HEAD_BYTES,
     Message,
@@ -37,6 +43,12 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.05
 JOIN_S = 5.0
 MAX_PENDING_SENDS = 8
+POLL_S = 0.0002
+"""Between two looks whether a device is through."""
+NO_STEP_TAGS = 1 << 26
+"""Tags from here on are of messages between steps, which go through the host."""
+_READY_TAGS = 1 << 28
+"""Tags of gloo by which the receiver says that its device receives."""
 
 
 class PointToPoint(Protocol):
@@ -130,13 +142,59 @@ class _Incoming:
             self._wait(rest, 2 * tag + 1)
             packed = bytes(rest.numpy())
         head = read_head(packed)
-        for buffer in head.buffers:
-            self._wait(buffer, 2 * tag + 1)
-        return Message(head.buffers, head.structure, head.needs_grad, head.failure)
+        tensors = head.buffers
+        if head.on_device:
+            tensors = self._from_device(head.buffers, tag)
+        else:
+            for buffer in head.buffers:
+                self._wait(buffer, 2 * tag + 1)
+        return Message(tensors, head.structure, head.needs_grad, head.failure)
+
+    def _from_device(
+        self, like: tuple[torch.Tensor, ...], tag: int
+    ) -> tuple[torch.Tensor, ...]:
+        owner = self._owner
+        if owner.devices is None:
+            raise ProtocolError(
+                f"rank {self._rank} sends from device to device, but rank {owner.rank} "
+                "has not agreed to that"
+            )
+        tensors, works = owner.devices.receive(like, self._rank)
+        ready = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        owner.group.send([ready], self._rank, _READY_TAGS + tag).wait()
+        owner.finish(works, self.wake)
+        return tensors
 
     def _wait(self, tensor: torch.Tensor, tag: int) -> None:
         if tensor.numel():
             self._owner.group.recv([tensor], self._rank, tag).wait()
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """A message on its way to a rank.
+
+    Attributes:
+        tag: of the message.
+        parts: what goes through gloo, with its tags there.
+        on_device: what goes from device to device.
+        computed: whether the device is through with that; None where nothing is on it.
+        works: of the parts that were begun, with their memory.
+    """
+
+    tag: int
+    parts: list[tuple[int, torch.Tensor]]
+    on_device: tuple[torch.Tensor, ...] = ()
+    computed: Callable[[], bool] | None = None
+    works: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+    def begin(self, group: PointToPoint, rank: int) -> None:
+        """Begins to send the parts."""
+        self.works = [
+            (group.send([part], rank, tag), part)
+            for tag, part in self.parts
+            if part.numel()
+        ]
 
 
 @final
@@ -146,7 +204,7 @@ class _Outgoing:
     def __init__(self, owner: Transport, rank: int) -> None:
         self._owner = owner
         self._rank = rank
-        self.pending: deque[list[tuple[Any, torch.Tensor]]] = deque()
+        self.pending: deque[_Parcel] = deque()
         self.wake = threading.Condition(owner.lock)
         self._thread = threading.Thread(
             target=self._run, name=f"elche-pipe-send-{rank}", daemon=True
@@ -164,16 +222,28 @@ class _Outgoing:
                     self.wake.wait()
                 if not self.pending:
                     return
-                works = self.pending[0]
+                parcel = self.pending[0]
             try:
-                for work, _ in works:
-                    work.wait()
-            except RuntimeError as error:
+                self._carry(parcel)
+            except (RuntimeError, ElcheError) as error:
                 owner.broken(self._rank, error)
                 return
             with owner.condition:
                 self.pending.popleft()
                 owner.condition.notify_all()
+
+    def _carry(self, parcel: _Parcel) -> None:
+        owner = self._owner
+        if parcel.computed is not None:
+            owner.poll(parcel.computed, self.wake)
+            parcel.begin(owner.group, self._rank)
+        for work, _ in parcel.works:
+            work.wait()
+        if parcel.computed is None or owner.devices is None:
+            return
+        ready = torch.empty(1, dtype=torch.uint8, device="cpu")
+        owner.group.recv([ready], self._rank, _READY_TAGS + parcel.tag).wait()
+        owner.finish(owner.devices.send(parcel.on_device, self._rank), self.wake)
 
 
 @final
@@ -185,6 +255,10 @@ class Transport:
         rank: this rank.
         check: called while waiting; raises when the run has been ended from outside.
         watch: receives long waits, and names the late rank.
+
+    Attributes:
+        devices: carries tensors of steps from device to device; None where nothing
+            does.
     """
 
     def __init__(
@@ -200,6 +274,7 @@ class Transport:
         self.condition = threading.Condition(self.lock)
         self.arrived: dict[tuple[int, int], Message] = {}
         self.closed = False
+        self.devices: DeviceMessages | None = None
         self._check = check
         self._watch = watch
         self._incoming: dict[int, _Incoming] = {}
@@ -253,7 +328,10 @@ class Transport:
             names_late,
         )
         with self.condition:
-            return self.arrived.pop(key)
+            message = self.arrived.pop(key)
+        if self.devices is not None:
+            self.devices.hand_over(message.tensors)
+        return message
 
     def send(self, address: Address, message: Message, timeout_s: float) -> None:
         """Sends; waits only while too many older messages have not been taken.
@@ -270,23 +348,37 @@ class Transport:
             f"room to send {address.what}",
             timeout_s,
         )
-        parts = [(2 * address.tag, head) for head in head_tensors(head_of(message))]
-        parts[1:] = [(2 * address.tag + 1, part) for _, part in parts[1:]]
-        for tensor in message.tensors:
-            host = tensor.detach().to("cpu").contiguous()
-            parts.append((2 * address.tag + 1, host))
-        try:
-            works = [
-                (self.group.send([part], rank, tag), part)
-                for tag, part in parts
-                if part.numel()
-            ]
-        except RuntimeError as error:
-            self.broken(rank, error)
-            raise self._failure(rank, address.what) from error
+        parcel = self._pack(address, message)
+        if parcel.computed is None:
+            try:
+                parcel.begin(self.group, rank)
+            except RuntimeError as error:
+                self.broken(rank, error)
+                raise self._failure(rank, address.what) from error
         with self.condition:
-            line.pending.append(works)
+            line.pending.append(parcel)
             line.wake.notify()
+
+    def _pack(self, address: Address, message: Message) -> _Parcel:
+        tag, devices = address.tag, self.devices
+        tensors = tuple(
+            # Neither way carries the marks of a lazy conjugate or negative.
+            one.detach().resolve_conj().resolve_neg()
+            for one in message.tensors
+        )
+        on_device = (
+            devices is not None
+            and tag < NO_STEP_TAGS
+            and devices.serves(address.rank, tensors)
+        )
+        heads = head_tensors(head_of(message, on_device))
+        parts = [(2 * tag + min(at, 1), head) for at, head in enumerate(heads)]
+        if devices is not None and on_device:
+            dense = tuple(one.contiguous() for one in tensors)
+            return _Parcel(tag, parts, dense, devices.stream.computed())
+        for one in tensors:
+            parts.append((2 * tag + 1, one.to("cpu").contiguous()))
+        return _Parcel(tag, parts)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until everything sent has been taken."""
@@ -297,6 +389,27 @@ class Transport:
                 "its receiving what was sent",
                 timeout_s,
             )
+
+    def finish(self, works: list[Any], wake: threading.Condition) -> None:
+        """Waits in a thread until transfers of devices are through."""
+        assert self.devices is not None
+        self.poll(lambda: all(work.is_completed() for work in works), wake)
+        self.devices.finish(works)
+
+    def poll(self, ready: Callable[[], bool], wake: threading.Condition) -> None:
+        """Looks again and again, in a thread, until something is ready.
+
+        What a device does wakes nobody. The deadline is that of the rank's own wait,
+        which closes the transport.
+
+        Raises:
+            CommunicationError: the transport has been closed.
+        """
+        while not ready():
+            with self.lock:
+                if self.closed:
+                    raise CommunicationError("the pipeline has been closed")
+                wake.wait(POLL_S)
 
     def broken(self, rank: int, error: Exception) -> None:
         """A connection has failed; called by the threads."""

@@ -90,6 +90,7 @@ class Parts:
             config.split_backward,
             config.guard,
             config.seed,
+            config.transport,
         ]
         schedule = self.plan.schedule
         form = (

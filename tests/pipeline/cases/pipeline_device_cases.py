@@ -1,0 +1,141 @@
+"""Pipelines whose tensors go from device to device, with gloo in NCCL's place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from elche.comm.transport import device_group
+from elche.pipeline.peers import peers
+from elche.pipeline.peers.peers import DeviceWay
+from elche.pipeline.pipeline import Pipeline
+from tests.harness.rank_main import this_place
+from tests.pipeline.cases.pipeline_cases import (
+    CALM,
+    WIDTH,
+    Trained,
+    Work,
+    _told,
+    lose_patience,
+    loss_of,
+    piped,
+)
+from tests.pipeline.step.thread_link import Beside
+
+
+class Pollable:
+    """A transfer of gloo that can be asked whether it is through, as NCCL's."""
+
+    def __init__(self, work: Any) -> None:
+        self._error = ""
+        self._work = work
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = str(error)
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+class Never(Pollable):
+    """A transfer that does not end."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@dataclass
+class Wire:
+    """One way among the ranks: transfers in order, without tags."""
+
+    made: Any
+    sent: list[int] = field(default_factory=list)
+    kind: type[Pollable] = Pollable
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Pollable:
+        self.sent.append(rank)
+        return self.kind(self.made.send(tensors, rank, 0))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Pollable:
+        return self.kind(self.made.recv(tensors, rank, 0))
+
+    def abort(self) -> None:
+        self.made.shutdown()
+
+
+@contextmanager
+def devices(fails: bool = False) -> Iterator[tuple[list[Wire], list[str]]]:
+    """Ranks with a device each; both ways, once they are formed, and what is logged."""
+    wires: list[Wire] = []
+    said: list[str] = []
+    place = this_place()
+
+    def form(store: Path, rank: int, size: int, deadline: timedelta) -> Wire:
+        if fails and rank == 0:
+            raise RuntimeError("no such device")
+        deadline = timedelta(seconds=3) if fails else deadline
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = deadline
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        meeting = dist.FileStore(str(store), size)
+        meeting.set_timeout(deadline)
+        wires.append(Wire(dist.ProcessGroupGloo(meeting, rank, size, options)))
+        return wires[-1]
+
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(device_group.__name__)
+    logger.addHandler(handler)
+    name = f"gpu {place.rank}"
+    kept = peers.DeviceWay
+    peers.DeviceWay = lambda: DeviceWay(form, lambda _: name, lambda _: Beside())  # type: ignore[misc, assignment]
+    try:
+        yield wires, said
+    finally:
+        peers.DeviceWay = kept  # type: ignore[misc]
+        logger.removeHandler(handler)
+
+
+def by_devices(work: Work, fails: bool = False) -> tuple[Trained, list[int], str]:
+    """The work; how often each way was taken, and what was logged."""
+    with devices(fails) as (wires, said):
+        found = piped(work)
+    return found, [len(wire.sent) for wire in wires], "; ".join(said)
+
+
+def a_transfer_hangs() -> list[str]:
+    """What two steps come to; in the second, transfers do not end on rank 1."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = torch.randn(8, WIDTH), torch.randint(3, (8,))
+    with devices() as (wires, _):
+        pipe = Pipeline(layers, loss_of, micro_batches=4, schedule="1f1b", **CALM)
+        try:
+            found = [_told(pipe, x, y)]
+            if pipe.rank == 1:
+                for wire in wires:
+                    wire.kind = Never
+            lose_patience(pipe, 3.0)
+            found.append(_told(pipe, x, y))
+        finally:
+            pipe.close()
+    return found

@@ -1,0 +1,158 @@
+"""Tensors from device to device: what travels, what is waited for, and by whom.
+
+Threads stand for ranks, and the CPU for their devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elche.comm.transport.device_group import TRIED_ELEMENTS
+from elche.errors import CommunicationError, DeadlineError
+from elche.pipeline.peers import transport
+from elche.pipeline.peers.device_messages import TwoWays, trial
+from elche.pipeline.peers.stage_messages import Message
+from elche.pipeline.peers.transport import NO_STEP_TAGS, Address
+from tests.pipeline.step.thread_link import Beside, Cable, transports
+
+DEADLINE_S = 30.0
+NEVER = 10**9
+WHAT = "the activation"
+
+
+@contextmanager
+def two(cables: list[Cable]) -> Iterator[tuple[Any, Any]]:
+    """Transports of two ranks; their threads end with them."""
+    first, second = transports(2, cables)
+    began_s = time.monotonic()
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+        assert time.monotonic() - began_s < DEADLINE_S
+        lines = first._outgoing.values()
+        assert lines
+        assert not any(line._thread.is_alive() for line in lines)
+
+
+def passed(
+    first: Any, second: Any, message: Message, tag: int = 1, timeout_s: float = 20.0
+) -> Message:
+    second.expect([Address(0, tag, WHAT)])
+    second.admit(Address(0, tag, WHAT))
+    first.send(Address(1, tag, WHAT), message, timeout_s)
+    found: Message = second.receive(Address(0, tag, WHAT), timeout_s)
+    first.flush(timeout_s)
+    return found
+
+
+TENSORS = (
+    torch.randn(3, 4, dtype=torch.float64).t(),
+    torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    torch.tensor([True, False]),
+    torch.tensor(7, dtype=torch.int16),
+    torch.empty(0, 3),
+    torch.randn(5, dtype=torch.bfloat16, requires_grad=True),
+    torch.tensor([1 + 2j]).conj().imag,
+)
+
+
+@pytest.mark.parametrize("by", ["host", "devices"])
+def test_every_kind_of_tensor_comes_whole(by: str) -> None:
+    cables = [Cable(), Cable()]
+    tag = 1 if by == "devices" else NO_STEP_TAGS
+    with two(cables) as (first, second):
+        found = passed(first, second, Message(TENSORS, ["t"]), tag)
+        expected = len(TENSORS) if by == "devices" else 0
+        assert second.devices.stream.handed_over == len(TENSORS)
+    assert len(cables[0].carried) == max(0, expected - 1), "an empty one needs no way"
+    assert found.structure == ["t"]
+    for one, other in zip(found.tensors, TENSORS, strict=True):
+        assert torch.equal(one, other.resolve_conj().resolve_neg())
+        assert one.dtype == other.dtype
+        assert not one.requires_grad
+
+
+def test_tensors_elsewhere_and_ranks_that_were_not_tried_take_the_host() -> None:
+    cables = [Cable(), Cable()]
+    with two(cables) as (first, second):
+        devices = first.devices
+        here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
+        assert devices.serves(1, [here])
+        assert not devices.serves(1, [here, elsewhere])
+        assert not devices.serves(2, [here])
+        assert not devices.serves(1, [])
+        devices._partners = frozenset()
+        assert passed(first, second, Message((here,))).tensors[0].tolist() == [1.0]
+    assert cables[0].carried == []
+
+
+def test_what_is_not_computed_is_not_begun_and_has_the_deadline() -> None:
+    cables = [Cable(), Cable()]
+    with two(cables) as (first, second):
+        first.devices.stream = Beside(looks=NEVER)
+        with pytest.raises(DeadlineError, match=r"waited 0\.3 s for rank 0: the act"):
+            passed(first, second, Message((torch.ones(1),)), timeout_s=0.3)
+        assert second.devices.stream.handed_over == 0
+        with pytest.raises(DeadlineError, match=r"for rank 1: its receiving what was"):
+            first.flush(0.1)
+    assert not cables[0].waiting, "a device received what was not there"
+
+
+def test_a_transfer_that_does_not_end_has_the_deadline() -> None:
+    cables = [Cable(looks=NEVER), Cable()]
+    with two(cables) as (first, second):
+        with pytest.raises(DeadlineError, match=r"waited 0\.3 s for rank 0: the act"):
+            passed(first, second, Message((torch.ones(1),)), timeout_s=0.3)
+        assert cables[0].carried == [(0, 1)]
+        line = second._incoming[0]
+    assert not line._thread.is_alive()
+
+
+def test_what_the_receiver_has_not_agreed_to_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "REASON_WITHIN_S", 0.0)
+    first, second = transports(2, [Cable(), Cable()])
+    second.devices = None
+    words = "rank 0 sends from device to device, but rank 1 has not agreed to that"
+    with pytest.raises(CommunicationError, match=words):
+        passed(first, second, Message((torch.ones(1),)))
+    for one in (first, second):  # gloo's waits end with its group, these do not
+        one.closed = True
+
+
+class Wire:
+    """What a trial sends and receives; `given` is what comes."""
+
+    def __init__(self, given: float) -> None:
+        self.given = given
+        self.told: list[tuple[str, int]] = []
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.told.append(("to", rank))
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        assert tensors[0].shape == (TRIED_ELEMENTS,)
+        self.told.append(("from", rank))
+        return SimpleNamespace(wait=lambda: tensors[0].fill_(self.given))
+
+
+def test_a_trial_takes_pairs_in_one_order_and_sees_what_is_wrong() -> None:
+    group = cast("Any", SimpleNamespace(rank=1))
+    cpu = torch.device("cpu")
+    up, down = Wire(1.0), Wire(3.0)
+    assert trial({2, 0})(TwoWays(up, down), group, cpu) == ""
+    assert up.told == [("from", 0), ("to", 2)]
+    assert down.told == [("to", 0), ("from", 2)]
+    wrong = trial({2, 0})(TwoWays(Wire(1.0), Wire(9.0)), group, cpu)
+    assert wrong == "expected 3.0 of rank 2, got 9.0"

@@ -1,0 +1,61 @@
+"""Real processes whose tensors go from device to device train as one process does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from elche.runtime.process.coordinator import serve_in_thread
+from tests.harness.rank_pool import RankPool
+from tests.pipeline.cases.pipeline_cases import Work, furthest, plain
+from tests.pipeline.cases.pipeline_device_cases import a_transfer_hangs, by_devices
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zb", "zb-v"])
+def test_as_one_process(ranks4: RankPool, schedule: str) -> None:
+    work = Work(model="gpt", schedule=schedule)
+    expected = plain(work)
+    found = ranks4.run(by_devices, work, case_setup=serve_in_thread)
+    assert furthest(found[0][0].state, expected.state) <= 1e-12
+    for rank, (trained, (up, down), said) in enumerate(found):
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert trained.norm == pytest.approx(expected.norm, rel=1e-12)
+        # 4 microbatches, 2 steps forwards and backwards: beyond those of the trial.
+        assert up >= 8 or rank == 3
+        assert down >= 8 or rank == 0
+        assert said == ""
+
+
+def test_where_it_fails_or_is_not_wanted_all_take_the_host(ranks2: RankPool) -> None:
+    work = Work()
+    expected = plain(work)
+    gloo = replace(work, options={"transport": "gloo"})
+    for asked, fails, words in (
+        (work, True, "NCCL does not serve (rank 0: no such device); tensors pass"),
+        (gloo, False, ""),
+    ):
+        found = ranks2.run(by_devices, asked, fails, case_setup=serve_in_thread)
+        assert furthest(found[0][0].state, expected.state) <= 1e-12
+        assert found[0][2].startswith(words)
+        assert (found[0][2] != "") == fails
+        assert all(sum(sent) == 0 for _, sent, _ in found)
+
+
+@pytest.mark.faults
+def test_a_transfer_that_hangs_ends_the_run_and_names_the_message(
+    ranks2: RankPool,
+) -> None:
+    (good, first), (fine, second) = ranks2.run(
+        a_transfer_hangs, case_setup=serve_in_thread
+    )
+    assert good == fine == ""
+    for told in (first, second):
+        assert re.search(
+            r"rank \d waited 3\.0 s for rank \d: the \w+ of microbatch 0", told
+        )
+        assert re.search(r"rank \d and rank \d wait for each other", told)
+    assert "DeadlineError" in first + second

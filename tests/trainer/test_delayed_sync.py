@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import elche
 from elche import session
 from elche.config import RunConfig
-from elche.errors import ConfigError, RemoteRankError
+from elche.errors import ConfigError, NonFiniteError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
@@ -298,6 +298,26 @@ def fail_on_rank_1(batches: int) -> str:
 def test_an_error_in_the_loop_ends_all_by_its_name(ranks2: RankPool) -> None:
     said = ranks2.run(fail_on_rank_1, 4, case_setup=serve_in_thread)
     assert said == ["RemoteRankError", "ValueError"]
+
+
+def fail_by_nan(bad_rank: int) -> str:
+    batches = itertools.count()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        is_bad = next(batches) == 7 and elche.rank() == bad_rank
+        found = nn.functional.mse_loss(output, target)
+        return found * float("nan") if is_bad else found
+
+    with pytest.raises(NonFiniteError, match="have become NaN") as caught:
+        train("sgd", loss=loss, epochs=LONG)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_brought_nan_is_named(ranks2: RankPool, rank: int) -> None:
+    for said in ranks2.run(fail_by_nan, rank, case_setup=serve_in_thread):
+        assert f"was rank {rank}'s own, in step" in said
 
 
 def die_on_rank_1() -> str:

@@ -116,7 +116,7 @@ class BucketPass:
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets, and of gradients kept for them."""
-        kept = int(self._options.as_views)
+        kept = int(self._options.as_views and not self._options.delayed)
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils.data import TensorDataset
 import elche
 from elche import session
 from elche.config import RunConfig
-from elche.errors import ConfigError, RemoteRankError
+from elche.errors import ConfigError, NonFiniteError, RemoteRankError
 from elche.runtime.process.coordinator import serve_in_thread
 from tests.distributed.cases.tasks import difference, identical
 from tests.distributed.test_sync import FOUR_TO_ONE
@@ -49,7 +51,7 @@ def schedule(progress: float) -> float:
     return 1.0 - 0.7 * progress
 
 
-def train(name: str, **options: Any) -> elche.TrainResult:
+def trainer(name: str, **options: Any) -> elche.Trainer:
     given: dict[str, Any] = {
         "dataset": data(),
         "eval_dataset": data(),
@@ -64,13 +66,16 @@ def train(name: str, **options: Any) -> elche.TrainResult:
     }
     norm = options.pop("norm", False)
     loss = options.pop("loss", nn.MSELoss())
-    trainer = elche.Trainer(
+    return elche.Trainer(
         lambda: network(norm),
         lambda parameters: optimizer(name, parameters),
         loss,
         **given | options,
     )
-    return trainer.fit()
+
+
+def train(name: str, **options: Any) -> elche.TrainResult:
+    return trainer(name, **options).fit()
 
 
 class Branching:
@@ -97,12 +102,14 @@ def length(batch: Any) -> int:
     return len(batch[0])
 
 
-def by_the_rule(name: str, loss_of: Any = plainly) -> nn.Module:
-    """The same in one process, gradient by gradient."""
+def by_the_rule(
+    name: str, loss_of: Any = plainly, epochs: int = EPOCHS, cut: int = 0
+) -> nn.Module:
+    """The same in one process, gradient by gradient; drained after so many samples."""
     model = network()
     parameters = list(model.parameters())
     steps = optimizer(name, parameters)
-    rate, done, is_first = steps.param_groups[0]["lr"], 0, True
+    rate, done = steps.param_groups[0]["lr"], 0
     x, y = data().tensors
     waiting: tuple[torch.Tensor | None, ...] | None = None
 
@@ -112,35 +119,32 @@ def by_the_rule(name: str, loss_of: Any = plainly) -> nn.Module:
         nn.utils.clip_grad_norm_(parameters, CLIP)
         steps.step()
 
-    for _ in range(EPOCHS):
+    for epoch in range(epochs):
         own = [parameter.detach().clone() for parameter in parameters]
         for start in range(0, SAMPLES, BATCH):
-            steps.param_groups[0]["lr"] = rate * schedule(done / (SAMPLES * EPOCHS))
+            steps.param_groups[0]["lr"] = rate * schedule(done / (SAMPLES * epochs))
             part = slice(start, start + BATCH)
             loss = loss_of(model, (x[part], y[part]))
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             with torch.no_grad():
                 for parameter, kept in zip(parameters, own, strict=True):
                     parameter.copy_(kept)
-            if is_first:
-                update(gradients)
-            else:
-                if waiting is not None:
-                    update(waiting)
-                waiting = gradients
-            is_first = False
+            if waiting is not None:
+                update(waiting)
+            waiting = gradients
             with torch.no_grad():
                 for parameter, kept in zip(parameters, own, strict=True):
                     move = parameter - kept
                     kept.copy_(parameter)
                     parameter.add_(move)
             done += len(x[part])
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, own, strict=True):
-                parameter.copy_(kept)
-        if waiting is not None:
-            update(waiting)
-            waiting = None
+            if done == cut or done == SAMPLES * (epoch + 1):
+                with torch.no_grad():
+                    for parameter, kept in zip(parameters, own, strict=True):
+                        parameter.copy_(kept)
+                update(waiting)
+                waiting = None
+                own = [parameter.detach().clone() for parameter in parameters]
     return model
 
 
@@ -206,6 +210,40 @@ def test_ranks_end_with_equal_replicas(
     assert all(bool(value.isfinite().all()) for value in both[0][0].values())
 
 
+LONG = 30
+
+
+def stopped(folder: Path) -> int:
+    """Stops somewhere; after how many samples."""
+    batches, reached = itertools.count(), threading.Event()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if next(batches) == 7:
+            reached.set()
+        return nn.functional.mse_loss(output, target)
+
+    handle = trainer("adamw", loss=loss, epochs=LONG, checkpoint_dir=folder).start()
+    assert reached.wait(WAIT_S)
+    result = handle.stop(WAIT_S)
+    assert result.stopped_by == "stop"
+    return sum(record.samples for record in result.history)
+
+
+def resumed(folder: Path) -> Any:
+    return train("adamw", epochs=LONG, checkpoint_dir=folder, resume=True).model_state
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_goes_on_by_the_rule(ranks2: RankPool, tmp_path: Path) -> None:
+    shell = {"case_setup": serve_in_thread, "env": FOUR_TO_ONE}
+    done, same = ranks2.run(stopped, tmp_path, **shell)
+    assert 0 < done == same < SAMPLES * LONG
+    states = ranks2.run(resumed, tmp_path, **shell)
+    assert identical(states)
+    expected = by_the_rule("adamw", epochs=LONG, cut=done).state_dict()
+    assert difference(states[0], expected) <= 1e-9
+
+
 class Meeting:
     """Rank 1 is in a batch until rank 0 is in the next one."""
 
@@ -260,6 +298,26 @@ def fail_on_rank_1(batches: int) -> str:
 def test_an_error_in_the_loop_ends_all_by_its_name(ranks2: RankPool) -> None:
     said = ranks2.run(fail_on_rank_1, 4, case_setup=serve_in_thread)
     assert said == ["RemoteRankError", "ValueError"]
+
+
+def fail_by_nan(bad_rank: int) -> str:
+    batches = itertools.count()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        is_bad = next(batches) == 7 and elche.rank() == bad_rank
+        found = nn.functional.mse_loss(output, target)
+        return found * float("nan") if is_bad else found
+
+    with pytest.raises(NonFiniteError, match="have become NaN") as caught:
+        train("sgd", loss=loss, epochs=LONG)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_brought_nan_is_named(ranks2: RankPool, rank: int) -> None:
+    for said in ranks2.run(fail_by_nan, rank, case_setup=serve_in_thread):
+        assert f"was rank {rank}'s own, in step" in said
 
 
 def die_on_rank_1() -> str:

@@ -141,7 +141,8 @@ class RunEpochs:
         self._graphs = LiveGraph(training.model)
         self._skips, self._optimizers = watch.skips, watch.optimizers
         self._copies = watch.copies
-        self._numbers = NonFiniteRecord()
+        self._lag_steps = int(training.delayed is not None)
+        self._numbers = NonFiniteRecord(self._lag_steps)
         self._sum_loss: SumLossWatch | None = None
         self._is_closed = False
         self.under_way: SyncEpoch | WindowEpoch | None = None
@@ -497,7 +498,7 @@ class RunEpochs:
             done = self.samples_before - before
             self.schedulers.begin_epoch(before, self._optimizers.all(), done)
         else:
-            self._numbers = NonFiniteRecord()  # it names steps of a part
+            self._numbers = NonFiniteRecord(self._lag_steps)  # it names steps of a part
             self.schedulers.begin_part()
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
@@ -553,7 +554,9 @@ class RunEpochs:
                 self._graphs.moved(begin.policy)
             self._synchroniser.build(begin.policy)
             self.members.reset()
-            self._numbers = NonFiniteRecord()  # it counts what is trained
+            self._numbers = NonFiniteRecord(
+                self._lag_steps
+            )  # it counts what is trained
         if begin.state_from is not None:
             broadcast_from(group, model, self._optimizers.all(), begin.state_from)
 

@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,9 +77,13 @@ def test_a_batch_script_of_slurm_is_one_process() -> None:
     assert read_placement(alone).world_size == 1
 
 
-def test_a_malformed_srun_is_refused() -> None:
+@pytest.mark.parametrize(
+    "told",
+    [{"SLURM_STEP_TASKS_PER_NODE": "two"}, {"SLURM_STEP_NODELIST": "a[1-2]b[3-4]"}],
+)
+def test_a_malformed_srun_is_refused(told: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"SLURM_STEP_TASKS_PER_NODE.*set RANK"):
-        read_launcher(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"})
+        read_launcher(SRUN | told)
 
 
 def test_mpi_is_read() -> None:
@@ -148,6 +153,18 @@ def test_ranks_of_srun_train_together(more: dict[str, str], transport: str) -> N
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert sums[0] == sums[1]
     assert sums[0].endswith(f"{transport}\n")
+
+
+def test_an_address_of_its_own_is_found_under_elche_run_too(tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    command = [sys.executable, "-m", "elche", "run", "--speeds", "1,1", str(script)]
+    environment = os.environ | {"ELCHE_LISTEN": "auto", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120.0
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("shared memory") == 2  # lines of ranks may mix
 
 
 def _free_port() -> int:

@@ -30,8 +30,8 @@ class PassOptions:
         keeps_strides: in a message a parameter lies as in memory; False: as its shape
             says, for ranks of other memory formats. Then ``as_views`` must be False.
         codec: how float32 and half precision gradients travel, with error feedback.
-        delayed: sums are handed out at the end of the next pass, but for those of the
-            first one; strategy "synchronous".
+        delayed: sums are handed out at the end of the next pass; strategy
+            "synchronous".
         undefined_is_zero: a parameter that backward comes to without a gradient (a
             function's backward returned None) has one of zeros after the reduction, as
             with torch's wrapper (in a static graph if the first backward brought one);

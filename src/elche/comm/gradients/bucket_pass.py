@@ -90,6 +90,7 @@ class BucketPass:
         self._is_open = False
         self._awaits_end = False
         self._under_way: tuple[int, Closed] | None = None
+        self._first: list[torch.Tensor | None] | None = None
         self.buckets: list[Bucket] = []
         self.order: list[int] = []
         self.passes = 0
@@ -115,7 +116,7 @@ class BucketPass:
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets, and of gradients kept for them."""
-        kept = int(self._options.as_views)
+        kept = int(self._options.as_views and not self._options.delayed)
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property
@@ -208,10 +209,14 @@ class BucketPass:
         self._options = replace(self._options, delayed=True, strategy="synchronous")
 
     @property
-    def is_delayed(self) -> bool:
-        """Whether the next pass to close hands its own sums out later."""
+    def _is_late(self) -> bool:
+        """Whether the next pass to close leaves its sums under way."""
         is_first = self._observed is not None or self._counts.only_counts
         return self._options.delayed and not is_first
+
+    @property
+    def _owes_sums(self) -> bool:
+        return self._under_way is not None or self._first is not None
 
     def drain(self) -> bool:
         """Hands out the sums that are under way; whether there were any.
@@ -219,7 +224,7 @@ class BucketPass:
         Raises:
             CommunicationError: it failed, or a rank did not arrive in time.
         """
-        if self._under_way is None:
+        if not self._owes_sums:
             return False
         try:
             self._hand_out_late()
@@ -419,7 +424,7 @@ class BucketPass:
         self.launched_early = self._next
         self.has_sums = True
         try:
-            if self.is_delayed:
+            if self._is_late:
                 self._close_late()
                 return
             self._launch(lambda bucket: True)
@@ -444,6 +449,8 @@ class BucketPass:
                 self._observed = None
                 self._build(order)
                 give_back_freed()
+            if self._options.delayed:
+                self._first, self.has_sums = self._take_gradients(), False
         except CommunicationError as error:
             self._fail(error)
             raise
@@ -456,9 +463,9 @@ class BucketPass:
         owner = self._owner()
         assert owner is not None
         closed = owner.close_pass(self._side)
-        self.has_sums = self._under_way is not None
+        self.has_sums = self._owes_sums
         own = self._take_gradients()
-        if self._under_way is not None:
+        if self.has_sums:
             self._hand_out_late()
         sums = self._take_gradients()
         for parameter, gradient in zip(self._parameters, own, strict=True):
@@ -478,6 +485,11 @@ class BucketPass:
 
     def _hand_out_late(self) -> None:
         """Waits for the sums under way, which become ``p.grad``."""
+        first, self._first = self._first, None
+        if first is not None:
+            for parameter, gradient in zip(self._parameters, first, strict=True):
+                parameter.grad = gradient
+            return
         assert self._under_way is not None
         side, closed = self._under_way
         self._under_way = None

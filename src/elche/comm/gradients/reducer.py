@@ -417,7 +417,7 @@ class GradientReducer:
             lost = self._lost(part.label, self._pass.passes)
             missing = lost.samples if self._sums is None else lost.ranks
             factor = 1.0 / (1.0 - missing) if missing < 1.0 else 1.0
-        if self._pass.is_delayed:
+        if self._is_delayed:
             self._late = part
         elif self._buffers is not None:
             mine = self._keeps_buffers or self._scale != 0.0

@@ -31,12 +31,17 @@ class NonFiniteRecord:
     A gradient that an epoch leaves to the first step of the next is the reduced one,
     the same on all ranks, when the next pass adds to it.
 
+    Args:
+        lag_steps: so many steps after its own a gradient moves the parameters; those
+            between are finite, whatever it was.
+
     Attributes:
         is_finite: the parameters were finite at the last check.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lag_steps: int = 0) -> None:
         self.is_finite = True
+        self._lag_steps = lag_steps
         self._broken: dict[int, OwnPart] = {}
 
     @property
@@ -53,10 +58,12 @@ class NonFiniteRecord:
             parameter: which one.
             is_finite: whether it is finite.
         """
-        if is_finite:
-            self._broken.pop(parameter, None)
-        else:
+        if not is_finite:
             self._broken.setdefault(parameter, part)
+            return
+        epoch, step = self._broken.get(parameter, part)[:2]
+        if part[:2] > (epoch, step + self._lag_steps) or not self._lag_steps:
+            self._broken.pop(parameter, None)
 
     def parameters(self, *, is_finite: bool) -> None:
         """The parameters, after a step."""

@@ -43,10 +43,11 @@ def connect(placement: Placement, timeout_s: float) -> tuple[Placement, ControlC
         CommunicationError: the coordinator cannot be reached.
         ConfigError: the launcher's environment is incomplete.
     """
+    environment = read_launcher(os.environ)
+    if placement.listen == AUTO:
+        met_at = placement.coordinator or (environment.get("MASTER_ADDR", ""), 0)
+        placement = replace(placement, listen=_own_address(met_at[0]))
     if placement.coordinator is None:
-        environment = read_launcher(os.environ)
-        if placement.listen == AUTO:
-            placement = replace(placement, listen=_own_address(environment))
         address, key = _find_under_torchrun(placement, environment, timeout_s)
         placement = replace(placement, coordinator=address, key=key)
     assert placement.coordinator is not None
@@ -75,9 +76,8 @@ def stop_coordinator() -> None:
     _hosted.clear()
 
 
-def _own_address(environment: Mapping[str, str]) -> str:
-    """This host's address on the route to rank 0's."""
-    host = environment.get("MASTER_ADDR", "")
+def _own_address(host: str) -> str:
+    """This host's address on the route to another."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             host or None, 1, type=socket.SOCK_DGRAM
@@ -87,7 +87,7 @@ def _own_address(environment: Mapping[str, str]) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise CommunicationError(
-            f"ELCHE_LISTEN=auto found no route to MASTER_ADDR {host!r}: {error}; set "
+            f"ELCHE_LISTEN=auto found no route to host {host!r}: {error}; set "
             "ELCHE_LISTEN to this host's own address"
         ) from error
 

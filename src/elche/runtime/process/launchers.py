@@ -86,7 +86,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 def _first_node(nodes: str) -> str:
     """The first name of Slurm's ``rack[03-05,7]-a,other``."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    found = re.fullmatch(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?(?:,.*)?", nodes)
     if found is None:
         raise ValueError(nodes)
     return found[1] + (found[2] or "") + (found[3] or "")

@@ -9,8 +9,8 @@ made again: at θ + (θ − θ_before). For step k, on every rank alike:
 
 A drain (an epoch's end, a checkpoint, a stop) waits for the last sum and takes its
 step, so that every gradient moves the model once. The first step after one has no sum
-to move by, and is taken at θ itself. The very first step of a model is not late: in it
-the order of gradients is found out.
+to move by, and is taken at θ itself. The sums of a process's first step, in which the
+order of gradients is found out, are waited for at once and move the model as late.
 """
 
 from __future__ import annotations

@@ -229,7 +229,9 @@ class Worker:
                 self._check,
             )
         except CommunicationError:
-            self._check()  # the reason, if the run was ended
+            # The reason: the run was ended, or a rank has died meanwhile.
+            self._channel.await_kinds((Abort, Regroup), ABORT_WAIT_S)
+            self._check()
             raise
         group.ranks = ranks
         group.on_failure = partial(self._why_failed, ranks)

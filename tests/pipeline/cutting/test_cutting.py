@@ -199,11 +199,12 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "no_grad": (_raises_no_grad, "uses .*set_grad_enabled.* between inner.first and"),
     "values": (
         lambda model, x: x if x.sum() > 0 else -x,
-        r"forward of inner \(Inner\) cannot be traced: .*; put that code into a",
+        r"forward of inner \(Inner\) cannot be traced with this sample: values of "
+        "tensors decide what runs .*; put that code into a",
     ),
     "an error": (
         lambda model, x: x @ x[:, :1],
-        r"forward of inner \(Inner\) cannot be traced: RuntimeError",
+        r"forward of inner \(Inner\) cannot be traced with this sample: RuntimeError",
     ),
     "samples": (
         lambda model, x: x if x.shape[0] == 3 else -x,
@@ -294,6 +295,13 @@ class ByPosition(nn.Linear):
         return super().forward(x)
 
 
+def torn() -> nn.Module:
+    """A model of which a part is elsewhere."""
+    model = Gpt()
+    model.blocks[1].to("meta")
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "points", "sample", "message"),
     [
@@ -302,7 +310,14 @@ class ByPosition(nn.Linear):
         (Gpt(), None, "text", "at least two samples"),
         (Gpt(), None, {"token": torch.zeros(2, 5)}, "does not take this batch"),
         (Gpt(), ["blocks"], torch.zeros(2, 5), "got 'blocks'; the model has blocks.0"),
-        (Gpt(), ["block.1"], torch.zeros(2, 5), "got 'block.1'; the model has tokens"),
+        (
+            Gpt(),
+            ["block.1"],
+            torch.zeros(2, 5),
+            "got 'block.1'; the model has blocks.1",
+        ),
+        (Gpt(), "head", torch.zeros(2, 5), "write split_points=['head']"),
+        (torn(), None, torch.zeros(2, 5).long(), "stands on cpu and on meta; move"),
         (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
         (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
         (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, final
 
 from torch import nn
@@ -43,13 +44,20 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
     Raises:
         ConfigError: there is no such module, or it is none that is called.
     """
+    if isinstance(points, str):
+        raise ConfigError(
+            f"expected a list of names as split_points, got {points!r}; write "
+            f"split_points=[{points!r}]"
+        )
     given = points if isinstance(points, Mapping) else dict.fromkeys(points)
     modules = dict(model.named_modules())
     ends: dict[str, str] = {}
     for name, point in given.items():
         if name not in modules or not name or isinstance(modules[name], _LISTS):
-            near = [one for one in modules if one and one.startswith(f"{name}.")]
-            shown = ", ".join((near or [*modules][1:])[:6])
+            called = [n for n, one in modules.items() if not isinstance(one, _LISTS)]
+            near = [one for one in called if one.startswith(f"{name}.")]
+            near = near or get_close_matches(str(name), called)
+            shown = ", ".join((near or called[1:])[:6])
             raise ConfigError(
                 "expected names of submodules that forward calls as split_points, got "
                 f"{name!r}; the model has {shown}, ..."

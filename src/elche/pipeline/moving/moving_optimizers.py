@@ -23,6 +23,20 @@ NOT_SETTINGS = ("params", "param_names")
 _SHOWN = 3
 
 
+def only_optimizer(given: Any) -> torch.optim.Optimizer:
+    """The one optimizer that a call is about.
+
+    Raises:
+        ConfigError: it is something else, or there are several.
+    """
+    found = as_optimizers(given)
+    if len(found) != 1:
+        raise ConfigError(
+            f"expected one optimizer, got {len(found)}; call this for each of them"
+        )
+    return found[0]
+
+
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     """One optimizer or several as a tuple.
 

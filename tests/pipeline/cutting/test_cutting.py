@@ -330,6 +330,48 @@ def test_wrong_samples_and_names(
         cut_model(model, points, sample)
 
 
+class Chain(nn.Module):
+    """Pooling, activations and a softmax among the members of its chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)),
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Softmax(-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+class Plain(nn.Module):
+    """No chain of blocks at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU()
+        self.norm, self.flatten = nn.BatchNorm2d(4, affine=False), nn.Flatten()
+        self.head = nn.Linear(4 * 7 * 7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.flatten(self.norm(self.relu(self.conv(x))))
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Chain, 3), (Plain, 2)])
+def test_every_layer_has_parameters(kind: type[nn.Module], count: int) -> None:
+    """An optimizer refuses a rank that has none."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 3, 9, 9)
+    layers = cut_model(model, None, x)
+    assert [len(list(layer.parameters())) for layer in layers] == [2] * count
+    found = x
+    for layer in layers:
+        found = layer(*found) if isinstance(found, tuple) else layer(found)
+    assert torch.equal(found, model(x))
+
+
 def test_split_points_go_with_a_module_alone() -> None:
     x = torch.zeros(2, 5).long()
     for model, split in ((Gpt(), lambda m: [m.tokens]), ([nn.Linear(2, 2)], None)):

@@ -29,12 +29,12 @@ def only_optimizer(given: Any) -> torch.optim.Optimizer:
     Raises:
         ConfigError: it is something else, or there are several.
     """
-    found = as_optimizers(given)
-    if len(found) != 1:
+    if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
-            f"expected one optimizer, got {len(found)}; call this for each of them"
+            "expected one torch optimizer over this rank's parameters, got "
+            f"{type(given).__name__}; of several, call this for each"
         )
-    return found[0]
+    return as_optimizers(given)[0]
 
 
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:

@@ -115,10 +115,10 @@ def resume(folder: str | Path) -> bool:
 def _needs_run(call: str) -> None:
     if process.run is not None:
         return
+    from elche.pipeline.checkpoints.pipeline_state import PipelineState
     from elche.pipeline.checkpoints.saved_pipeline import begin_saving
-    from elche.pipeline.pipeline import Pipeline
 
-    pipe = Pipeline.only_open()
+    pipe = PipelineState.only_open()
     if pipe is None:
         raise ConfigError(
             f"elche.{call}() needs a run: call elche.setup first, or make a Pipeline"

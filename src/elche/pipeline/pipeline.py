@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, final
 
@@ -11,49 +10,21 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from elche.errors import ConfigError, MismatchError
-from elche.pipeline.checkpoints.loader_passes import LoaderPasses
-from elche.pipeline.layer_state import (
-    gather_state,
-    gather_trees,
-    load_state,
-    local_state,
-    parameter_names,
-)
-from elche.pipeline.moving.moving_optimizers import (
-    GivenOptimizers,
-    OptimizerGroups,
-    as_optimizers,
-    check_alike,
-)
-from elche.pipeline.moving.named_states import (
-    NamedState,
-    join_states,
-    load_named_state,
-    named_state,
-)
-from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.peers.peers import StagePeers
-from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
+from elche.pipeline.checkpoints.pipeline_state import PipelineState
+from elche.pipeline.moving.moving_optimizers import GivenOptimizers, as_optimizers
+from elche.pipeline.moving.named_states import NamedState
+from elche.pipeline.pipeline_config import PipelineConfig
 from elche.pipeline.replicas.reduction import ReplicaReduction
-from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts
 from elche.pipeline.setup.builder import PipelineBuilder, Request
 from elche.pipeline.setup.building import Split
-from elche.pipeline.setup.profiling import (
-    LayerMeasurement,
-    as_message,
-    layer_costs_of,
-    profile_layers,
-)
-from elche.pipeline.split_backward.backward import SplitProfile, StageBackward
+from elche.pipeline.setup.profiling import LayerMeasurement
+from elche.pipeline.split_backward.backward import StageBackward
 from elche.pipeline.stage import Layer
 from elche.pipeline.step.generation import BatchOf, Choose, Generation, greedy
-from elche.pipeline.step.gradients import clip_norm, unscale, unscale_by
+from elche.pipeline.step.gradients import clip_norm, unscale
 from elche.pipeline.step.inputs import Call
 from elche.pipeline.step.outputs import EvaluationOutput, OutputRanks, StepOutput
-from elche.pipeline.step.stepping import Stepping
-from elche.runtime.process.environment import Placement, read_placement
 from elche.schedule.actions import Schedule, StageAction
 
 Batch = TypeVar("Batch")
@@ -105,63 +76,17 @@ class Pipeline:
         config: PipelineConfig | None = None,
         **options: Any,
     ) -> None:
-        placement = read_placement()
-        try:
-            self.config = pipeline_config(config, options)
-        except ConfigError as error:
-            if placement.world_size > 1:
-                StagePeers.decline(placement, error)
-            raise
+        asked = Request(model, loss_fn, micro_batches, schedule, devices, split)
+        builder = PipelineBuilder.join(asked, config, options)
+        self._stepping = builder.build()
+        self.config, self._changes = builder.config, builder.changes
+        self._communicator, self._groups = builder.communicator, builder.groups
+        placement = builder.placement
         self.rank, self.world_size = placement.rank, placement.world_size
-        peers = None
-        if self.world_size > 1:
-            peers = StagePeers.join(placement, self.config.timeout_s)
-        self.on_close: Callable[[bool], None] | None = None
-        self._communicator = PipelineCommunicator(
-            self.rank, peers, self.config.timeout_s
+        self._state = PipelineState(
+            *(self._stepping, self._changes, self._communicator, self._groups),
+            self.config.timeout_s,
         )
-        asked = Request(
-            model=model,
-            loss_fn=loss_fn,
-            micro_batches=micro_batches,
-            schedule=schedule,
-            devices=devices,
-            split=split,
-        )
-        # Whoever cannot go on with this ends it for the others, too.
-        with self._communicator.ending_on_failure():
-            self._found(asked, placement)
-
-    def _found(self, asked: Request, placement: Placement) -> None:
-        self._groups = agree_on_groups(
-            self.config.replicas, self.rank, self.world_size, self._communicator
-        )
-        builder = PipelineBuilder(
-            asked, self.config, placement, self._communicator, self._groups
-        )
-        parts = builder.build()
-        self._changes, self.config = builder.changes, builder.config
-        if parts.tied is not None:
-            parts.tied.make_equal(self.config.timeout_s)
-        self._stepping = Stepping(
-            self._communicator, self._groups, parts, self._changes, self.config
-        )
-        _open.append(weakref.ref(self))
-
-    @staticmethod
-    def only_open() -> Pipeline | None:
-        """The pipeline that this process has open, if any.
-
-        Raises:
-            ConfigError: there are several.
-        """
-        found = [pipe for one in _open if (pipe := one()) is not None]
-        if len(found) > 1:
-            raise ConfigError(
-                f"checkpoints are of one pipeline, and {len(found)} are open; close "
-                "the others, or save their state_dict() and optimizer_state_dict()"
-            )
-        return found[0] if found else None
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +98,8 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         has_failed = isinstance(error, (Exception, KeyboardInterrupt))
-        self._end_saving(has_failed)
-        if isinstance(error, (Exception, KeyboardInterrupt)):
+        self._state.close(has_failed)
+        if error is not None and has_failed:
             self._communicator.fail(error)
         self.close()
 
@@ -217,9 +142,7 @@ class Pipeline:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """This rank's layers, in the model's order."""
-        return tuple(
-            layer for one in self._parts.stages.values() for layer in one.stage.layers
-        )
+        return self._parts.layers
 
     @property
     def stages(self) -> Mapping[int, StageBackward]:
@@ -233,12 +156,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's names, each once."""
-        seen: set[int] = set()
-        for runner in self._parts.stages.values():
-            for name, one in runner.stage.named_parameters():
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    yield name, one
+        return self._parts.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for its optimizer."""
@@ -253,10 +171,6 @@ class Pipeline:
         """Sets the layers' mode."""
         for layer in self.layers:
             layer.module.train(mode)
-
-    def profile(self) -> dict[int, SplitProfile]:
-        """By stage of this rank, how much weight-gradient work was deferred so far."""
-        return {index: one.profile for index, one in self._parts.stages.items()}
 
     def trace(self) -> list[tuple[StageAction, float, float]]:
         """This rank's actions in the last step: begin and end, time.monotonic()."""
@@ -299,16 +213,8 @@ class Pipeline:
             DeadlineError: a rank is late; the pipeline has ended.
             CommunicationError: a rank is gone; the pipeline has ended, or was closed.
         """
-        return self._stepping.step(
-            Call(
-                what="step",
-                batch=batch,
-                target=target,
-                keywords=keywords,
-                loss_scale=loss_scale,
-                input_gradients=input_gradients,
-            )
-        )
+        call = Call("step", batch, target, keywords, loss_scale, input_gradients)
+        return self._stepping.step(call)
 
     def evaluate(
         self,
@@ -331,15 +237,8 @@ class Pipeline:
         Raises:
             ConfigError: batch or loss are wrong; on every rank. Others as in `step`.
         """
-        return self._stepping.evaluate(
-            Call(
-                what="evaluate",
-                batch=batch,
-                target=target,
-                keywords=keywords,
-                outputs=outputs,
-            )
-        )
+        call = Call("evaluate", batch, target, keywords, outputs=outputs)
+        return self._stepping.evaluate(call)
 
     def generate(
         self,
@@ -370,11 +269,6 @@ class Pipeline:
             ConfigError: tokens, settings or the model's output are wrong, on every
                 rank; or there are several replicas. Others as in `step`.
         """
-        if self._groups.are_several:
-            raise ConfigError(
-                "generate runs one pipeline, and this one has replicas; load its "
-                "state_dict into a Pipeline without them"
-            )
         made = Generation(self._stepping, self._communicator, batch_of, choose)
         return made.run(tokens, max_new_tokens, end_token)
 
@@ -393,9 +287,7 @@ class Pipeline:
             MismatchError: ranks give different ones; nothing has changed.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-        copies: Set[int] = self._stepping.replicas.copies
-        if self._parts.tied is not None and not self._groups.are_several:
-            copies = self._parts.tied.copies
+        copies = self._stepping.copies
         return clip_norm(self.parameters(), copies, max_norm, self._communicator)
 
     def unscale_(
@@ -426,15 +318,12 @@ class Pipeline:
             MismatchError: ranks give different ones.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-        if isinstance(loss_scale, torch.amp.GradScaler):
-            (given,) = as_optimizers(optimizer)
-            mine = self.parameters()
-            return unscale_by(loss_scale, given, mine, self._communicator)
-        return unscale(self.parameters(), loss_scale, self._communicator)
+        mine = self.parameters()
+        return unscale(mine, loss_scale, optimizer, self._communicator)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank under the model's names."""
-        return local_state(self.layers, self._parts.given.layers.state_names)
+        return self._state.local_model()
 
     def state_dict(self, rank: int | None = None) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the whole model under its own names, on the CPU.
@@ -442,16 +331,7 @@ class Pipeline:
         Args:
             rank: which rank needs it; None for all. The others get an empty dict.
         """
-        self._communicator.agree_on(rank, "state_dict")
-        self.average_buffers()
-        return gather_state(
-            self.local_state_dict(),
-            self._parts.order_of,
-            self._communicator,
-            range(self.world_size) if rank is None else (rank,),
-            self.config.timeout_s,
-            lambda to: to in self._groups.members,
-        )
+        return self._state.model(rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's part of a state_dict of the whole model.
@@ -460,13 +340,7 @@ class Pipeline:
             ConfigError: a parameter or buffer of this rank is missing, or has another
                 shape, or the state has what no layer has; nothing was loaded here.
         """
-        parts = self._parts
-        load_state(self.local_state_dict(), state, self.rank, parts.is_elsewhere)
-
-    def average_buffers(self) -> None:
-        """Makes buffers that replicas changed equal; on all ranks."""
-        replicas = self._stepping.replicas
-        replicas.average_buffers(self._communicator, self.config.timeout_s)
+        self._state.load_model(state)
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, rank: int | None = None
@@ -490,26 +364,7 @@ class Pipeline:
                 another rank.
             MismatchError: ranks have different groups.
         """
-        what = "optimizer_state_dict"
-        (given,) = as_optimizers(optimizer)
-        made: list[NamedState] = []
-
-        def describe() -> list[Any]:
-            made.append(named_state(given, self.parameter_names()))
-            return [rank, OptimizerGroups([given]).describe()]
-
-        told = self._communicator.agree(describe, what)
-        if any(one[0] != rank for one in told):
-            raise MismatchError(f"ranks ask {what} for different ranks: {told}")
-        check_alike({r: one[1] for r, one in enumerate(told)})
-        parts = gather_trees(
-            made[0],
-            self._communicator,
-            range(self.world_size) if rank is None else (rank,),
-            self.config.timeout_s,
-            lambda to: to in self._groups.members,
-        )
-        return join_states(parts) if parts else {}
+        return self._state.optimizer(optimizer, rank)
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: NamedState
@@ -522,36 +377,12 @@ class Pipeline:
             MismatchError: a parameter or a group is missing in it; nothing was loaded
                 here.
         """
-        (given,) = as_optimizers(optimizer)
-        load_named_state(given, self.parameter_names(), state)
-
-    def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All names of each of this rank's parameters in the model, by its id."""
-        return parameter_names(self._parts)
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that were registered."""
-        return self._changes.optimizers or ()
-
-    @property
-    def passes(self) -> LoaderPasses:
-        """This rank's passes over the loader."""
-        return self._changes.passes
-
-    @property
-    def communicator(self) -> PipelineCommunicator:
-        """This rank with the others."""
-        return self._communicator
+        self._state.load_optimizer(optimizer, state)
 
     @property
     def steps_done(self) -> int:
         """Training steps so far, those before a resume included."""
-        return self._stepping.steps
-
-    @steps_done.setter
-    def steps_done(self, steps: int) -> None:
-        self._stepping.steps = steps
+        return self._state.steps_done
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of an epoch that are left, on every rank.
@@ -561,7 +392,7 @@ class Pipeline:
         draws the same order, and drops what was done. So gradients must not be kept
         over several batches: add them over several `step` of one.
         """
-        return self.passes.over(loader)
+        return self._state.passes.over(loader)
 
     def register_optimizer(self, optimizer: GivenOptimizers) -> None:
         """Tells the pipeline which optimizer follows: when layers move, and when saved.
@@ -591,21 +422,8 @@ class Pipeline:
             ConfigError: there is no sample, or a rank cannot measure.
             CommunicationError: a rank is gone or late; the pipeline has ended.
         """
-
-        def measure() -> list[list[float]]:
-            given = self.config.sample if sample is None else sample
-            if given is None:
-                raise ConfigError(
-                    "profile_layers needs sample=, one microbatch of the input, on "
-                    "every rank"
-                )
-            layers = self._parts.given.layers
-            return as_message(profile_layers(layers, given, self.device))
-
-        told = self._communicator.agree(measure, "profile_layers")
-        mine = [told[rank] for rank in self._groups.members]
-        self._changes.planner.learn(layer_costs_of(mine))
-        return [[LayerMeasurement(*one) for one in rows] for rows in told]
+        given = self.config.sample if sample is None else sample
+        return self._changes.profile(self._parts.given, given)
 
     def repartition(
         self,
@@ -653,20 +471,10 @@ class Pipeline:
 
         A checkpoint that is being written is finished before.
         """
-        self._end_saving(has_failed=False)
+        self._state.close(has_failed=False)
         self._parts.detach()
         self._communicator.close()
-
-    def _end_saving(self, has_failed: bool) -> None:
-        _open[:] = [one for one in _open if one() is not self]
-        end, self.on_close = self.on_close, None
-        if end is not None:
-            end(has_failed)
 
     @property
     def _parts(self) -> Parts:
         return self._stepping.parts
-
-
-_open: list[weakref.ref[Pipeline]] = []
-"""The pipelines of this process."""

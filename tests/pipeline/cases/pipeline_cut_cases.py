@@ -296,6 +296,9 @@ def generated(end_token: int | None) -> tuple[list[torch.Tensor], list[str]]:
             for one in PROMPTS
         ]
         assert before == [one.training for one in parts]
+        sizes = list(pipe.partition)
+        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+        pipe.repartition(sizes, optimizer=())
         calls: list[dict[str, Any]] = [
             {"tokens": torch.zeros(3), "max_new_tokens": 1},
             {"tokens": PROMPTS[0], "max_new_tokens": -1},

@@ -199,11 +199,12 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "no_grad": (_raises_no_grad, "uses .*set_grad_enabled.* between inner.first and"),
     "values": (
         lambda model, x: x if x.sum() > 0 else -x,
-        r"forward of inner \(Inner\) cannot be traced: .*; put that code into a",
+        r"forward of inner \(Inner\) cannot be traced with this sample: values of "
+        "tensors decide what runs .*; put that code into a",
     ),
     "an error": (
         lambda model, x: x @ x[:, :1],
-        r"forward of inner \(Inner\) cannot be traced: RuntimeError",
+        r"forward of inner \(Inner\) cannot be traced with this sample: RuntimeError",
     ),
     "samples": (
         lambda model, x: x if x.shape[0] == 3 else -x,
@@ -294,6 +295,13 @@ class ByPosition(nn.Linear):
         return super().forward(x)
 
 
+def torn() -> nn.Module:
+    """A model of which a part is elsewhere."""
+    model = Gpt()
+    model.blocks[1].to("meta")
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "points", "sample", "message"),
     [
@@ -302,7 +310,14 @@ class ByPosition(nn.Linear):
         (Gpt(), None, "text", "at least two samples"),
         (Gpt(), None, {"token": torch.zeros(2, 5)}, "does not take this batch"),
         (Gpt(), ["blocks"], torch.zeros(2, 5), "got 'blocks'; the model has blocks.0"),
-        (Gpt(), ["block.1"], torch.zeros(2, 5), "got 'block.1'; the model has tokens"),
+        (
+            Gpt(),
+            ["block.1"],
+            torch.zeros(2, 5),
+            "got 'block.1'; the model has blocks.1",
+        ),
+        (Gpt(), "head", torch.zeros(2, 5), "write split_points=['head']"),
+        (torn(), None, torch.zeros(2, 5).long(), "stands on cpu and on meta; move"),
         (Gpt(), {"head": 1}, torch.zeros(2, 5), "expected SplitPoint.BEGINNING or"),
         (Gpt(), ["tokens"], torch.zeros(2, 5).long(), "cut the model into 1 layers"),
         (ByPosition(2, 2), None, torch.zeros(2, 2), "takes x by position only"),
@@ -313,6 +328,48 @@ def test_wrong_samples_and_names(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         cut_model(model, points, sample)
+
+
+class Chain(nn.Module):
+    """Pooling, activations and a softmax among the members of its chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)),
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Softmax(-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+class Plain(nn.Module):
+    """No chain of blocks at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU()
+        self.norm, self.flatten = nn.BatchNorm2d(4, affine=False), nn.Flatten()
+        self.head = nn.Linear(4 * 7 * 7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.flatten(self.norm(self.relu(self.conv(x))))
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Chain, 3), (Plain, 2)])
+def test_every_layer_has_parameters(kind: type[nn.Module], count: int) -> None:
+    """An optimizer refuses a rank that has none."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 3, 9, 9)
+    layers = cut_model(model, None, x)
+    assert [len(list(layer.parameters())) for layer in layers] == [2] * count
+    found = x
+    for layer in layers:
+        found = layer(*found) if isinstance(found, tuple) else layer(found)
+    assert torch.equal(found, model(x))
 
 
 def test_split_points_go_with_a_module_alone() -> None:

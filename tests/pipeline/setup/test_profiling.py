@@ -149,6 +149,12 @@ def test_bytes_are_those_of_the_tensors() -> None:
     assert tanh.parameter_bytes == 0
 
 
+def test_layers_that_begin_in_place_are_measured() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    rows = profile_layers(layers, torch.randn(3, 4), torch.device("cpu"), runs=1)
+    assert [one.output_bytes for one in rows] == [48, 48, 24]
+
+
 def test_measuring_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     before = {name: one.clone() for name, one in model.state_dict().items()}

@@ -191,5 +191,5 @@ def test_a_second_pipeline_over_the_same_layers_defers_too() -> None:
         first.step(*DATA)
         second = pipeline(layer)
         second.step(*DATA)
-        assert second.profile()[0].deferred_share == 1.0
+        assert second.stages[0].profile.deferred_share == 1.0
     assert len(layer.weight._post_accumulate_grad_hooks) == 1, "closed: its own is gone"

@@ -16,6 +16,7 @@ from elche.checkpoint.capture import copied
 from elche.checkpoint.contents import Captured, fitting, is_bound, load_registered
 from elche.checkpoint.store import Checkpoint
 from elche.errors import ConfigError, MismatchError
+from elche.pipeline.checkpoints.pipeline_state import PipelineState
 from elche.pipeline.moving.named_states import (
     NamedState,
     join_states,
@@ -23,7 +24,6 @@ from elche.pipeline.moving.named_states import (
     named_state,
     part_of,
 )
-from elche.pipeline.pipeline import Pipeline
 
 KIND = "pipeline"
 
@@ -33,11 +33,11 @@ class PipelineContents:
     """The objects whose state a checkpoint of a pipeline is.
 
     Attributes:
-        pipe: it.
+        pipe: of it.
         registered: by the user, by name; optimizers among them.
     """
 
-    pipe: Pipeline
+    pipe: PipelineState
     registered: Mapping[str, Any]
 
     @property
@@ -80,7 +80,7 @@ class PipelineContents:
         return Captured(
             own=copied(own),
             shared=copied(shared),
-            model=copied(pipe.local_state_dict()),
+            model=copied(pipe.local_model()),
             model_file=f"model-rank{pipe.rank}.safetensors",
         )
 
@@ -93,7 +93,7 @@ class PipelineContents:
         }
         missing = [
             name
-            for name, one in self.pipe.named_parameters()
+            for name, one in self.pipe.parts.named_parameters()
             if one.requires_grad and id(one) not in held
         ]
         if missing:
@@ -127,7 +127,7 @@ class PipelineContents:
                 f"hands over {kinds}; give the same optimizers in the same order"
             )
         with fitting(found, "model"):
-            pipe.load_state_dict(found.model_parts(set(pipe.local_state_dict())))
+            pipe.load_model(found.model_parts(set(pipe.local_model())))
         states = self._optimizer_states(found)
         for each, state in zip(self.optimizers, states, strict=True):
             with fitting(found, "optimizer"):

@@ -9,11 +9,11 @@ from typing import Any, final
 from elche.checkpoint.keeper import CheckpointKeeper
 from elche.errors import ConfigError
 from elche.pipeline.checkpoints.pipeline_contents import PipelineContents
-from elche.pipeline.pipeline import Pipeline
+from elche.pipeline.checkpoints.pipeline_state import PipelineState
 from elche.runtime.report.notifications import RunNotifications
 
 
-def begin_saving(pipe: Pipeline, keeper: CheckpointKeeper) -> None:
+def begin_saving(pipe: PipelineState, keeper: CheckpointKeeper) -> None:
     """Has a pipeline's checkpoints made and resumed by the process's keeper."""
     keeper.begin_saved(
         SavedPipeline(pipe), lambda registered: PipelineContents(pipe, registered)
@@ -27,14 +27,14 @@ class SavedPipeline:
     """One rank's part in the checkpoints of a pipeline.
 
     Args:
-        pipe: it.
+        pipe: its state.
     """
 
     can_cut = True
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, pipe: PipelineState) -> None:
         self.rank, self.world_size = pipe.rank, pipe.world_size
-        self.timeout_s = pipe.config.timeout_s
+        self.timeout_s = pipe.timeout_s
         self.notifications = RunNotifications(self.rank)
         self.notifications.emit = lambda line: print(line, file=sys.stderr, flush=True)
         self._pipe = pipe

@@ -12,7 +12,7 @@ from elche.errors import ConfigError
 from elche.pipeline.cutting.arguments import Arguments
 from elche.pipeline.cutting.tracing import CallTrace, where
 from elche.pipeline.cutting.whole_calls import REMEDY, call_whole
-from elche.pipeline.cutting.whole_modules import CutChoice
+from elche.pipeline.cutting.whole_modules import CutChoice, has_parameters
 from elche.torch_internals.batches import tree_map
 
 _LOCAL = ("placeholder", "get_attr", "output")
@@ -94,6 +94,8 @@ def segments_of(
         ConfigError: code between submodules uses what cannot be put into a layer.
     """
     parts = _parts(trace.graph, choice)
+    if choice.merges:
+        parts = _merged(parts, model)
     ends = _live(trace.graph, parts)
     made: list[nn.Module] = []
     for index, nodes in enumerate(parts):
@@ -144,6 +146,24 @@ def _parts(graph: fx.Graph, choice: CutChoice) -> list[list[fx.Node]]:
             last = name
         parts[-1].append(node)
     return parts
+
+
+def _merged(parts: list[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
+    """Joins layers without parameters, which no optimizer takes, to the next ones."""
+
+    def learns(nodes: list[fx.Node]) -> bool:
+        called = [str(one.args[0]) for one in nodes if one.target is call_whole]
+        return any(has_parameters(model.get_submodule(name)) for name in called)
+
+    made = [parts[0]]
+    for nodes in parts[1:]:
+        if learns(made[-1]):
+            made.append(nodes)
+        else:
+            made[-1] = made[-1] + nodes
+    if len(made) > 1 and not learns(made[-1]):
+        made[-2:] = [made[-2] + made[-1]]
+    return made
 
 
 def _live(graph: fx.Graph, parts: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
+    GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
 )
@@ -82,6 +83,12 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
 def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
     held = [*model.parameters(), *model.buffers(), torch.empty(0, device="cpu")]
     device = held[0].device
+    other = next((one.device for one in held[:-1] if one.device != device), device)
+    if other != device:
+        raise ConfigError(
+            f"the model stands on {device} and on {other}; move it to one device, the "
+            "pipeline moves each rank's part to its own"
+        )
     arguments = Arguments.read(model, sample, device)
     shapes = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shapes)
@@ -110,9 +117,12 @@ def _trace(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace
         raise
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {first}"
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = f"values of tensors decide what runs ({reason})"
         raise ConfigError(
-            f"forward of {watch.inside} cannot be traced: {type(error).__name__}: "
-            f"{first}; {REMEDY}"
+            f"forward of {watch.inside} cannot be traced with this sample: {reason}; "
+            f"{REMEDY}"
         ) from error
     fixed = [[_fixed_size(size) for size in fake.shape] for fake in fakes]
     if not fixed or fixed[0][0] is not None:

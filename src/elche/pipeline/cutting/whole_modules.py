@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, final
 
 from torch import nn
@@ -25,11 +26,13 @@ class CutChoice:
         whole: names of submodules that run as they are; code between them is traced.
         before: of these, those before whose calls a layer begins.
         after: those after whose calls one begins.
+        merges: whether layers without parameters join their neighbours.
     """
 
     whole: tuple[str, ...]
     before: frozenset[str]
     after: frozenset[str]
+    merges: bool = False
 
 
 def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
@@ -43,13 +46,20 @@ def at_points(model: nn.Module, points: SplitPoints) -> CutChoice:
     Raises:
         ConfigError: there is no such module, or it is none that is called.
     """
+    if isinstance(points, str):
+        raise ConfigError(
+            f"expected a list of names as split_points, got {points!r}; write "
+            f"split_points=[{points!r}]"
+        )
     given = points if isinstance(points, Mapping) else dict.fromkeys(points)
     modules = dict(model.named_modules())
     ends: dict[str, str] = {}
     for name, point in given.items():
         if name not in modules or not name or isinstance(modules[name], _LISTS):
-            near = [one for one in modules if one and one.startswith(f"{name}.")]
-            shown = ", ".join((near or [*modules][1:])[:6])
+            called = [n for n, one in modules.items() if not isinstance(one, _LISTS)]
+            near = [one for one in called if one.startswith(f"{name}.")]
+            near = near or get_close_matches(str(name), called, n=6)
+            shown = ", ".join((near or called[1:])[:6])
             raise ConfigError(
                 "expected names of submodules that forward calls as split_points, got "
                 f"{name!r}; the model has {shown}, ..."
@@ -93,10 +103,15 @@ def at_blocks(model: nn.Module) -> CutChoice:
     )
     if not members:
         members = frozenset(
-            name for name in whole if any(model.get_submodule(name).parameters())
+            name for name in whole if has_parameters(model.get_submodule(name))
         )
-        return CutChoice(whole, members, frozenset())
-    return CutChoice(whole, members, members)
+        return CutChoice(whole, members, frozenset(), merges=True)
+    return CutChoice(whole, members, members, merges=True)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module has any."""
+    return next(module.parameters(), None) is not None
 
 
 def _whole(module: nn.Module, prefix: str, opened: Any) -> Iterator[str]:

@@ -26,8 +26,14 @@ from elche.pipeline.moving.replanning import Change, Planner
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.peers.patience import Forecast
 from elche.pipeline.replicas.replica_groups import ReplicaGroups
-from elche.pipeline.setup.assembly import Parts, rescheduled
+from elche.pipeline.setup.assembly import Blueprint, Parts, rescheduled
 from elche.pipeline.setup.planning import PipelinePlan
+from elche.pipeline.setup.profiling import (
+    LayerMeasurement,
+    as_message,
+    layer_costs_of,
+    profile_layers,
+)
 from elche.pipeline.step.executor import Executor
 
 _UNCHANGED, _RESCHEDULES, _MOVES = range(3)
@@ -88,6 +94,22 @@ class Changes:
         moved = self._move(parts, *made[0])
         assert moved is not None, "there is no limit"
         return moved
+
+    def profile(self, given: Blueprint, sample: Any) -> list[list[LayerMeasurement]]:
+        """Times the layers on all ranks for later plans; see `Pipeline`."""
+
+        def measure() -> list[list[float]]:
+            if sample is None:
+                raise ConfigError(
+                    "profile_layers needs sample=, one microbatch of the input, on "
+                    "every rank"
+                )
+            return as_message(profile_layers(given.layers, sample, given.device))
+
+        told = self._communicator.agree(measure, "profile_layers")
+        mine = [told[rank] for rank in self._groups.members]
+        self.planner.learn(layer_costs_of(mine))
+        return [[LayerMeasurement(*one) for one in rows] for rows in told]
 
     def report(self, executor: Executor, is_timed: bool) -> list[Any]:
         """The report to the other ranks at the end of a step."""

@@ -23,6 +23,20 @@ NOT_SETTINGS = ("params", "param_names")
 _SHOWN = 3
 
 
+def only_optimizer(given: Any) -> torch.optim.Optimizer:
+    """The one optimizer that a call is about.
+
+    Raises:
+        ConfigError: it is something else, or there are several.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        raise ConfigError(
+            "expected one torch optimizer over this rank's parameters, got "
+            f"{type(given).__name__}; of several, call this for each"
+        )
+    return as_optimizers(given)[0]
+
+
 def as_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     """One optimizer or several as a tuple.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 import torch
+from torch import nn
 
 from elche.pipeline.peers.peers import StagePeers
 from elche.pipeline.pipeline_config import PipelineConfig
@@ -75,6 +76,22 @@ class Parts:
                 self.plan.layers_of(stage), runner.stage.layers, strict=True
             )
         }
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """This rank's layers, in the model's order."""
+        return tuple(
+            layer for one in self.stages.values() for layer in one.stage.layers
+        )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the model's names, each once."""
+        seen: set[int] = set()
+        for runner in self.stages.values():
+            for name, one in runner.stage.named_parameters():
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    yield name, one
 
     def detach(self) -> None:
         """Takes the guards' hooks off the parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -13,8 +13,9 @@ from elche.errors import ConfigError
 from elche.pipeline.moving.changes import Changes
 from elche.pipeline.moving.replanning import Planner
 from elche.pipeline.peers.communicator import PipelineCommunicator
-from elche.pipeline.pipeline_config import PipelineConfig
-from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.peers.peers import StagePeers
+from elche.pipeline.pipeline_config import PipelineConfig, pipeline_config
+from elche.pipeline.replicas.replicas import agree_on_groups
 from elche.pipeline.setup.assembly import Parts, assemble, build_layers, draw_up
 from elche.pipeline.setup.building import LayerList, Split, layers_of
 from elche.pipeline.setup.memory import memory_limit
@@ -26,11 +27,12 @@ from elche.pipeline.setup.profiling import (
     plan_measured,
     profile_layers,
 )
-from elche.runtime.process.environment import Placement, check_device
+from elche.pipeline.step.stepping import Stepping
+from elche.runtime.process.environment import Placement, check_device, read_placement
 from elche.schedule.actions import Schedule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a pipeline is asked to be: see `elche.pipeline.Pipeline`."""
 
@@ -66,10 +68,12 @@ class PipelineBuilder:
         config: its settings.
         placement: which rank this is.
         communicator: all ranks.
-        groups: the replicas.
 
     Attributes:
         config: the settings, with what was measured.
+        placement: see there.
+        communicator: see there.
+        groups: the replicas.
         changes: what changes the stages later; there once they are built.
     """
 
@@ -81,25 +85,60 @@ class PipelineBuilder:
         config: PipelineConfig,
         placement: Placement,
         communicator: PipelineCommunicator,
-        groups: ReplicaGroups,
     ) -> None:
-        self.config = config
+        self.config, self.placement = config, placement
+        self.communicator = communicator
+        # Whoever cannot go on ends it for the others, too.
+        with communicator.ending_on_failure():
+            self.groups = agree_on_groups(
+                *(config.replicas, placement.rank, placement.world_size, communicator)
+            )
         self._asked = asked
-        self._placement = placement
-        self._communicator = communicator
-        self._groups = groups
 
-    def build(self) -> Parts:
-        """This rank's stages.
+    @staticmethod
+    def join(
+        asked: Request, config: PipelineConfig | None, options: Mapping[str, Any]
+    ) -> PipelineBuilder:
+        """Connects this rank with the others.
+
+        Args:
+            asked: what is wanted.
+            config: the settings as one value...
+            options: ...or single ones.
+
+        Raises:
+            ConfigError: a setting is wrong, here or on another rank.
+            CommunicationError: the ranks did not come together.
+        """
+        placement, peers = read_placement(), None
+        try:
+            config = pipeline_config(config, options)
+        except ConfigError as error:
+            if placement.world_size > 1:
+                StagePeers.decline(placement, error)
+            raise
+        if placement.world_size > 1:
+            peers = StagePeers.join(placement, config.timeout_s)
+        communicator = PipelineCommunicator(placement.rank, peers, config.timeout_s)
+        return PipelineBuilder(asked, config, placement, communicator)
+
+    def build(self) -> Stepping:
+        """This rank's stages, ready for steps.
 
         Raises:
             ConfigError: an argument is wrong, here or on another rank.
             MismatchError: ranks disagree.
         """
-        told: list[Any] = []
-        if self.config.costs == "measure":
-            told = self._communicator.gather(self._measure, "measuring the layers")
-        return self._communicator.build(lambda: self._build(told), self._groups)
+        with self.communicator.ending_on_failure():
+            told: list[Any] = []
+            if self.config.costs == "measure":
+                told = self.communicator.gather(self._measure, "measuring the layers")
+            parts = self.communicator.build(lambda: self._build(told), self.groups)
+            if parts.tied is not None:
+                parts.tied.make_equal(self.config.timeout_s)
+            return Stepping(
+                self.communicator, self.groups, parts, self.changes, self.config
+            )
 
     @cached_property
     def _layers(self) -> LayerList:
@@ -112,14 +151,14 @@ class PipelineBuilder:
         asked, config = self._asked, self.config
         check_asked(asked.schedule, asked.micro_batches)
         check_measuring(asked.schedule, config)
-        device = asked.device(self._placement)
+        device = asked.device(self.placement)
         layers = self._layers
-        most = memory_limit(config, self._placement, device, layers)
+        most = memory_limit(config, self.placement, device, layers)
         return [most, as_message(profile_layers(layers, config.sample, device))]
 
     def _build(self, told: Sequence[Any]) -> Parts:
-        asked, groups = self._asked, self._groups
-        device = asked.device(self._placement)
+        asked, groups = self._asked, self.groups
+        device = asked.device(self.placement)
         layers = self._layers
         wanted = asked.schedule
         mine = [told[rank][1] for rank in groups.members] if told else []
@@ -135,18 +174,18 @@ class PipelineBuilder:
         planner = Planner(
             *(asked.schedule, plan, self.config),
             layer_costs_of(mine, limits) if told else None,
-            says=self._placement.rank == groups.members[0],
+            says=self.placement.rank == groups.members[0],
         )
         self.changes = Changes(
-            *(planner, groups, self._communicator),
+            *(planner, groups, self.communicator),
             *(self.config.timeout_s, self.config.auto_repartition),
         )
         plan = replace(plan, schedule=groups.placed(plan.schedule))
         given = draw_up(layers, _checked(asked.loss_fn), device, self.config)
-        seat = groups.members.index(self._placement.rank)
+        seat = groups.members.index(self.placement.rank)
         given = replace(given, unsplit=planner.unsplit(seat))
-        built = build_layers(given, plan, self._placement.rank)
-        return assemble(given, plan, built, self._communicator.peers)
+        built = build_layers(given, plan, self.placement.rank)
+        return assemble(given, plan, built, self.communicator.peers)
 
 
 def _checked(

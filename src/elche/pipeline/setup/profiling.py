@@ -347,8 +347,9 @@ def _activation_bytes(layer: Layer, unpacks: bool, given: Message) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # Copies, which a layer may change in place.
         inputs = [
-            one.detach().requires_grad_(needed)
+            one.detach().requires_grad_(needed).clone()
             for one, needed in zip(given.tensors, given.needs_grad, strict=True)
         ]
         Stage(0, [layer], unpacks).run(unflatten(given.structure, inputs), 0, {})

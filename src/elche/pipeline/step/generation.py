@@ -50,6 +50,11 @@ class Generation:
             most: how many to append.
             end_token: ends a sequence, which is filled up with it.
         """
+        if self._stepping.has_replicas:
+            raise ConfigError(
+                "generate runs one pipeline, and this one has replicas; load its "
+                "state_dict into a Pipeline without them"
+            )
         placement = self._stepping.parts.plan.schedule.placement
         is_first = self._communicator.rank == placement[0]
 

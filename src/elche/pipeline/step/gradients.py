@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elche.errors import ConfigError, MismatchError
+from elche.pipeline.moving.moving_optimizers import only_optimizer
 from elche.pipeline.peers.communicator import PipelineCommunicator
 from elche.pipeline.step.inputs import number_of, scale_of
 
@@ -63,15 +64,25 @@ def clip_norm(
 def unscale(
     parameters: Iterable[nn.Parameter],
     loss_scale: Any,
+    optimizer: torch.optim.Optimizer | None,
     communicator: PipelineCommunicator,
 ) -> bool:
     """Divides this rank's gradients; whether those of all ranks are finite then.
+
+    Args:
+        parameters: of this rank.
+        loss_scale: a number, or a scaler, which then divides them itself.
+        optimizer: that the scaler steps.
+        communicator: all ranks, which call this together.
 
     Raises:
         ConfigError: loss_scale is not above 0 and finite, here or on another rank;
             nothing has changed.
         MismatchError: ranks give different ones; nothing has changed.
     """
+    if isinstance(loss_scale, torch.amp.GradScaler):
+        given = only_optimizer(optimizer)
+        return _unscale_by(loss_scale, given, parameters, communicator)
     told = communicator.agree(lambda: scale_of(loss_scale), "unscale_")
     scale, finite = _common(told, "loss_scale"), True
     for one in parameters:
@@ -81,7 +92,7 @@ def unscale(
     return all(communicator.exchange(finite, "whether the gradients are finite"))
 
 
-def unscale_by(
+def _unscale_by(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
     parameters: Iterable[nn.Parameter],

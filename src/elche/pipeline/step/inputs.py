@@ -19,7 +19,7 @@ from elche.pipeline.stage import Stage
 from elche.pipeline.trees import as_tensors, batch_samples, map_tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """A call of `step` or `evaluate` as the script makes it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, final
 
 import torch
@@ -83,6 +83,19 @@ class Stepping:
             may_rest=self._groups.are_several,
             trouble=self.replicas.late_learner(),
         )
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other pipelines train the model, too."""
+        return self._groups.are_several
+
+    @property
+    def copies(self) -> Set[int]:
+        """Ids of this rank's parameters that another rank counts in norms."""
+        tied = self.parts.tied
+        if tied is None or self._groups.are_several:
+            return self.replicas.copies
+        return tied.copies
 
     def adopt(self, parts: Parts | None) -> None:
         """Another plan runs from now on, if there is one; with all ranks."""

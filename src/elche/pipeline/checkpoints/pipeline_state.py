@@ -1,0 +1,191 @@
+"""State of a pipeline under the model's names: of model, optimizers and loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+
+from elche.errors import ConfigError, MismatchError
+from elche.pipeline.checkpoints.loader_passes import LoaderPasses
+from elche.pipeline.layer_state import (
+    gather_state,
+    gather_trees,
+    load_state,
+    local_state,
+    parameter_names,
+)
+from elche.pipeline.moving.changes import Changes
+from elche.pipeline.moving.moving_optimizers import (
+    OptimizerGroups,
+    check_alike,
+    only_optimizer,
+)
+from elche.pipeline.moving.named_states import (
+    NamedState,
+    join_states,
+    load_named_state,
+    named_state,
+)
+from elche.pipeline.peers.communicator import PipelineCommunicator
+from elche.pipeline.replicas.replica_groups import ReplicaGroups
+from elche.pipeline.setup.assembly import Parts
+from elche.pipeline.step.stepping import Stepping
+
+
+@final
+class PipelineState:
+    """What one rank of an open pipeline saves and loads.
+
+    Args:
+        stepping: has this rank's layers, and counts its steps.
+        changes: has its optimizers.
+        communicator: all ranks.
+        groups: the replicas.
+        timeout_s: deadline of each message.
+
+    Attributes:
+        communicator: see there.
+        replica: this rank's.
+        timeout_s: see there.
+        on_close: called with whether the run has failed, when the pipeline closes.
+    """
+
+    def __init__(
+        self,
+        stepping: Stepping,
+        changes: Changes,
+        communicator: PipelineCommunicator,
+        groups: ReplicaGroups,
+        timeout_s: float,
+    ) -> None:
+        self.communicator = communicator
+        self.replica = groups.index
+        self.timeout_s = timeout_s
+        self.on_close: Callable[[bool], None] | None = None
+        self._stepping, self._changes, self._groups = stepping, changes, groups
+        _open.append(weakref.ref(self))
+
+    @staticmethod
+    def only_open() -> PipelineState | None:
+        """That of the pipeline that this process has open, if any.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        found = [state for one in _open if (state := one()) is not None]
+        if len(found) > 1:
+            raise ConfigError(
+                f"checkpoints are of one pipeline, and {len(found)} are open; close "
+                "the others, or save their state_dict() and optimizer_state_dict()"
+            )
+        return found[0] if found else None
+
+    def close(self, has_failed: bool) -> None:
+        """The pipeline ends; may be called twice."""
+        _open[:] = [one for one in _open if one() is not self]
+        end, self.on_close = self.on_close, None
+        if end is not None:
+            end(has_failed)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return sum(map(len, self._groups.ranks))
+
+    @property
+    def parts(self) -> Parts:
+        """What this rank holds now."""
+        return self._stepping.parts
+
+    @property
+    def passes(self) -> LoaderPasses:
+        """This rank's passes over the loader."""
+        return self._changes.passes
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that were registered."""
+        return self._changes.optimizers or ()
+
+    @property
+    def steps_done(self) -> int:
+        """Training steps so far, those before a resume included."""
+        return self._stepping.steps
+
+    @steps_done.setter
+    def steps_done(self, steps: int) -> None:
+        self._stepping.steps = steps
+
+    def parameter_names(self) -> dict[int, tuple[str, ...]]:
+        """All names of each of this rank's parameters in the model, by its id."""
+        return parameter_names(self.parts)
+
+    def average_buffers(self) -> None:
+        """Makes buffers that replicas changed equal; with all ranks."""
+        replicas = self._stepping.replicas
+        replicas.average_buffers(self.communicator, self.timeout_s)
+
+    def local_model(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank."""
+        return local_state(self.parts.layers, self.parts.given.layers.state_names)
+
+    def model(self, rank: int | None) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the whole model; see `Pipeline.state_dict`."""
+        self.communicator.agree_on(rank, "state_dict")
+        self.average_buffers()
+        return gather_state(
+            self.local_model(),
+            self.parts.order_of,
+            self.communicator,
+            range(self.world_size) if rank is None else (rank,),
+            self.timeout_s,
+            lambda to: to in self._groups.members,
+        )
+
+    def load_model(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Loads this rank's part; see `Pipeline.load_state_dict`."""
+        load_state(self.local_model(), state, self.rank, self.parts.is_elsewhere)
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, rank: int | None
+    ) -> NamedState:
+        """State over the whole model; see `Pipeline.optimizer_state_dict`."""
+        what = "optimizer_state_dict"
+        given = only_optimizer(optimizer)
+        made: list[NamedState] = []
+
+        def describe() -> list[Any]:
+            made.append(named_state(given, self.parameter_names()))
+            return [rank, OptimizerGroups([given]).describe()]
+
+        told = self.communicator.agree(describe, what)
+        if any(one[0] != rank for one in told):
+            raise MismatchError(f"ranks ask {what} for different ranks: {told}")
+        check_alike({r: one[1] for r, one in enumerate(told)})
+        parts = gather_trees(
+            made[0],
+            self.communicator,
+            range(self.world_size) if rank is None else (rank,),
+            self.timeout_s,
+            lambda to: to in self._groups.members,
+        )
+        return join_states(parts) if parts else {}
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, state: NamedState
+    ) -> None:
+        """Loads this rank's part; see `Pipeline.load_optimizer_state_dict`."""
+        given = only_optimizer(optimizer)
+        load_named_state(given, self.parameter_names(), state)
+
+
+_open: list[weakref.ref[PipelineState]] = []
+"""Those of the pipelines that this process has open."""

@@ -45,9 +45,9 @@ def test_with_a_mask_on_four_ranks(ranks4: RankPool) -> None:
 
 def test_one_rank_of_two_three_times_slower(ranks2: RankPool) -> None:
     found = check(ranks2, Gpt2("1f1b", slow=1, options={"costs": "measure"}))
-    assert found.layers[1] <= found.layers[0] - 2
+    assert found.blocks[1] <= found.blocks[0] - 2
 
 
 def test_one_rank_of_four_three_times_slower(ranks4: RankPool) -> None:
     found = check(ranks4, Gpt2("auto", slow=2, options={"costs": "measure"}))
-    assert found.layers[2] == min(found.layers) < max(found.layers)
+    assert found.blocks[2] == min(found.blocks) < max(found.blocks)

@@ -38,6 +38,8 @@ class Outcome:
     state: dict[str, torch.Tensor]
     tokens: torch.Tensor
     layers: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """Of the layers of an automatic cut, those with most of the work."""
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -138,7 +140,10 @@ def piped(work: Gpt2) -> Outcome:
         )
         state = pipe.state_dict()
         gpt2().load_state_dict(state)
-        layers = [0] * pipe.world_size
+        layers, blocks = [0] * pipe.world_size, [0] * pipe.world_size
+        first = 0
         for rank, count in zip(pipe.schedule.placement, pipe.partition, strict=True):
             layers[rank] += count
-        return Outcome(losses, evaluated, state, tokens, layers)
+            held = range(first, first := first + count)
+            blocks[rank] += sum(1 <= layer <= LAYERS for layer in held)
+        return Outcome(losses, evaluated, state, tokens, layers, blocks)

@@ -39,8 +39,8 @@ from elche.errors import (
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_batches import LeasedBatches
 from elche.runtime.data.positions import EpochPositions, enumerate_batches, share_keys
+from elche.runtime.data.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.plan_file import PlanFile
-from elche.runtime.process.seeding import rank_seed, seed_rank, separate_rank
 from elche.runtime.process.shutdown import exit_watch
 from elche.runtime.process.worker import Worker
 from elche.runtime.rank_settings import checksum, min_share_samples

@@ -20,9 +20,9 @@ from elche.errors import ConfigError
 from elche.runtime.data.epoch_course import EpochCourse
 from elche.runtime.data.leased_data import BatchFeed
 from elche.runtime.data.positions import enumerate_batches
+from elche.runtime.data.seeding import rank_seed, seed_rank
 from elche.runtime.data.stream_data import StreamView
 from elche.runtime.data.transfer import batch_length, to_device
-from elche.runtime.process.seeding import rank_seed, seed_rank
 from elche.runtime.report.notifications import RunNotifications
 from elche.runtime.report.timeline import Timeline
 from elche.runtime.report.trace_parts import write_part

@@ -36,6 +36,7 @@ ELSEWHERE = {
         "_tr_loss",
     },
     "launching/function_rank.py": {"_clear", "_run_exitfuncs"},  # of atexit
+    "runtime/process/heartbeat.py": {"_current_frames"},  # of sys
     "runtime/process/launcher_watch.py": {"_exit"},  # of os
 }
 

@@ -150,7 +150,7 @@ class RunEpochs:
         self.steps = StepCount()
         self.schedulers = FollowedSchedulers(
             training.config.policy,
-            self._mean_of,
+            partial(_mean_of, worker),
             self.steps,
         )
         self._opened: EpochOpened | None = None
@@ -503,11 +503,6 @@ class RunEpochs:
         positions = course.positions(self._training.config.seed)
         return positions.cut_by(BatchCut(*begin.cut)), begin.window
 
-    def _mean_of(self, metric: float) -> float:
-        """A scheduler's metric, the same on all ranks."""
-        self._worker.regroup_if_told()
-        return mean_of(self._worker.group, metric)
-
     def _share(self, keys: list[Any] | None) -> Any:
         """The epoch's positions, on every rank."""
         regrouping = self._regrouping
@@ -671,3 +666,9 @@ class RunEpochs:
         if isinstance(error, NonFiniteError):
             error = with_samples(error, positions)
         self._pending_error = error
+
+
+def _mean_of(worker: Worker, metric: float) -> float:
+    """A scheduler's metric, the same on all ranks."""
+    worker.regroup_if_told()
+    return mean_of(worker.group, metric)

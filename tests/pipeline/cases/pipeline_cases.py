@@ -700,7 +700,7 @@ def stopped(late_rank: int) -> tuple[list[str], float]:
     work = Work()
     try:
         with Pipeline(MODELS["mlp"](), loss_of, micro_batches=4, **CALM) as pipe:
-            pids += pipe.communicator.exchange(os.getpid(), "process ids")
+            pids += pipe._communicator.exchange(os.getpid(), "process ids")
             x, y = (
                 one.float() if one.is_floating_point() else one
                 for one in data_for(work, 0)

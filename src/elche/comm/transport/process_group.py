@@ -341,6 +341,8 @@ class Group:
         devices, self.devices = self.devices, None
         if devices is not None:
             devices.close()
+        # A collective that is kept would keep the connections open.
+        self._works = []
         if self._process_group is not None:
             self._process_group.shutdown()
             self._process_group = None

@@ -94,7 +94,8 @@ class Generation:
         def choose() -> list[int] | None:
             if not seat.is_last:
                 return None
-            chosen = torch.as_tensor(self._choose(_last_logits(outputs)))
+            told = self._choose(_last_logits(outputs))
+            chosen = torch.as_tensor(told, device="cpu")
             if chosen.shape != (len(made),):
                 raise ConfigError(
                     f"expected choose to return one token for each of {len(made)} "

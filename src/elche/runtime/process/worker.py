@@ -341,7 +341,7 @@ class Worker:
                 if group is not None:
                     group.close()
             self._side_groups.clear()
-            self._group = self._others = None
+            self._group = self._others = self.on_regroup = None
             self._channel.close()
             if not end_left_groups(LEFT_GROUPS_S):
                 logger.warning("rank %d: collectives of dead ranks hang", self.rank)

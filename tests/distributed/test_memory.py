@@ -5,6 +5,7 @@ Proportional set sizes: of memory that ranks share each counts its part.
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
     """Measured and said at the end of an optimizer's step, in models."""
     held, said, models = [0], [0], []
     x = torch.randn(8 * STEPS, WIDTH)
+    gc.collect()  # what cases before have left in circles
 
     def model_of() -> nn.Module:
         layers = (nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
@@ -121,6 +123,7 @@ def models_beyond_plain_when_late(kind: str) -> tuple[float, float]:
         optimizer.step()
     plain = held[-1]
     del optimizer, models[0]
+    gc.collect()
     elche.Trainer(
         model_of,
         optimizer_of,

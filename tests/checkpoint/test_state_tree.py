@@ -26,7 +26,10 @@ DTYPES = sorted(
         dtype
         for name in dir(torch)
         if isinstance(dtype := getattr(torch, name), torch.dtype)
-        and not name.startswith(("q", "bits", "int", "uint"))
+        # By its own name: torch.bit is uint1, which torch cannot copy.
+        and not str(dtype).startswith(
+            ("torch.q", "torch.bits", "torch.int", "torch.uint")
+        )
     }
     | {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint64},
     key=str,

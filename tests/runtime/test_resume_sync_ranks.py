@@ -31,9 +31,9 @@ from tests.harness.settings import nested
 pytestmark = pytest.mark.distributed
 
 TASK = Task(
-    samples=960,
+    samples=480,
     batch_size=8,
-    epochs=4,
+    epochs=16,  # alone, a window may last as long as an epoch
     dtype="float64",
     # A limit: on a busy machine a reduction may take as long as many of these batches.
     options={"policy": "auto", "drift_weights": "samples", "max_anchor": 20},

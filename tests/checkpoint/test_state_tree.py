@@ -99,7 +99,6 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-# Not st.recursive: with it hypothesis found its own draws inconsistent now and then.
 TREES = nested(nested(nested(leaves())))
 
 

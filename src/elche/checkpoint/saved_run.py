@@ -1,4 +1,4 @@
-"""What checkpoints need of a run, whatever it is a run of."""
+"""Runs as checkpoints see them: of `elche.setup`, of one device, of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors and modules hold, kinds of layers, and many tensors in one call."""
+"""Contents of tensors and modules, kinds of layers, many tensors in one call."""
 
 from __future__ import annotations
 

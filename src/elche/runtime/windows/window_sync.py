@@ -99,15 +99,7 @@ class WindowSync(ABC):
     def hand_over(
         self, group: Group, source: int, plan: Reduce, *, lacks: bool, keeps: bool
     ) -> None:
-        """With all ranks of a new group: who lacks a result takes it from one rank.
-
-        Args:
-            group: the new group.
-            source: place in it of a rank that holds the result.
-            plan: of the reduction.
-            lacks: this rank does not hold it; afterwards it does.
-            keeps: what it has trained since its part ended stays.
-        """
+        """See `Averager.hand_over`."""
         raise ProtocolError(f"window {plan.window} cannot be taken from another rank")
 
     def reconnect(self, group: Group) -> None:

@@ -113,11 +113,10 @@ class ParameterGroup(ParameterMemory):
     def prepare(self, rule: OuterStep) -> None:
         """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
 
-        That is on the thread that drives the exchange, if there is one, and if there is
-        memory: where the drift itself is the message.
+        That is on the thread that drives the exchange, if there is one.
         """
         exchange = self.exchange
-        if not isinstance(exchange, BackgroundExchange) or self._drift is self._own:
+        if not isinstance(exchange, BackgroundExchange):
             return
         self._prepared = PreparedStep(
             self._layout.segments,
@@ -125,7 +124,6 @@ class ParameterGroup(ParameterMemory):
             rule,
             base=self._base,
             drift=self._drift,
-            added=self._own,
             scratch=(self._mean, self._apart),
         )
         exchange.follow_up(self._prepared.work_out)
@@ -151,7 +149,8 @@ class ParameterGroup(ParameterMemory):
         prepared = self._taken(consensus)
         if prepared is not None:
             for index in range(len(self._layout.segments)):
-                self._layout.add(index, self._own)
+                self._layout.add(index, self._drift)
+            self._layout.flush_sum(self._drift)
             assert isinstance(self.exchange, BackgroundExchange)
             self.exchange.put_off(prepared.take)
             self._let_go()

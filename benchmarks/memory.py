@@ -101,7 +101,8 @@ def train(contender: str, steps: int) -> None:
             policy, *words = contender.split("-")
             kind = "gloo" if "gloo" in words else "auto"
             options: dict[str, Any] = {"transport": elche.TransportConfig(kind=kind)}
-            options.update({"codec": word for word in words if word != "gloo"})
+            for codec in set(words) - {"gloo"}:
+                options["codec"] = codec
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, epochs=1, policy=policy, **options
             )

@@ -19,9 +19,7 @@ from tests.comm.peers import Peer, Wire, message, same_state
 MIXES = ("aabb", "abab", "aab", "abcc", "aabbccc", "baa")
 
 
-def on_hosts(
-    hosts: str, codec: Codec, numel: int
-) -> tuple[Wire, list[CodedExchange]]:
+def on_hosts(hosts: str, codec: Codec, numel: int) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; a letter per rank names its host."""
     wire = Wire(len(hosts))
     ends = [

@@ -21,6 +21,7 @@ from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_memory import ParameterMemory
 from elche.comm.averaging.prepared_step import PreparedStep, scale_of
 from elche.comm.codec.background_exchange import BackgroundExchange
+from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
 
@@ -67,6 +68,8 @@ class ParameterGroup(ParameterMemory):
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
         is_kept = weight == 1.0 and self.exchange.keeps_contribution
+        # What weighs nothing is not read where messages are encoded.
+        is_kept |= weight == 0.0 and isinstance(self.exchange, ResidualExchange)
         drift = message if is_kept and not layout.is_staged else self._own
         layout.fetch(drift)
         layout.settle()

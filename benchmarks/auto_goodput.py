@@ -8,7 +8,7 @@ are simulated with the real coordinator, start-up included; what a sample is wor
 from the convergence table (`elche.cadence.convergence`). "alone" is the fastest device
 in a run of its own, which counts as a fixed policy. What is owed whatever is chosen
 (the first step of all ranks, the model to all at each epoch's end):
-`comparison.owed_s`.
+`comparison.owed_s`; what is possible with that, `comparison.possible`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ def _line(name: str, found: list[Comparison]) -> str:
     alone = [one.over_alone for one in found]
     bound = [one.of_bound for one in found]
     below, missed = (sum(r < 0.99 for r in each) for each in (alone, bound))
+    reached = [one.auto.goodput / one.possible for one in found]
+    most = [one.possible / one.best.goodput for one in found]
     return (
         f"{name}: {len(found)} clusters; of the best fixed policy: median "
         f"{median(ratios):.3f}, worst {min(ratios):.3f}, below 0.95 in "
         f"{sum(ratio < 0.95 for ratio in ratios)}; of one device: worst "
         f"{min(alone):.3f}, below 0.99 in {below}; of one device that pays what is "
-        f"owed: worst {min(bound):.3f}, below 0.99 in {missed}"
+        f"owed: worst {min(bound):.3f}, below 0.99 in {missed}; possible of the best "
+        f"fixed policy: median {median(most):.3f}, worst {min(most):.3f}, below 0.95 "
+        f"in {sum(r < 0.95 for r in most)}; of what is possible: median "
+        f"{median(reached):.3f}, worst {min(reached):.3f}, below 0.95 in "
+        f"{sum(r < 0.95 for r in reached)}"
     )
 
 
@@ -63,6 +69,7 @@ def record(one: Comparison) -> dict[str, Any]:
         "of_best": one.ratio,
         "of_alone": one.over_alone,
         "of_bound": one.of_bound,
+        "of_possible": one.auto.goodput / one.possible,
         "reduction_part": one.reduction_part,
         "seconds": one.auto.seconds,
         "choices": [[c.at_s, c.policy, c.reason] for c in one.auto.choices],

@@ -25,6 +25,7 @@ class Comparison:
         alone: of the fastest device in a run of its own.
         auto: of ``auto``.
         owed_s: see :func:`owed_s`.
+        possible: see :func:`possible`.
         reduction_s: of one reduction.
     """
 
@@ -33,6 +34,7 @@ class Comparison:
     alone: Report
     auto: Report
     owed_s: float
+    possible: float
     reduction_s: float
 
     @property
@@ -72,12 +74,38 @@ def owed_s(cluster: Cluster) -> float:
     All take part in the first step, on equal parts, or nothing is known of them; it is
     reduced; and all ranks hold the model whenever an epoch ends.
     """
-    run, ranks = cluster.run, cluster.world_size
-    part = math.ceil(run.batch_size / ranks)
-    first_s = max(device.compute_s(part) for device in cluster.devices)
+    run = cluster.run
+    first_s = _first_s(cluster)
     first_s -= min(device.compute_s(run.batch_size) for device in cluster.devices)
-    reduction_s = cluster.link.reduce_s(run.model_bytes, ranks)
-    return max(0.0, first_s) + (1 + run.epochs) * reduction_s
+    return max(0.0, first_s) + (1 + run.epochs) * _reduction_s(cluster)
+
+
+def possible(cluster: Cluster, fixed: Sequence[Report], alone: Report) -> float:
+    """Goodput of the best policy, one device among them, where it must be found.
+
+    One device pays what is owed. A policy of several ranks hands its model over anyway;
+    the first step of all, on equal parts, takes the place of a batch of its own.
+    """
+    batches = cluster.run.epochs * math.ceil(
+        cluster.run.samples / cluster.run.batch_size
+    )
+    step_s = _first_s(cluster) + _reduction_s(cluster)
+    behind = [(each, step_s - each.seconds / batches) for each in fixed]
+    behind.append((alone, owed_s(cluster)))
+    return max(
+        report.goodput * report.seconds / (report.seconds + max(0.0, more_s))
+        for report, more_s in behind
+    )
+
+
+def _first_s(cluster: Cluster) -> float:
+    """Computing of a step on equal parts, which tells first what ranks are like."""
+    part = math.ceil(cluster.run.batch_size / cluster.world_size)
+    return max(device.compute_s(part) for device in cluster.devices)
+
+
+def _reduction_s(cluster: Cluster) -> float:
+    return cluster.link.reduce_s(cluster.run.model_bytes, cluster.world_size)
 
 
 def compare(cluster: Cluster, name: str = "") -> Comparison:
@@ -101,7 +129,8 @@ def compare(cluster: Cluster, name: str = "") -> Comparison:
         alone=alone,
         auto=auto,
         owed_s=owed_s(cluster),
-        reduction_s=cluster.link.reduce_s(cluster.run.model_bytes, cluster.world_size),
+        possible=possible(cluster, fixed, alone),
+        reduction_s=_reduction_s(cluster),
     )
 
 

@@ -4,7 +4,8 @@ Two CPU ranks train 20 M parameters with AdamW. At the end of a step, where grad
 are, each reads its proportional set size, in which memory that ranks share is divided
 among them: as it is, and without what malloc holds free (`malloc_trim`), which differs
 by half a model from run to run. What a contender holds beyond plain training is given
-in copies of the model.
+in copies of the model, and beside it what it says itself that reductions hold.
+A contender is a policy, with `-gloo` not in shared memory, and with a codec's name.
 
     python benchmarks/memory.py [--contenders plain,ddp,sync,...] [--steps 20]
 """
@@ -27,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, DEPTH, BATCH = 1414, 10, 8
-CONTENDERS = "plain,ddp,elche-ddp,sync,cadence,async,async-int8"
+CONTENDERS = "plain,ddp,elche-ddp,sync,sync-gloo,cadence,async,async-int8,async-bf16"
 
 
 def main() -> None:
@@ -42,17 +43,18 @@ def main() -> None:
         return
     plain: list[float] = []
     print(
-        "| contender | PSS per rank, MB | models beyond plain | without free memory |"
+        "| contender | PSS per rank, MB | models beyond plain | without free memory "
+        "| said |"
     )
-    print("|---|---|---|---|")
+    print("|---|---|---|---|---|")
     for contender in given.contenders.split(","):
         ranks = measured(contender, given.steps)
-        held, live, model = (
+        held, live, model, said = (
             sum(column) / len(ranks) for column in zip(*ranks, strict=True)
         )
         plain = plain or [held, live]
         beyond = f"{(held - plain[0]) / model:.1f} | {(live - plain[1]) / model:.1f}"
-        figures = f"{held / 1e6:.0f} | {beyond}"
+        figures = f"{held / 1e6:.0f} | {beyond} | {said / model:.2f}"
         print(f"| {contender} | {figures} |", flush=True)
 
 
@@ -96,18 +98,25 @@ def train(contender: str, steps: int) -> None:
         if contender == "elche-ddp":
             model = elche.DistributedDataParallel(model)
         else:
-            policy, _, codec = contender.partition("-")
-            options: dict[str, Any] = {"codec": codec} if codec else {}
+            policy, *words = contender.split("-")
+            kind = "gloo" if "gloo" in words else "auto"
+            options: dict[str, Any] = {"transport": elche.TransportConfig(kind=kind)}
+            for codec in set(words) - {"gloo"}:
+                options["codec"] = codec
             model, optimizer, loader = elche.setup(
                 model, optimizer, loader, epochs=1, policy=policy, **options
             )
     held: list[float] = []
+    said = 0
     for (x,) in loader:
         optimizer.zero_grad()
         F.mse_loss(model(x), x).backward()
         optimizer.step()
         held = [pss_bytes(), 0.0, model_bytes]
     held[1] = live_bytes()
+    if contender not in ("plain", "ddp", "elche-ddp"):
+        said = elche.summary().reduction_bytes
+    held.append(said)
     print(f"HELD {json.dumps(held)}", flush=True)
 
 

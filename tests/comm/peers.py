@@ -77,13 +77,12 @@ def exchanges(
     world_size: int,
     codec: Codec,
     numel: int,
-    sides: int = 1,
     hosts: Sequence[str] = (),
 ) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; `numel` counts the weight."""
     wire = Wire(world_size)
     ends = [
-        CodedExchange(Peer(wire, rank), codec, numel, sides, hosts=hosts)
+        CodedExchange(Peer(wire, rank), codec, numel, hosts=hosts)
         for rank in range(world_size)
     ]
     return wire, ends

@@ -37,6 +37,9 @@ class Work:
     def is_completed(self) -> bool:
         return self.collective.total is not None
 
+    def wait(self) -> None:
+        assert self.is_completed()
+
 
 @dataclass
 class Transfer:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche.comm.codec.background_exchange import BackgroundExchange
+from elche.comm.codec.background_exchange import BackgroundExchange, SumReader
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_thread import BackgroundTask
 from elche.comm.codec.coded_exchange import CodedExchange
@@ -47,19 +47,29 @@ class Talkative(Peer):
 
 
 def driven(
-    world_size: int, codec: str = "int4", numel: int = NUMEL
+    world_size: int, codec: str = "int4", numel: int = NUMEL, sums: int = 0
 ) -> tuple[Wire, list[BackgroundExchange]]:
-    wire, ends = exchanges(world_size, CODECS[codec], numel, sides=2)
-    return wire, [BackgroundExchange(end, Told()) for end in ends]
+    wire, ends = exchanges(world_size, CODECS[codec], numel)
+    memory = [[torch.zeros(numel) for _ in range(sums)] for _ in ends]
+    pairs = zip(ends, memory, strict=True)
+    return wire, [BackgroundExchange(end, Told(), own) for end, own in pairs]
 
 
 def talkative(codec: str = "int8") -> tuple[Talkative, BackgroundExchange]:
     peer = Talkative(Wire(2), 0)
-    return peer, BackgroundExchange(CodedExchange(peer, CODECS[codec], 11, 2), Told())
+    return peer, BackgroundExchange(CodedExchange(peer, CODECS[codec], 11), Told())
+
+
+def whole(read: SumReader) -> torch.Tensor:
+    """A sum that is read at once."""
+    found = torch.empty(NUMEL)
+    read(0, NUMEL, found)
+    return found
 
 
 def begun(ends: Sequence[BackgroundExchange], seed: int = 10, side: int = 0) -> None:
     for rank, end in enumerate(ends):
+        end.settle()
         end.contribution(side).copy_(message(seed + rank, NUMEL - 1))
         end.begin(side)
 
@@ -86,11 +96,12 @@ def known(world_size: int, seeds: Sequence[int]) -> tuple[torch.Tensor, list[Any
     codec=st.sampled_from(["bf16", "int8", "int4"]),
     turns=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=3),
     numel=st.sampled_from([2, 34, NUMEL]),
+    sums=st.integers(0, 2),
 )
 def test_whoever_does_the_work_the_bits_are_the_same(
-    world_size: int, codec: str, turns: list[list[int]], numel: int
+    world_size: int, codec: str, turns: list[list[int]], numel: int, sums: int
 ) -> None:
-    _, ends = driven(world_size, codec, numel)
+    _, ends = driven(world_size, codec, numel, sums)
     _, plain = exchanges(world_size, CODECS[codec], numel)
     for number, turn in enumerate(turns):
         side = number % 2
@@ -162,17 +173,29 @@ def test_nothing_depends_on_the_other_thread() -> None:
         assert same_state(end.state_dict(), state)
 
 
-def test_a_sum_takes_no_memory_of_its_own() -> None:
+def test_a_sum_that_is_read_in_parts_takes_no_memory_of_its_own() -> None:
     _, ends = driven(2)
+    expected, _ = known(2, [10])
     begun(ends)
     drive(ends)
     for end in ends:
-        found = end.finish("a test")
-        assert found.data_ptr() == end.contribution(1).data_ptr()
-        assert found.data_ptr() == end.result(0).data_ptr()
+        assert torch.equal(whole(end.sum_into), expected)
         assert end.is_collected is False
-    _, plain = exchanges(2, CODECS["int4"], NUMEL, sides=2)
+        assert end._coded._result is None
+        assert end.finish("a test").data_ptr() == end.result(0).data_ptr()
+    _, plain = exchanges(2, CODECS["int4"], NUMEL)
     assert ends[0].extra_bytes == plain[0].extra_bytes
+
+
+def test_sums_with_memory_stay_while_the_next_is_under_way() -> None:
+    _, ends = driven(2, sums=2)
+    begun(ends, 10)
+    drive(ends)
+    first = [end.finish("a test") for end in ends]
+    begun(ends, 20, side=1)
+    drive(ends)
+    expected, _ = known(2, [10])
+    assert all(torch.equal(each, expected) for each in first)
 
 
 def test_an_adopted_sum_is_kept_before_the_next_message_begins() -> None:
@@ -344,22 +367,6 @@ def test_nothing_is_done_for_an_exchange_that_has_retired() -> None:
     assert not wire.waiting
 
 
-def test_sides_take_turns() -> None:
-    _, ends = driven(2)
-    begun(ends)
-    drive(ends)
-    ends[0].finish("a test")
-    with pytest.raises(ProtocolError, match=r"begin\(\) came for side 0, whose sum"):
-        ends[0].begin(0)
-    ends[0].begin(1)
-
-
-def test_it_needs_two_sides() -> None:
-    _, (end, _) = exchanges(2, CODECS["int8"], 11)
-    with pytest.raises(ProtocolError, match="exchange of 2 sides, got one of 1"):
-        BackgroundExchange(end, Told())
-
-
 def test_what_follows_is_made_of_the_sum_before_that_is_said_to_be_there() -> None:
     _, ends = driven(2)
     expected, _ = known(2, [10])
@@ -367,7 +374,7 @@ def test_what_follows_is_made_of_the_sum_before_that_is_said_to_be_there() -> No
     begun(ends)
     drive(ends)
     assert ends[0].poll()
-    ends[0].follow_up(lambda summed: found.append(summed.clone()))
+    ends[0].follow_up(lambda read: found.append(whole(read)))
     assert not ends[0].poll()
     assert not found  # only said, on the training thread
     assert ends[0].drive() is None
@@ -384,7 +391,8 @@ def test_whoever_waits_makes_it_itself(driven_first: bool) -> None:
     wire.late.add(1)
     begun(ends)
     for end in ends:
-        end.follow_up(lambda summed: summed.mul_(2.0))
+        own = end.contribution(0)
+        end.follow_up(lambda read, own=own: own.copy_(2.0 * whole(read)))
         if driven_first:
             end.drive()
         end.state_dict()
@@ -393,9 +401,9 @@ def test_whoever_waits_makes_it_itself(driven_first: bool) -> None:
     wire.deliver()
     for end, residual in zip(ends, residuals, strict=True):
         end.wait("a test")
-        assert torch.equal(end.result(0), 2.0 * expected)
+        assert torch.equal(end.contribution(0), 2.0 * expected)
         end.release()
-        assert same_state(end.state_dict(), residual)
+        assert same_state(end.state_dict(), residual)  # kept before that
 
 
 def test_what_is_put_off_is_done_in_turn_and_at_the_latest_when_asked_for() -> None:
@@ -419,7 +427,7 @@ def test_nothing_follows_a_message_that_fails() -> None:
     peer, end = talkative()
     peer.broken = True
     end.begin(0)
-    end.follow_up(lambda summed: pytest.fail("there is no sum"))
+    end.follow_up(lambda read: pytest.fail("there is no sum"))
     end.drive()
     assert end.poll()
     with pytest.raises(CommunicationError, match="rank 7 is gone"):
@@ -431,7 +439,7 @@ def test_nothing_follows_a_sum_that_nobody_adopts_nor_the_next_one() -> None:
     begun(ends)
     drive(ends)
     for end in ends:
-        end.follow_up(lambda summed: pytest.fail("nobody adopts it"))
+        end.follow_up(lambda read: pytest.fail("nobody adopts it"))
         end.rollback()
         assert end.poll()
     begun(ends)
@@ -444,15 +452,15 @@ def test_one_work_follows_one_message() -> None:
     with pytest.raises(ProtocolError, match="when nothing is under way"):
         ends[0].follow_up(print)
     begun(ends)
-    ends[0].follow_up(lambda summed: None)
+    ends[0].follow_up(lambda read: None)
     with pytest.raises(ProtocolError, match="came twice"):
-        ends[0].follow_up(lambda summed: None)
+        ends[0].follow_up(lambda read: None)
 
 
 def test_what_cannot_be_made_is_raised_where_it_is_waited_for() -> None:
     _, ends = driven(2)
 
-    def fails(summed: torch.Tensor) -> None:
+    def fails(read: SumReader) -> None:
         raise ProtocolError("the step is none")
 
     begun(ends)

@@ -19,13 +19,11 @@ from tests.comm.peers import Peer, Wire, message, same_state
 MIXES = ("aabb", "abab", "aab", "abcc", "aabbccc", "baa")
 
 
-def on_hosts(
-    hosts: str, codec: Codec, numel: int, sides: int = 1
-) -> tuple[Wire, list[CodedExchange]]:
+def on_hosts(hosts: str, codec: Codec, numel: int) -> tuple[Wire, list[CodedExchange]]:
     """The ranks' ends of one exchange; a letter per rank names its host."""
     wire = Wire(len(hosts))
     ends = [
-        CodedExchange(Peer(wire, rank), codec, numel, sides, 0, tuple(hosts))
+        CodedExchange(Peer(wire, rank), codec, numel, 0, tuple(hosts))
         for rank in range(len(hosts))
     ]
     return wire, ends
@@ -233,7 +231,6 @@ def test_some_elements_travel_as_they_are(hosts: str, codec: str) -> None:
             Peer(wire, rank),
             CODECS[codec],
             numel + exact + 1,
-            1,
             0,
             tuple(hosts),
             exact,

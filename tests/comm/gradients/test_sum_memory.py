@@ -6,9 +6,11 @@ import torch
 
 from elche.comm.gradients.sum_memory import SumMemory
 
+CPU = torch.device("cpu")
+
 
 def test_memory_is_lent_again_when_its_last_view_is_gone() -> None:
-    memory = SumMemory(4, torch.float64)
+    memory = SumMemory(4, torch.float64, CPU)
     first = memory.lend()
     place, part = first.data_ptr(), first[1:].detach()
     del first
@@ -18,7 +20,7 @@ def test_memory_is_lent_again_when_its_last_view_is_gone() -> None:
 
 
 def test_what_is_kept_stays_as_it_is() -> None:
-    memory = SumMemory(2, torch.float32)
+    memory = SumMemory(2, torch.float32, CPU)
     kept = []
     for value in range(5):
         lent = memory.lend()

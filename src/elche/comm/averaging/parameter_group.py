@@ -21,6 +21,7 @@ from elche.comm.averaging.outer import OuterStep
 from elche.comm.averaging.parameter_memory import ParameterMemory
 from elche.comm.averaging.prepared_step import PreparedStep, scale_of
 from elche.comm.codec.background_exchange import BackgroundExchange
+from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import wire_dtype
 from elche.comm.transport.process_group import Group
 
@@ -67,6 +68,8 @@ class ParameterGroup(ParameterMemory):
         self._side = self._messages_sent % self.exchange.sides
         message = self._messages[self._side]
         is_kept = weight == 1.0 and self.exchange.keeps_contribution
+        # What weighs nothing is not read where messages are encoded.
+        is_kept |= weight == 0.0 and isinstance(self.exchange, ResidualExchange)
         drift = message if is_kept and not layout.is_staged else self._own
         layout.fetch(drift)
         layout.settle()
@@ -113,11 +116,10 @@ class ParameterGroup(ParameterMemory):
     def prepare(self, rule: OuterStep) -> None:
         """The step is known, after :meth:`begin`: what can be is worked out meanwhile.
 
-        That is on the thread that drives the exchange, if there is one, and if there is
-        memory: where the drift itself is the message.
+        That is on the thread that drives the exchange, if there is one.
         """
         exchange = self.exchange
-        if not isinstance(exchange, BackgroundExchange) or self._drift is self._own:
+        if not isinstance(exchange, BackgroundExchange):
             return
         self._prepared = PreparedStep(
             self._layout.segments,
@@ -125,7 +127,6 @@ class ParameterGroup(ParameterMemory):
             rule,
             base=self._base,
             drift=self._drift,
-            added=self._own,
             scratch=(self._mean, self._apart),
         )
         exchange.follow_up(self._prepared.work_out)
@@ -151,7 +152,8 @@ class ParameterGroup(ParameterMemory):
         prepared = self._taken(consensus)
         if prepared is not None:
             for index in range(len(self._layout.segments)):
-                self._layout.add(index, self._own)
+                self._layout.add(index, self._drift)
+            self._layout.flush_sum(self._drift)
             assert isinstance(self.exchange, BackgroundExchange)
             self.exchange.put_off(prepared.take)
             self._let_go()

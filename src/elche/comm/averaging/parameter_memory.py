@@ -22,6 +22,7 @@ from elche.comm.codec.residual_exchange import ResidualExchange
 from elche.comm.tensors.flat import FlatImage, FlatLayout, shaped, wire_dtype
 from elche.comm.transport.exchange import Exchange
 from elche.comm.transport.process_group import Group
+from elche.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +79,7 @@ class ParameterMemory:
     @property
     def _drift_is_sent(self) -> bool:
         """Whether a drift of weight 1 needs no memory but that of its message."""
-        is_plain = not isinstance(self._exchange, ResidualExchange)
-        return is_plain and self.exchange.keeps_contribution and self._weight in (0, 1)
+        return self.exchange.keeps_contribution and self._weight in (0, 1)
 
     @property
     def exchange(self) -> Exchange:
@@ -93,6 +93,11 @@ class ParameterMemory:
         self._settle()
         if isinstance(last, ResidualExchange):
             last.retire()  # nothing is made of its sum any more, in what is written now
+        if self._prepared is not None and self._prepared.is_worked_out:
+            raise ProtocolError(
+                "an encoded average had come when ranks formed another group; expected "
+                "it to be adopted first, because what was sent is kept no longer"
+            )
         self._prepared = None
         if self._drift is not self._own:
             for own, drift in zip(self._own.parts, self._drift.parts, strict=True):

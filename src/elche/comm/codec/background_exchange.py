@@ -70,7 +70,8 @@ class _Message(Enum):
     =======================================  ====================  =======
     ``begin``                                DECODED, MADE, ENDED  QUEUED
     the job that sends it                    QUEUED                SENT
-    the sum has come, and is decoded         SENT                  DECODED
+    the sum has come, and is decoded (where
+    it has memory)                           SENT                  DECODED
     what was to follow has been done         DECODED               MADE
     the caller waits for the sum itself      SENT                  ENDED
     an error, a rollback                     any                   ENDED
@@ -80,9 +81,13 @@ class _Message(Enum):
 
     QUEUED = "begun, not sent yet"
     SENT = "the other thread looks for the sum"
-    DECODED = "the sum is in the other side's contribution"
+    DECODED = "the sum is there"
     MADE = "so is what was to be made of it"
     ENDED = "nothing more is done here: failed, given up, or left to the caller"
+
+
+SumReader = Callable[[int, int, torch.Tensor], None]
+"""Writes the elements of a sum from one to another into memory."""
 
 
 class TaskRunner(Protocol):
@@ -94,23 +99,18 @@ class TaskRunner(Protocol):
 
 @final
 class BackgroundExchange(ResidualExchange):
-    """An encoded exchange of two sides, on a thread beside the training thread.
+    """An encoded exchange carried out on a thread beside the training thread.
 
-    The sum of a side is written to the other one's contribution, whose message was
-    taken before this one was begun: it costs no memory. So a caller fills a side after
-    it has taken the other one's sum, and sides take turns: what has been taken is read
-    a while longer, for what was left out of it.
-
-    With memory for sums, both sides have one contribution, to be filled anew after
-    :meth:`settle`, and sums stay meanwhile.
+    There is one contribution, to be filled anew after :meth:`settle`: it is read for a
+    while after its sum has been taken, for what was left out of it. With memory for
+    sums the exchange has two sides, and sums are decoded as they come and stay while
+    the next message is under way. Without, a sum costs no memory: what has come of it
+    is decoded whenever it is read.
 
     Args:
         coded: the exchange that does the work; used by this object only.
         driver: calls :meth:`drive`.
         sums: memory for a sum, of each side or of both.
-
-    Raises:
-        ProtocolError: it has not two sides, or one where sums have memory.
     """
 
     keeps_contribution = True
@@ -121,12 +121,7 @@ class BackgroundExchange(ResidualExchange):
         driver: TaskRunner,
         sums: Sequence[torch.Tensor] = (),
     ) -> None:
-        sides = 1 if sums else 2
-        if coded.sides != sides:
-            raise ProtocolError(
-                f"expected an exchange of {sides} sides, got one of {coded.sides}"
-            )
-        super().__init__(2)
+        super().__init__(2 if sums else 1)
         self._sums = sums
         self._coded = coded
         self._driver = driver
@@ -134,12 +129,12 @@ class BackgroundExchange(ResidualExchange):
         # Read and written under the lock, by either thread; the queue is appended to
         # without it, because a deque's append is atomic.
         self._to_do: deque[Callable[[], None]] = deque()
-        self._follow: Callable[[torch.Tensor], None] | None = None
+        self._follow: Callable[[SumReader], None] | None = None
         self._is_retired = False
         self._began_s = self._taken_s = 0.0
         # Written by the training thread; the codec thread reads the side.
         self._turn = _Turn.NONE
-        self._side, self._taken_side = 0, -1
+        self._side = 0
         # Written under the lock, read by the training thread without it.
         self._message = _Message.ENDED
         self._fault: Exception | None = None
@@ -161,41 +156,37 @@ class BackgroundExchange(ResidualExchange):
 
     @override
     def contribution(self, side: int) -> torch.Tensor:
-        return self._coded.contribution(side % self._coded.sides)
+        return self._coded.contribution(0)
 
     def result(self, side: int) -> torch.Tensor:
-        """The sum, in memory of its own or of the other side's contribution."""
+        """The sum; it comes to have memory where it was given none."""
         if self._sums:
             return self._sums[side % len(self._sums)]
-        return self._coded.contribution(1 - side)
+        return self._coded.result(0)
 
     def begin(self, side: int) -> None:
         """The contribution is complete; what fails is raised by :meth:`wait`.
 
         Raises:
-            ProtocolError: another message is under way, the exchange is broken, or it
-                is not this side's turn.
+            ProtocolError: another message is under way, or the exchange is broken.
         """
         if self._fault is not None:
             raise self._fault
         if self._turn is not _Turn.NONE:
             raise self._coded.untaken("begin()")
-        if side == self._taken_side and not self._sums:
-            raise ProtocolError(
-                f"begin() came for side {side}, whose sum was the last one that was "
-                "taken; expected the other side"
-            )
         self._side = side
         self._turn, self._message = _Turn.BEGUN, _Message.QUEUED
-        self._to_do.append(partial(self._send, side))
+        self._to_do.append(self._send)
         self._driver.serve(self)
 
-    def follow_up(self, work: Callable[[torch.Tensor], None]) -> None:
+    def follow_up(self, work: Callable[[SumReader], None]) -> None:
         """Has something made of the sum before it is said to be there.
 
+        What encoding took off is kept before that, so the sum must be adopted now.
+
         Args:
-            work: is given the decoded sum, which it may change; once, on either thread,
-                if a sum comes. :meth:`sum_into` has nothing to say afterwards.
+            work: is given what reads the sum until the next message is begun, and may
+                change the contribution; once, on either thread, if a sum comes.
 
         Raises:
             ProtocolError: no message is under way, or work follows it already.
@@ -257,7 +248,7 @@ class BackgroundExchange(ResidualExchange):
 
     @override
     def sum_into(self, start: int, stop: int, out: torch.Tensor) -> None:
-        if self._message in (_Message.DECODED, _Message.MADE):
+        if self._sums and self._message is _Message.DECODED:
             out.copy_(self.result(self._side)[start:stop])
             return
         with self._caught_up() as coded:
@@ -265,8 +256,10 @@ class BackgroundExchange(ResidualExchange):
 
     def release(self) -> None:
         """After the last :meth:`sum_into`: the sum is adopted, see :meth:`commit`."""
-        if self._turn is not _Turn.NONE and self._coded.has_arrived:
-            self._turn, self._taken_side = _Turn.NONE, self._side
+        if self._message is _Message.MADE:
+            self._turn = _Turn.NONE
+        elif self._turn is not _Turn.NONE and self._coded.has_arrived:
+            self._turn = _Turn.NONE
             self._to_do.append(self._coded.release)
             self._driver.serve(self)
 
@@ -339,23 +332,26 @@ class BackgroundExchange(ResidualExchange):
         if self._fault is not None:
             self._message = _Message.ENDED
 
-    def _send(self, side: int) -> None:
+    def _send(self) -> None:
         self._began_s, self._follow = time.monotonic(), None
         self._message = _Message.SENT
-        self._coded.start(side % self._coded.sides)
+        self._coded.start()
 
     @torch.no_grad()
     def _look(self) -> None:
         """Decodes the sum if it has come, and what follows; under the lock."""
         if self._message is _Message.SENT and self._coded.poll():
-            if self._coded.has_arrived:
+            if not self._coded.has_arrived:
+                self._message = _Message.ENDED
+            elif self._sums:
                 self._decode()
             else:
-                self._message = _Message.ENDED
+                self._message = _Message.DECODED
             self._taken_s = time.monotonic() - self._began_s
         if self._message is _Message.DECODED and self._follow is not None:
             follow, self._follow = self._follow, None
-            follow(self.result(self._side))
+            self._coded.commit()
+            follow(self._coded.sum_into)
             self._message = _Message.MADE
 
     def _decode(self) -> None:
@@ -366,7 +362,8 @@ class BackgroundExchange(ResidualExchange):
     @torch.no_grad()
     def decoded(self) -> torch.Tensor:
         """After :meth:`wait`: the sum, to be adopted or not."""
-        if self._turn is not _Turn.NONE and self._message is _Message.ENDED:
+        is_decoded = bool(self._sums) and self._message is _Message.DECODED
+        if self._turn is not _Turn.NONE and not is_decoded:
             with self._caught_up():
                 self._decode()
         return self.result(self._side)

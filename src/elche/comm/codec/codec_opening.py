@@ -50,10 +50,10 @@ def open_coded_exchange(
         numel: elements of a message; the last one is its weight.
         dtype: of the message.
         codec: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"``; the same on all ranks.
-        sides: independent contributions; with two, training goes on while a message is
-            under way, and a thread of the group does what there is to do for it.
+        sides: with two, training goes on while a message is under way, and a thread of
+            the group does what there is to do for it.
         exact: elements before the weight that travel as they are.
-        sums: memory for so many sums, beside one contribution for both sides.
+        sums: memory for so many sums, beside the contribution.
 
     Raises:
         ConfigError: there is no such codec.
@@ -76,9 +76,7 @@ def open_coded_exchange(
             len(set(hosts)),
             codec,
         )
-    made = CodedExchange(
-        GroupPeers(group), chosen, numel, 1 if sums else sides, tag, hosts, exact
-    )
+    made = CodedExchange(GroupPeers(group), chosen, numel, tag, hosts, exact)
     if sides == 1:
         return made
     own = [torch.zeros(numel, dtype=dtype, device=cpu) for _ in range(sums)]

@@ -5,7 +5,7 @@ sum is out of place and the same to the bit on every rank. What differs is that 
 is rounded, and that what the rounding took off is kept and sent later (*error
 feedback*, see `codec_route` and `residual_exchange`).
 
-Memory: a message per side, a residual, and what travels
+Memory: a message, a residual, and what travels
 (:attr:`CodedExchange.extra_bytes`).
 """
 
@@ -77,7 +77,6 @@ class CodedExchange(ResidualExchange):
         peers: the other ranks.
         codec: of the messages.
         numel: elements of a message, its weight and the exact ones included.
-        sides: independent contributions.
         tag: of its transfers; four belong to it, the same on all ranks.
         hosts: names of the ranks' hosts, if they are known; ranks that share one are
             summed there first.
@@ -91,20 +90,17 @@ class CodedExchange(ResidualExchange):
         peers: Peers,
         codec: Codec,
         numel: int,
-        sides: int = 1,
         tag: int = 0,
         hosts: Sequence[str] = (),
         exact: int = 0,
     ) -> None:
-        super().__init__(sides)
+        super().__init__(1)
         self._peers = peers
         self._codec = codec
         self._values = numel - 1 - exact
-        self._contributions = [
-            torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(sides)
-        ]
-        self._results: list[torch.Tensor | None] = [None] * sides
-        self._residual = torch.zeros_like(self._contributions[0][: self._values])
+        self._contribution = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        self._result: torch.Tensor | None = None
+        self._residual = torch.zeros_like(self._contribution[: self._values])
         self._route = (
             host_route(peers, codec, self._values, tag, hosts, exact)
             if spans_hosts(hosts)
@@ -112,7 +108,6 @@ class CodedExchange(ResidualExchange):
         )
         self._scratch = torch.empty(codec.block, dtype=torch.float32, device="cpu")
         self._phase = _Phase.IDLE
-        self._side = 0
         self._has_sum = self._is_kept = False
         self._error: Exception | None = None
         self._is_bare = False
@@ -135,14 +130,13 @@ class CodedExchange(ResidualExchange):
 
     @override
     def contribution(self, side: int) -> torch.Tensor:
-        return self._contributions[side]
+        return self._contribution
 
     @override
     def result(self, side: int) -> torch.Tensor:
-        made = self._results[side]
-        if made is None:
-            made = self._results[side] = torch.zeros_like(self._contributions[side])
-        return made
+        if self._result is None:
+            self._result = torch.zeros_like(self._contribution)
+        return self._result
 
     def begin(self, side: int) -> None:
         """Encodes the contribution and begins to send it.
@@ -151,23 +145,22 @@ class CodedExchange(ResidualExchange):
             ProtocolError: another message is under way, or the exchange is broken.
             CommunicationError: the group is broken.
         """
-        self.start(side)
+        self.start()
         if self._error is not None:
             raise self._reason()
 
     @torch.no_grad()
-    def start(self, side: int) -> None:
+    def start(self) -> None:
         """As :meth:`begin`; but what fails is raised by :meth:`wait`.
 
         Raises:
             ProtocolError: another message is under way, or the exchange is broken.
         """
         self.check_idle("begin()")
-        self._side = side
         self._has_sum = self._is_kept = False
         self._phase = _Phase.BEGUN
         try:
-            self._route.begin(self._contributions[side], self._residual)
+            self._route.begin(self._contribution, self._residual)
         except ElcheError as error:
             self._break(error)
 
@@ -339,7 +332,7 @@ class CodedExchange(ResidualExchange):
         return error
 
     def _collected(self) -> torch.Tensor:
-        result = self.result(self._side)
+        result = self.result(0)
         if self._has_sum:
             self.sum_into(0, result.numel(), result)
             self.release()

@@ -6,9 +6,11 @@ full, so that all but the last overlap with backward. What is not full when back
 ends (a parameter without a gradient) goes then, so no rank waits for it.
 
 Reductions are out of place: what a rank has stays untouched until every bucket has
-arrived, and what it sent until all ranks have all sums. Where a sum is formed in what
-was sent, two bucket sets take turns, so a gradient that is accumulated into a view of
-one is read while the other is reduced.
+arrived, and what it sent until all ranks have all sums: where a sum is formed in what
+was sent, this rank's own gradients stay until the first sum of the next pass is there,
+to which every rank has sent after it had all sums of this one. A sum lies in memory
+that is lent anew in every pass, so a gradient that is accumulated into a view of one is
+read while the next is reduced.
 
 How gradients weigh, and what else is agreed in a pass, is the owner's
 (:class:`elche.comm.gradients.bucket_contract.Owner`).
@@ -116,7 +118,7 @@ class BucketPass:
     @property
     def extra_bytes(self) -> int:
         """Memory of the buckets, and of gradients kept for them."""
-        kept = int(self._options.as_views and not self._options.delayed)
+        kept = int(self._options.as_views or self._options.delayed)
         return sum(bucket.extra_bytes(kept) for bucket in self.buckets)
 
     @property
@@ -405,6 +407,7 @@ class BucketPass:
             if not self.buckets[self._summed].advance(self._side):
                 break
             self._summed += 1
+            self._handed_out.let_go()
 
     def _on_end(self) -> None:
         """End of a backward pass."""

@@ -26,7 +26,7 @@ from elche.comm.codec.codec_opening import open_coded_exchange
 from elche.comm.codec.coded_exchange import residual_of_a_rank
 from elche.comm.gradients.sum_memory import SumMemory
 from elche.comm.tensors.flat import wire_dtype
-from elche.comm.transport.exchange import Exchange, open_exchange
+from elche.comm.transport.exchange import Exchange, GlooExchange, open_exchange
 from elche.comm.transport.process_group import Group
 from elche.comm.transport.shared_memory import Members
 
@@ -69,8 +69,8 @@ class Bucket:
         parameters: in the order of their gradients.
         exchange: carries the message; None before :meth:`open`.
         sent: per side of the exchange, a view of the contribution per parameter.
-        summed: a view of the last sum per parameter, and the flags. Where what was sent
-            stays beside it, it lies in memory that is lent to whoever has a view.
+        summed: a view of the last sum per parameter, and the flags. Without a codec it
+            lies in memory that is lent to whoever has a view.
         pending: parameters whose gradient has not come in this pass.
         zeros: parameters whose flag is raised in this pass though they have none.
         missing: parameters for which this rank sent no gradient in this pass.
@@ -86,6 +86,7 @@ class Bucket:
     _flat: list[torch.Tensor] = field(default_factory=list)
     _total: torch.Tensor | None = None
     _lender: SumMemory | None = None
+    _sums_apart: bool = False
     _is_summed: bool = False
     _sizes: list[int] = field(default_factory=list)
     _shapes: list[torch.Size] = field(default_factory=list)
@@ -112,15 +113,15 @@ class Bucket:
         A share of the memory in which ranks sum is counted as what this rank sends.
 
         Args:
-            kept: copies that are kept until the next pass where sums replace what is
-                sent.
+            kept: copies that are kept into the next pass where sums replace what is
+                sent: this rank's own gradients, or the sums of the pass before.
         """
         if self._coded is not None:  # one contribution serves both sides
             copies = 4 if self._staged else 3
             return copies * self.size_bytes + self._coded.extra_bytes
-        if self._lender is not None:
+        if self._sums_apart:
             return (1 + len(self.sent)) * self.size_bytes
-        return (len(self.sent) * (1 + self._staged) + kept) * self.size_bytes
+        return (1 + self._staged + kept) * self.size_bytes
 
     def info(self, index: int, capacity_bytes: int, names: Sequence[str]) -> BucketInfo:
         """A description, given the names of its parameters."""
@@ -182,19 +183,30 @@ class Bucket:
         else:
             where = torch.device("cpu") if staged else device
             shared = SIDES if delayed else 1
-            exchange = open_exchange(
-                group, numel, dtype, where, SIDES, shared_sides=shared
-            )
-            if exchange.keeps_contribution and not staged:
-                self._lender = SumMemory(numel, dtype)
+            exchange = open_exchange(group, numel, dtype, where, shared_sides=shared)
+            self._lender = SumMemory(numel, dtype, device)
+            self._sums_apart = exchange.keeps_contribution and not staged
         self.exchange, self._group = exchange, group
         self._staged, self._keeps_strides = staged, keeps_strides
+        if self._lender is not None and not self._sums_apart:
+            self._lay_message(self._lender)
+            return
         for side in range(exchange.sides):
             sent = exchange.contribution(side)[:numel]
             if staged:
                 sent = torch.zeros(numel, dtype=dtype, device=device)
             self._flat.append(sent)
             self.sent.append(self._views(sent))
+
+    def _lay_message(self, lender: SumMemory) -> None:
+        """Lays the next message, and its sum, where nobody views the last ones."""
+        self._flat, self.sent, self.summed, self._total = [], [], [], None
+        if self._staged:
+            sent = lender.lend()
+        else:
+            assert isinstance(self.exchange, GlooExchange)
+            sent = self.exchange.renew(0, lender.lend)
+        self._flat, self.sent = [sent], [self._views(sent)]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A view per parameter, shaped like it, and the flags."""
@@ -214,6 +226,9 @@ class Bucket:
         assert self.exchange is not None
         if self._coded is not None:
             self._coded.settle()  # what was sent last is read no more
+        self.summed, self._total = [], None  # its memory may be lent again
+        if self._lender is not None and not self._sums_apart:
+            self._lay_message(self._lender)
         side %= len(self.sent)
         sent, self._is_summed = self.sent[side], False
         flags = [0.0] * len(self.parameters)
@@ -235,7 +250,6 @@ class Bucket:
         if self._coded is not None:
             self._side = side
             self._coded.contribution(side)[-1] = scale
-        self.summed, self._total = [], None  # its memory may be lent again
         self.exchange.begin(side)
 
     def reclaim(self) -> None:
@@ -254,9 +268,9 @@ class Bucket:
             Whether :meth:`finish` has nothing left to do.
         """
         assert self.exchange is not None
-        if self._lender is None:
+        if self._coded is not None:
             self.exchange.advance()
-        elif not self._is_summed and self.exchange.poll():
+        elif not self._is_summed and self.exchange.has_sum:
             self.finish(side)
         return self._is_summed
 
@@ -271,7 +285,7 @@ class Bucket:
         if self._is_summed:
             return
         side %= len(self.sent)
-        if self._lender is None:
+        if not self._sums_apart:
             self.summed, self._total = self.sent[side], self._flat[side]
             found = self._decoded() if self._coded else self.exchange.finish(WHAT)
             if self._staged:
@@ -280,6 +294,7 @@ class Bucket:
                 self._total = found[: self._total.numel()]
                 self.summed = self._views(self._total)
         else:
+            assert self._lender is not None
             self.exchange.wait(WHAT)
             self._total = self._lender.lend()
             self.exchange.sum_into(0, self._total.numel(), self._total)

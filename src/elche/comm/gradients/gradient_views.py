@@ -32,6 +32,10 @@ class HandedOut:
         given = self._given.get(id(parameter))
         return given is not None and given() is parameter.grad is not None
 
+    def let_go(self) -> None:
+        """All ranks have what was handed out last: what it took the place of may go."""
+        self._kept = []
+
     @torch.no_grad()
     def hand_out(self, buckets: Sequence[Bucket], closed: Closed) -> None:
         """Gives every parameter that any rank used its reduced gradient.

@@ -6,12 +6,11 @@ whatever the shares. With weights of the user's (tokens, say) it is w_r / Σw, w
 :mod:`elche.comm.gradients.step_weights` agrees on. How that is done, bucket by bucket
 and out of place, is :mod:`elche.comm.gradients.bucket_pass`; here is when, and with
 what weight. Then ``p.grad`` becomes a view of the reduced bucket. What a rank has sent
-is kept until the next backward's reduction. Cost: two gradient copies beside ``p.grad``
-where ranks sum in shared memory, what is sent and the sum, and three elsewhere: two
-messages, and this rank's own gradients. A ``p.grad`` kept by reference
-stays as it is in shared memory, as in plain training, and is overwritten two passes
-later elsewhere. Where ranks hold parameters in other memory formats (channels last on a
-GPU, say), the sum is copied into the gradient that is there instead.
+is kept until the next backward's reduction. Cost: two gradient copies, the sum, which
+is ``p.grad``, and what this rank sent (in shared memory), or its own gradients. A
+``p.grad`` kept by reference stays as it is, as in plain training. Where ranks hold
+parameters in other memory formats (channels last on a GPU, say), the sum is copied into
+the gradient that is there instead.
 
 torch's own DistributedDataParallel divides by the world size and cannot weigh; that is
 why this one exists.

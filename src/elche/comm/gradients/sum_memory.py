@@ -22,10 +22,11 @@ class SumMemory:
     Args:
         numel: elements of a sum.
         dtype: of the sum.
+        device: of the sum; torch's own allocator lends what is not the host's.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self._numel, self._dtype = numel, dtype
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
         self._lent: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
 
     def lend(self) -> torch.Tensor:
@@ -34,6 +35,8 @@ class SumMemory:
         A tensor's storage holds the memoryview that it was made from, and every view
         of the tensor its storage.
         """
+        if self._device.type != "cpu":
+            return torch.empty(self._numel, dtype=self._dtype, device=self._device)
         free = [memory for memory, loan in self._lent if loan() is None]
         self._lent = [(memory, loan) for memory, loan in self._lent if loan()]
         size_bytes = self._numel * self._dtype.itemsize

@@ -123,7 +123,10 @@ class Exchange(ABC):
 
 
 class GlooExchange(Exchange):
-    """Through the process group, on any mix of devices."""
+    """Through the process group, on any mix of devices.
+
+    A sum is formed in what was sent, which :meth:`renew` lays in other memory.
+    """
 
     keeps_contribution = False
 
@@ -150,6 +153,12 @@ class GlooExchange(Exchange):
     def result(self, side: int) -> torch.Tensor:
         """The same memory: what a rank sends is a copy of what it has."""
         return self._tensors[side]
+
+    def renew(self, side: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Lays this side's next message elsewhere; the last one is let go before."""
+        self._tensors[side] = self._tensors[side].new_empty(0)
+        self._tensors[side] = made = make()
+        return made
 
     def begin(self, side: int) -> None:
         """Starts the collective."""

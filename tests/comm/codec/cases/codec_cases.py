@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elche.comm.codec.background_exchange import BackgroundExchange
 from elche.comm.codec.codec import CODECS
 from elche.comm.codec.codec_choice import measured_codec
 from elche.comm.codec.codec_opening import open_coded_exchange
@@ -55,14 +56,19 @@ def opened(group: Group, codec: str, numel: int, sides: int = 1) -> ResidualExch
 
 
 def reduced(exchange: ResidualExchange, number: int, numel: int) -> torch.Tensor:
-    side = number % exchange.sides
     message = offered(this_place().rank, number, numel)
-    exchange.contribution(side).copy_(message)
-    exchange.begin(side)
+    begin(exchange, message)
     exchange.poll()
     found = exchange.finish("a test").clone()
-    assert torch.equal(exchange.contribution(side), message)
+    assert torch.equal(exchange.contribution(0), message)
     return found
+
+
+def begin(exchange: ResidualExchange, message: torch.Tensor) -> None:
+    if isinstance(exchange, BackgroundExchange):
+        exchange.settle()
+    exchange.contribution(0).copy_(message)
+    exchange.begin(0)
 
 
 def leave(group: Group, exchange: ResidualExchange) -> None:
@@ -119,10 +125,8 @@ def bereaved(codec: str, numel: int, sides: int = 1) -> Seen:
         group.all_reduce(torch.zeros(1), "all ranks to be through")
         if place.rank == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        side = 1 % sides
-        exchange.contribution(side).copy_(offered(place.rank, 1, numel))
         try:
-            exchange.begin(side)
+            begin(exchange, offered(place.rank, 1, numel))
             exchange.wait("a test")
         except CommunicationError as error:
             seen.error = str(error)
@@ -146,9 +150,8 @@ def stood_up(codec: str, numel: int, folder: str, *, waits: bool) -> Seen:
         seen.sums.append(reduced(exchange, 0, numel))
         all_here(folder)
         if place.rank < place.world_size - 1:
-            exchange.contribution(1).copy_(offered(place.rank, 1, numel))
             lose_patience(group, 0.5)
-            exchange.begin(1)
+            begin(exchange, offered(place.rank, 1, numel))
             if waits:
                 try:
                     exchange.wait("a test")

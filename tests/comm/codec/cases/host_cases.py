@@ -54,7 +54,7 @@ def both_ways(codec: str, numel: int) -> Crossed:
         found = []
         for tag, known in ((0, ()), (2, hosts)):
             peers = CountingPeers(GroupPeers(group), hosts)
-            exchange = CodedExchange(peers, CODECS[codec], numel + 1, 1, tag, known)
+            exchange = CodedExchange(peers, CODECS[codec], numel + 1, tag, known)
             exchange.contribution(0).copy_(offered(group.rank, 0, numel))
             exchange.begin(0)
             found.append((exchange.finish("a test").clone(), peers.crossed))

@@ -109,9 +109,7 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
             for cached in order:
                 began_s = time.perf_counter()
                 made.append(
-                    pipe.generate(
-                        prompt, max_new_tokens=asked.tokens, use_cache=cached
-                    )
+                    pipe.generate(prompt, max_new_tokens=asked.tokens, use_cache=cached)
                 )
                 took_s[cached] = time.perf_counter() - began_s
             tokens = asked.sequences * asked.tokens

@@ -94,3 +94,7 @@ def test_tokens_of_a_model_that_was_cut_by_name(ranks2: RankPool) -> None:
 
 def test_tokens_on_four_ranks(ranks4: RankPool) -> None:
     check_tokens(ranks4, Tokens(schedule="zb-h1"))
+
+
+def test_tokens_after_a_layer_has_moved(ranks2: RankPool) -> None:
+    check_tokens(ranks2, Tokens(moves=True))

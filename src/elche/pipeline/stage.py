@@ -24,7 +24,6 @@ from elche.pipeline.trees import map_tensors
 from elche.torch_internals.held import held_parameters
 from elche.torch_internals.passes import CAN_SPLIT, is_compiled
 
-
 CACHE = "cache"
 """The argument by which a layer takes a dict that it keeps keys and values in."""
 LayerCaches: TypeAlias = dict[tuple[int, int, int], dict[str, Any]]

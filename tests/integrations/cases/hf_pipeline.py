@@ -168,6 +168,7 @@ class Tokens:
         schedule: of the pipeline.
         points: where it is cut.
         padded: sequences are of different lengths, with padding on their left.
+        moves: a layer moves to the first rank behind the first prompt.
         samples: draws tokens instead of taking the likeliest.
     """
 
@@ -175,6 +176,7 @@ class Tokens:
     schedule: str = "1f1b"
     points: tuple[str, ...] | None = None
     padded: bool = False
+    moves: bool = False
     samples: bool = False
 
 
@@ -280,7 +282,9 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
     for block in inner:
         block.register_forward_pre_hook(watch, with_kwargs=True)
     sample: dict[str, Any] = {"use_cache": False}
-    sample |= padded(prompts(work)[0]) if work.padded else {"input_ids": prompts(work)[1]}
+    sample |= (
+        padded(prompts(work)[0]) if work.padded else {"input_ids": prompts(work)[1]}
+    )
     handler, logger = Told(), logging.getLogger("elche.pipeline.step.generation")
     logger.addHandler(handler)
     try:
@@ -295,7 +299,12 @@ def tokens_piped(work: Tokens) -> GeneratedTokens:
         ) as pipe:
             options: dict[str, Any] = {"batch_of": padded} if work.padded else {}
             choose, found = choosing(work), []
-            for tokens in prompts(work):
+            for number, tokens in enumerate(prompts(work)):
+                if work.moves and number == 1:
+                    first, *others = pipe.partition
+                    pipe.repartition(
+                        (first + 1, *others[:-1], others[-1] - 1), optimizer=()
+                    )
                 lengths.clear()
                 made = pipe.generate(
                     tokens if pipe.is_first else None,

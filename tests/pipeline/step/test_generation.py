@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elche.runtime.process.coordinator import serve_in_thread
 from elche.pipeline.step.generation import _behind
+from elche.runtime.process.coordinator import serve_in_thread
 from tests.harness.rank_pool import RankPool
 from tests.pipeline.cases.pipeline_generation_cases import (
     NEW,

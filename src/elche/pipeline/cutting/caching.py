@@ -30,9 +30,7 @@ def has_cache(model: nn.Module) -> bool:
     return CACHE_ARGUMENT in parameters and "transformers" in sys.modules
 
 
-def cached_arguments(
-    model: nn.Module, sample: Any, device: torch.device
-) -> Arguments:
+def cached_arguments(model: nn.Module, sample: Any, device: torch.device) -> Arguments:
     """The arguments of a sample, behind a past: a tensor of its length is one, too.
 
     Args:

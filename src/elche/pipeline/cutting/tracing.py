@@ -89,9 +89,7 @@ def trace_calls(model: nn.Module, whole: Mapping[int, str], sample: Any) -> Call
     return found
 
 
-def trace_cached(
-    model: nn.Module, whole: Mapping[int, str], sample: Any
-) -> CallTrace:
+def trace_cached(model: nn.Module, whole: Mapping[int, str], sample: Any) -> CallTrace:
     """Traces a model in evaluation, with a cache of keys and values of any length.
 
     Args:

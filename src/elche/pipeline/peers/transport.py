@@ -63,7 +63,6 @@ class Address:
     what: str
 
 
-
 @final
 class Transport:
     """This rank's end of all messages.
